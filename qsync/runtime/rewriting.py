@@ -366,6 +366,10 @@ class _Rewriter:
             if callable(node.target) and is_norm_on_gpu(op, run, node):
                 call = _call(module, op.kind, FollowingCall(norm, node.target), args, kwargs)
             else:
+                if call_name(node) == "as_strided" and lies_by_rows(
+                    node.all_input_nodes[0].meta["example_value"]
+                ):
+                    args = (module.graph.call_function(by_rows, (args[0],)), *args[1:])
                 # A view asks for an order of elements that a convolution's result may not have here.
                 named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
                 call = module.graph.create_node(node.op, named, args, kwargs, type_expr=node.type)

@@ -42,6 +42,17 @@ def test_a_part_of_a_convolution_s_result_can_be_viewed(form, precision):
         assert found.view(len(found), -1).shape == expected.view(len(expected), -1).shape
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_strides_are_those_of_a_result_that_lies_by_rows(precision):
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        Convolved(lambda y: y.as_strided((2, 8, 9, 9), (648, 81, 9, 1))), nn.Conv2d(8, 4, 3)
+    )
+    images = torch.randn(2, 4, 9, 9)
+    found, expected = qsync.wrap(copy.deepcopy(model), precision, strict=True)(images), model(images)
+    assert (found - expected).norm() <= 0.03 * expected.norm()
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("images", [False, True])
 def test_an_empty_batch_passes_a_batch_norm_that_saves_less(precision, images):
