@@ -76,6 +76,7 @@ FORMS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of rms_norm
 @pytest.mark.parametrize("less", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("form", FORMS)

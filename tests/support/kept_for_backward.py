@@ -26,7 +26,7 @@ def _casts_of_weights(lowered):
     shapes = {value.name: value.shape for value in lowered.graph.parameters}
     grads = {value.name: value.requires_grad for value in (*lowered.graph.inputs, *lowered.graph.ops)}
     for cast in (node for node in lowered.nodes if isinstance(node, Cast) and node.of_parameter):
-        users = [op for op in lowered.graph.ops if cast.value in op.inputs]
+        users = [op for op in lowered.graph.ops if cast.value in op.inputs and op.kind != "attention"]
         by_torch = [op for op in users if op.kind.startswith("conv") and not is_encoded(cast.target)]
         if len(shapes[cast.value]) > 1 and (by_torch or any(grads[op.inputs[0]] for op in users)):
             yield cast, shapes[cast.value][any(op.kind == "addmm" for op in users)]  # an output has a scale
