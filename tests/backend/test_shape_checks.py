@@ -98,3 +98,16 @@ def test_the_check_sees_codes_as_the_kernel_does():
 
     checked(kernel)(torch.conv2d, "fp32", *given)
     assert seen == [("image", "channel")] * 4
+
+
+def test_a_check_leaves_random_numbers_as_they_were():
+    def random(target, out_type, *args, **kwargs):
+        return direct(target, out_type, *args, **kwargs) * torch.ones(()).bernoulli_(1.0)
+
+    x, w = torch.randn(4, 3, 6, 6), torch.randn(8, 3, 3, 3)
+    torch.manual_seed(1)
+    checked(random)(torch.conv2d, "fp32", x, w)
+    found = torch.rand(3)
+    torch.manual_seed(1)
+    random(torch.conv2d, "fp32", x, w)
+    assert torch.equal(found, torch.rand(3))
