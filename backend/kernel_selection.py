@@ -95,7 +95,7 @@ class Kernels:
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether a cast of a weight serves several calls."""
+        """Return whether a cast of a weight serves several calls."""
         return keeps_weight_casts(self.device.type)
 
     @property

@@ -19,11 +19,10 @@ from torch import Tensor
 from qsync.backend.encoding import Operand, encode
 from qsync.backend.kernel_timing import apart
 from qsync.errors import MiscomputedError
-from qsync.records.precision import ROUND_INSIDE, Precision
+from qsync.records.precision import CONVOLUTIONS, ROUND_INSIDE, Precision
 
 Kernel = Callable[..., Tensor]
 
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose")
 # The largest error of an element, of the largest element. Rounding to 8 bits leaves a tenth at the most; what
 # is not written is as wrong as it is large.
 _MOST_ERROR = 0.2
@@ -105,7 +104,7 @@ def _is_right(
             expected = called(target, leaves)
             gradient = torch.randn(expected.shape, generator=generator)
             wanted = (expected, *torch.autograd.grad(expected, trained, gradient))
-        given = [_as(given, leaf) for given, leaf in zip((*args, *kwargs.values()), leaves, strict=True)]
+        given = [_as(one, leaf) for one, leaf in zip((*args, *kwargs.values()), leaves, strict=True)]
         result = called(partial(kernel, target, "fp32"), given)
         found = (result, *torch.autograd.grad(result, trained, gradient))
     errors = ((a - b).abs().max() / b.abs().max() for a, b in zip(found, wanted, strict=True))

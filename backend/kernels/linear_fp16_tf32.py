@@ -1,6 +1,6 @@
 """Linear layers in FP16 or TF32: three products in a function of their own, without a graph within.
 
-`fp16_tf32` computes the same for any product. Of a linear layer it takes half as long again to launch.
+`fp16_tf32` computes the same for any product; by it a linear layer takes the host 1.3 to 1.6 times as long.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ class Lifetimes:
                 if self.layout.has_gradient[value]:
                     copy += FP32_BYTES * self.layout.elements[value]
             yield Span(copy, len(self.layout.ops), len(self.layout.ops))
-        forward = forward_workspace(op, run, self._context(i))
-        if forward:
+        context = self._context(i)
+        if forward := forward_workspace(op, run, context):
             yield Span(forward, i, i)
         if not op.requires_grad:
             return
@@ -159,7 +159,7 @@ class Lifetimes:
             run.form,
         ):
             yield Span(num_bytes, i, time, "saved", op.name)
-        if backward := backward_workspace(op, run, self._context(i)):
+        if backward := backward_workspace(op, run, context):
             yield Span(backward, time, time)
 
     def _context(self, i: int) -> OpContext:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from qsync.backend.block_sizes import saves_weights
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.records.graph import Op, OpGraph, num_elements
-from qsync.records.precision import LARGEST, Precision, type_bytes
+from qsync.records.precision import CONVOLUTIONS, LARGEST, Precision, type_bytes
 
 # A kind that no table names is taken to save its inputs: too much rather than too little.
 SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
@@ -27,8 +27,6 @@ FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
     "grouped_mm": (0, 1), "conv3d": (0, 1), "conv_transpose": (0, 1), "baddbmm": (1, 2),
 }  # fmt: skip
-# Those of which torch's kernels save both factors in any case.
-CONVOLUTIONS = ("conv2d", "conv1d", "conv3d", "conv_transpose")
 # Kinds that save nothing where they scale by a number.
 SCALED = ("mul", "div")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
@@ -79,6 +77,7 @@ def saved_by_op(
         return Saved()
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
+        # torch's convolutions save both in any case.
         if op.kind in CONVOLUTIONS and mode not in (Precision.INT8, Precision.INT8_ALL):
             return Saved(pair)
         if op.kind == "linear" and op.copies and mode in PLAIN:  # a copy of its input: `made_for_backward`

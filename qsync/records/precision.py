@@ -112,6 +112,9 @@ PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     "grouped_mm": (Precision.FP32, Precision.FP32_FAST, Precision.BF16),
 }
 
+# The kinds of operators that are convolutions.
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose")
+
 # Precisions that take FP32 operands, give FP32 results and gradients, and round inside the product.
 ROUND_INSIDE = (Precision.FP32_FAST, Precision.TF32)
 
