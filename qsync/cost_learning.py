@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from qsync import api
 from qsync.backend.device_detection import default_precisions, detect_class, machine
-from qsync.backend.kernels.dropout import dropout
 from qsync.backend.measure_peaks import measured_peaks
 from qsync.errors import QSyncError, shortened
 from qsync.predictor.cost_model.model import CostModel
@@ -41,9 +40,9 @@ _COPIED_BYTES = 2**26  # beyond every cache
 _THIN_WIDTH = 16
 _ON_IMAGES = ("conv2d", "batch_norm", "max_pool2d")
 
-_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-    "softmax": lambda x: F.softmax(x, -1), "dropout": lambda x: dropout(F.dropout, x, 0.1),
+    "softmax": lambda x: F.softmax(x, -1), "dropout": lambda x: F.dropout(x, 0.1),
     "max_pool2d": lambda x: F.max_pool2d(x, 2), "neg": torch.neg,
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -164,7 +163,7 @@ def can_measure(call: Call) -> bool:
     if any(0 in shape or not shape for shape in (*shapes, call.output)):
         return False
     fresh = sum(not argument.parameter for argument in call.inputs)
-    if call.kind in _UNARY or call.kind in ("layer_norm", "batch_norm"):
+    if call.kind in UNARY or call.kind in ("layer_norm", "batch_norm"):
         return len(shapes) == fresh == 1
     if call.kind in _BINARY:
         return len(shapes) == fresh == 2
@@ -218,8 +217,8 @@ class _Cell(nn.Module):
 
     def _run(self, *values: Any) -> Tensor:
         result: Tensor
-        if self.kind in _UNARY:
-            result = _UNARY[self.kind](*values)
+        if self.kind in UNARY:
+            result = UNARY[self.kind](*values)
         elif self.kind in _BINARY:
             result = _BINARY[self.kind](*values)
         elif self.kind == "linear":

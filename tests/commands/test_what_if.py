@@ -131,6 +131,17 @@ def test_operators_of_given_shapes_are_measured_with_the_real_kernels():
     assert not [kind for kind, shape, *_ in found if kind == "linear" and shape != (8, 12)]  # no thin ones
 
 
+def test_every_kind_is_measured_at_sizes_that_have_kernels_of_their_own():
+    """A kernel called inside the traced module would break the graph there: qsync puts its kernels in itself."""
+    shape = (2, 16, 32, 32)
+    calls = [Call(kind, (Argument(shape),), shape) for kind in cost_learning.UNARY if kind != "max_pool2d"]
+    graph, profile = cost_learning.profile_calls(
+        calls, torch.device("cpu"), [Precision.FP32, Precision.BF16], 1
+    )
+    assert {s.call.kind for s in samples_of(graph, profile)} >= {call.kind for call in calls}
+    assert "other" not in {op.kind for op in graph.ops}
+
+
 def test_what_a_device_reaches_is_measured():
     sheet = cost_learning.measure_sheet(torch.device("cpu"))
     assert {"fp32", "bf16", "int8"} <= set(sheet.flops_per_s) and sheet.bytes_per_s > 1e8
