@@ -12,6 +12,7 @@ import torch
 import qsync
 from qsync import backend
 from qsync.backend.kernel_cache import processor
+from qsync.errors import FormatError, shortened
 from qsync.records.cluster import DeviceClass
 from qsync.records.precision import Precision
 from qsync.records.profiles import processor_with
@@ -30,7 +31,12 @@ def untested_torch() -> list[str]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Return the device of the model's parameters; the CPU if it has none."""
+    """Return the device of the model's parameters; the CPU if it has none.
+
+    Raises FormatError for something else than a module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise FormatError(f"model must be a torch.nn.Module, found {shortened(model)}; give that")
     parameter = next(model.parameters(), None)
     return parameter.device if parameter is not None else torch.device("cpu")
 

@@ -36,6 +36,7 @@ from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
 from qsync.distributed.step_log import StepLog, new_log
 from qsync.distributed.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
+from qsync.planning import check_kind
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import default_base, measured_base, parse_base
@@ -150,6 +151,9 @@ def hybrid(
     agree_locally("checking options", lambda: _check_options(model, options, ddp, ddp_options, bucket_cap_mb))
     agree_locally("checking options", lambda: _check_first_steps_option(check, plan, options))
     agree_locally("checking options", lambda: _check_report_option(report, plan))
+    if plan is not None:
+        how = "qsync.plan or qsync.Plan.load"
+        agree_locally("checking options", lambda: check_kind(plan, Plan, "plan", how))
     bucket_cap_mb = ddp_options.get("bucket_cap_mb") if bucket_cap_mb is None else bucket_cap_mb
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",

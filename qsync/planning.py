@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qsync.allocator import allocate, check_options, search
-from qsync.errors import FormatError
+from qsync.errors import FormatError, shortened
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
@@ -49,13 +49,16 @@ def plan(
         InfeasibleError: nothing fits the memory or reaches the target; the message names the binding
             constraint and by how much it is missed.
         MismatchError: graph, profiles, sensitivity and cluster do not belong together.
-        FormatError: an option that cannot be used.
+        FormatError: an argument that is no such record, a cluster that no file could hold, or an option that
+            cannot be used.
 
     Example:
         >>> plan = qsync.plan(graph, {"train": fast, "infer": slow}, sensitivity, cluster)
         >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, levers=["buckets", "recompute"])
         >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, saving_less={"infer": ["*"]})
     """
+    _check_records(graph, profiles, cluster)
+    check_kind(sensitivity, Sensitivity, "sensitivity", "qsync.sensitivity")
     check_options(options)
     for name in ("other", "trials", "storage"):
         if name in options and not levers:
@@ -82,9 +85,28 @@ def replay(
 
     Raises:
         MismatchError: graph, plan, profiles and cluster do not belong together.
+        FormatError: an argument that is no such record, or a cluster that no file could hold.
 
     Example:
         >>> timeline = qsync.replay(graph, plan, profiles, cluster)
         >>> timeline.step_s, timeline["infer"].wait_s
     """
+    _check_records(graph, profiles, cluster)
+    check_kind(plan, (Plan, Mapping), "plan", "qsync.plan or qsync.Plan.load")
     return simulate(graph, plan, profiles, cluster, **options)
+
+
+def _check_records(graph: object, profiles: object, cluster: object) -> None:
+    """Raise FormatError for other things than these records, and for a cluster that no file could hold."""
+    check_kind(graph, OpGraph, "graph", "qsync.capture")
+    check_kind(profiles, Mapping, "profiles", "dict of class -> qsync.profile")
+    for name, profile in profiles.items():  # type: ignore[attr-defined]
+        check_kind(profile, Profile, f"profiles[{shortened(name)}]", "qsync.profile")
+    check_kind(cluster, Cluster, "cluster", "qsync.Cluster.load")
+    Cluster.from_json(cluster.to_json())  # type: ignore[attr-defined]
+
+
+def check_kind(given: object, kind: type | tuple[type, ...], name: str, how: str) -> None:
+    """Raise FormatError for an argument of another kind; `how`: what returns one of this kind."""
+    if not isinstance(given, kind):
+        raise FormatError(f"{name} is a {type(given).__name__}, {shortened(given)}; give what {how} returns")

@@ -15,7 +15,7 @@ import torch._dynamo
 import torch.fx
 from torch._dynamo import eval_frame, trace_rules
 from torch._dynamo.utils import counters
-from torch.nn.functional import multi_head_attention_forward
+from torch.nn import functional
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
     is_in_any_mode_without_ignore_compile_internals,
@@ -33,6 +33,7 @@ from qsync.tracing.segments import DTYPES, Segment, join, read_segment
 # Where a graph breaks it is traced once more: a model may change itself in its first call (Hugging Face's
 # install hooks, under a lock), and its graph then breaks in that call alone.
 MOST_TRACES = 2
+_CHECKS_MASK = "_check_key_padding_mask"  # of torch.nn.functional, since torch 2.12
 _ASKS = "it asks the tracer itself"  # not every release of torch traces such a function
 
 
@@ -237,16 +238,19 @@ def dynamo_settings() -> Iterator[None]:
     no constant of the graph, and a hook added to an inner module later is traced in. nn.MultiheadAttention is
     traced into its products: torch takes it for one operator, or two layers for one in evaluation. Of a
     forward that cannot be traced (a loop over experts that asks how many tokens each has) the layers are
-    traced one by one: torch would skip its own modules there.
+    traced one by one: torch would skip its own modules there. The check of a padding mask is ours: the
+    tracer ends at torch's, whose message names the mask.
     """
     traced_files = trace_rules.get_legacy_mod_inlinelist()
     layers = LAYER_FILES - traced_files
     traced_files |= layers
     in_graph, fast = trace_rules.get_torch_obj_rule_map(), torch.backends.mha.get_fastpath_enabled()
-    rule = in_graph.pop(multi_head_attention_forward, None)  # none inside another context like this one
+    rule = in_graph.pop(functional.multi_head_attention_forward, None)  # none inside another context like this one
     if rule is not None:  # under `with torch.device(...)` the tracer cannot get into the method
         in_graph[torch.Tensor.unflatten] = rule
     torch.backends.mha.set_fastpath_enabled(False)
+    check_mask = getattr(functional, _CHECKS_MASK, _check_mask)
+    setattr(functional, _CHECKS_MASK, _check_mask)
     try:
         with torch._dynamo.config.patch(
             optimize_ddp=False,
@@ -260,9 +264,18 @@ def dynamo_settings() -> Iterator[None]:
     finally:
         traced_files -= layers
         torch.backends.mha.set_fastpath_enabled(fast)
+        setattr(functional, _CHECKS_MASK, check_mask)
         if rule is not None:
             del in_graph[torch.Tensor.unflatten]
-            in_graph[multi_head_attention_forward] = rule
+            in_graph[functional.multi_head_attention_forward] = rule
+
+
+def _check_mask(key_padding_mask: torch.Tensor, src_len: int, bsz: int) -> None:
+    """Raise AssertionError for a padding mask of another shape than (samples, positions)."""
+    if key_padding_mask.shape[0] != bsz or key_padding_mask.shape[1] != src_len:
+        raise AssertionError(
+            f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; give one of ({bsz}, {src_len})"
+        )
 
 
 def _reason(error: object) -> str:

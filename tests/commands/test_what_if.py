@@ -132,7 +132,7 @@ def test_operators_of_given_shapes_are_measured_with_the_real_kernels():
 
 
 def test_every_kind_is_measured_at_sizes_that_have_kernels_of_their_own():
-    """A kernel called inside the traced module would break the graph there: qsync puts its kernels in itself."""
+    """A kernel called inside the traced bench would break its graph; qsync puts its kernels in itself."""
     shape = (2, 16, 32, 32)
     calls = [Call(kind, (Argument(shape),), shape) for kind in cost_learning.UNARY if kind != "max_pool2d"]
     graph, profile = cost_learning.profile_calls(
