@@ -86,7 +86,7 @@ def saved_by_op(
     if op.kind == "div" and len(op.inputs) == 2:  # of the divisor's gradient both are factors
         return Saved((0, 1) if requires_grad[op.inputs[1]] else (1,))
     if op.kind == "attention" and writes_scores(op, mode, shapes, requires_grad, device):
-        return Saved()
+        return Saved((2,) if op.copies is False else ())
     if op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
         return Saved((0, 1, 2))
     if op.kind == "attention":  # of a mask of bools it saves its own copy in numbers, except in INT8
@@ -139,12 +139,13 @@ def made_for_backward(
     elif op.kind == "attention" and mode == "int8":  # backward recomputes everything else
         yield num_elements(scores_shape(op, shapes)) if op.dropout else 0
     elif op.kind == "attention" and writes_scores(op, mode, shapes, requires_grad, device):
-        # Probabilities, with dropout its mask and the probabilities after it; copies of q, k and v with the
-        # heads in front. With grouped queries (GQA) each group has copies of its own.
+        # Probabilities, with dropout its mask and the probabilities after it; q and k, scaled; a copy of v with
+        # the heads in front, where it does not lie so. With grouped queries (GQA) each group has its own.
         scores, width = scores_shape(op, shapes), shapes[op.inputs[0]][-1]
         yield (3 if op.dropout else 1) * FP32_BYTES * num_elements(scores)
         rows = num_elements(scores[:-1]) * width, num_elements((*scores[:-2], scores[-1])) * width
-        yield FP32_BYTES * (rows[0] + rows[1] + rows[1] * op.shape[-1] // width)
+        yield FP32_BYTES * (rows[0] + rows[1])
+        yield 0 if op.copies is False else FP32_BYTES * rows[1] * op.shape[-1] // width
     elif op.kind == "attention":
         yield FP32_BYTES * num_elements(op.shape[:-1])  # log of the sum of exponentials, per row
         yield num_elements(scores_shape(op, shapes)) if op.dropout and device == "cpu" else 0

@@ -70,8 +70,8 @@ class Op:
     multiplies nothing). `dilated` is of convolutions. `fixed_because` says why an operator whose kind is not
     fixed is: its tensors, or how it is called. `dropout` is the part of its weights that attention drops.
     `exposed`: something that is no operator reads the result too, so that it must be made whatever its
-    consumers need. `copies`: a view or `contiguous` copied when it was traced, or a linear layer its input;
-    None where that is not known.
+    consumers need. `copies`: a view or `contiguous` copied when it was traced, a linear layer its input, or
+    attention its values; None where that is not known.
     `channels_last`: its result, an image, had that memory order when it was traced.
     """
 

@@ -479,9 +479,11 @@ def _example(node: torch.fx.Node) -> torch.Tensor | None:
 
 
 def _copies(node: torch.fx.Node, kind: str) -> bool | None:
-    """Return whether a view or `contiguous` copied when it was traced, or a linear layer did its input.
+    """Return whether a view or `contiguous` copied when it was traced, or a product did an operand.
 
-    It copies an input of which rows cannot be one dimension, as of a transposed one. None of any other call.
+    A linear layer copies an input of which rows cannot be one dimension, as of a transposed one. Attention in
+    torch's plain kernel copies values of which heads cannot be one dimension, or that several heads
+    share: False where it need not. None of any other call.
 
     A dropout that drops nothing returns its input, though the tracer's one is new. On the meta device
     attention has a memory order that it has on no other.
@@ -490,20 +492,24 @@ def _copies(node: torch.fx.Node, kind: str) -> bool | None:
     if value is not None and value.is_meta:
         return None
     if kind == "linear":
-        return True if _lies_apart(_example(operands(node, kind)[0])) else None
+        return True if _lies_apart(_example(operands(node, kind)[0]), 1) else None
+    if kind == "attention":
+        queries, _, values = map(_example, operands(node, kind)[:3])
+        are_shared = queries is not None and values is not None and queries.shape[:-2] != values.shape[:-2]
+        return None if are_shared or _lies_apart(values, 2) else False
     if kind not in ("view", "contiguous") or call_name(node) == "dropout" or not node.all_input_nodes:
         return None
     source = {storage for value in node.all_input_nodes for storage in traced_storages(value)}
     return source.isdisjoint(traced_storages(node)) if source else None
 
 
-def _lies_apart(value: torch.Tensor | None) -> bool:
-    """Return whether no view of a tensor (..., K) has all but the last dimension as one."""
+def _lies_apart(value: torch.Tensor | None, kept: int) -> bool:
+    """Return whether no view of a tensor has all but its last `kept` dimensions as one."""
     if value is None or is_functorch_wrapped_tensor(value):
         return False
     outer = [
         (size, stride)
-        for size, stride in zip(traced_shape(value)[:-1], value.stride()[:-1], strict=True)
+        for size, stride in zip(traced_shape(value)[:-kept], value.stride()[:-kept], strict=True)
         if size != 1
     ]
     return any(above != below * size for (_, above), (size, below) in pairwise(outer))

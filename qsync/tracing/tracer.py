@@ -245,7 +245,9 @@ def dynamo_settings() -> Iterator[None]:
     layers = LAYER_FILES - traced_files
     traced_files |= layers
     in_graph, fast = trace_rules.get_torch_obj_rule_map(), torch.backends.mha.get_fastpath_enabled()
-    rule = in_graph.pop(functional.multi_head_attention_forward, None)  # none inside another context like this one
+    rule = in_graph.pop(
+        functional.multi_head_attention_forward, None
+    )  # none inside another context like this one
     if rule is not None:  # under `with torch.device(...)` the tracer cannot get into the method
         in_graph[torch.Tensor.unflatten] = rule
     torch.backends.mha.set_fastpath_enabled(False)

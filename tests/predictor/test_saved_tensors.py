@@ -42,6 +42,44 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(2, 24, 32))
 
 
+class Grouped(nn.Module):
+    """Attention that drops, whose keys and values several heads share; they lie with the heads in front."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (
+            nn.Linear(*ends) for ends in ((16, 32), (16, 16), (16, 16), (32, 8))
+        )
+
+    def forward(self, x):
+        q, k, v = (
+            p(x).view(10, 4, n, 8).permute(1, 2, 0, 3) for p, n in ((self.q, 4), (self.k, 2), (self.v, 2))
+        )
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, enable_gqa=True)
+        return self.out(y.permute(2, 0, 1, 3).reshape(10, 4, 32))
+
+
+class Padded(nn.Module):
+    """torch's encoder, or its attention alone, under a padding mask."""
+
+    def __init__(self, inside, **options):
+        super().__init__()
+        self.first, self.inside, self.options = nn.Linear(16, 32), inside, options
+        self.head = nn.Linear(32, 8)
+        self.register_buffer("mask", torch.arange(10) > torch.tensor([[7], [9], [5], [9]]))
+
+    def forward(self, x):
+        y = self.first(x)
+        if isinstance(self.inside, nn.MultiheadAttention):
+            return self.head(self.inside(y, y, y, key_padding_mask=self.mask, **self.options)[0])
+        return self.head(self.inside(y, src_key_padding_mask=self.mask))
+
+
+def encoder(**options):
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, **options)
+    return Padded(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)), torch.randn(4, 10, 16)
+
+
 def linear(call, inner=24, width=24):
     return Between(nn.Linear(16, inner), call, nn.Linear(width, 8)), torch.randn(4, 10, 16)
 
@@ -72,6 +110,17 @@ FORMS = {
     "a linear layer of an expanded value": lambda: linear(lambda y: y.unsqueeze(1).expand(4, 3, 10, 24)),
     "a linear layer of a part": lambda: linear(lambda y: y[:, 1:3, :12], width=12),
     "attention with a trained mask": lambda: (Attention(True), torch.randn(2, 24, 32)),
+    "an encoder under a padding mask": lambda: encoder(dropout=0.0),
+    "an encoder with norms first that drops": lambda: encoder(norm_first=True, activation="gelu"),
+    "attention under a padding mask": lambda: (
+        Padded(nn.MultiheadAttention(32, 4, batch_first=True), need_weights=False),
+        torch.randn(4, 10, 16),
+    ),
+    "attention with weights under a padding mask": lambda: (
+        Padded(nn.MultiheadAttention(32, 4, batch_first=True)),
+        torch.randn(4, 10, 16),
+    ),
+    "attention that drops over values that heads share": lambda: (Grouped(), torch.randn(10, 4, 16)),
     "attention with a mask of three dimensions": lambda: (Attention(False), torch.randn(2, 24, 32)),
 }
 

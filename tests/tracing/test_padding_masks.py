@@ -103,7 +103,10 @@ def test_a_mask_of_another_shape_is_named(warm):
     class Wrong(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attend, self.head = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), nn.Linear(WIDTH, 8)
+            self.attend, self.head = (
+                nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+                nn.Linear(WIDTH, 8),
+            )
 
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return self.head(self.attend(x, x, x, key_padding_mask=mask, need_weights=False)[0])
