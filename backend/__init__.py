@@ -10,6 +10,7 @@
 `measure_peaks`      measured peak rates
 `kernel_cache`, `cuda_build`, `build_ahead`  compiled kernels on disk, nvcc, and all at once
 `gpu_state`          clocks of GPUs, and what holds them down
+`shape_choices`      choose the fastest of several ways to compute a product, once a shape
 `shape_checks`       compare convolutions with FP32 once a shape, where oneDNN miscomputes some
 `autograd`, `kernel_timing`, `block_sizes`  differentiable calls, short timings, block sizes of CPU kernels
 `kernels/`           products and attention

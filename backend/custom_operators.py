@@ -45,6 +45,7 @@ class OpaqueKernels:
 
     keeps_copies = False
     plain_casts = ("fp32", "bf16")
+    replaced_in_bf16 = ()
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

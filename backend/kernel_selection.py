@@ -21,6 +21,7 @@ from qsync.backend.kernel_timing import GPU_CALLS, GPU_ROUNDS, apart, kernel_s, 
 from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
+from qsync.backend.kernels.linear_bf16 import addmm_bf16, has_amx, linear_bf16
 from qsync.backend.reference_kernels import reference_kernel
 from qsync.backend.shape_checks import checked, is_checked
 from qsync.errors import QSyncError, UnsupportedError
@@ -40,6 +41,14 @@ _LEAST_FP32_AGREEMENT_DB = 110.0  # two orders of summing FP32 leave about 125
 _MIN_TIMED_S, _MAX_REPEATS = 0.02, 5
 # Sizes of the representative calls: (side of matrices, images, channels, side of images).
 _SIZES = {"cpu": (512, 8, 32, 16), "cuda": (4096, 32, 128, 32)}
+
+
+_OF_LOWERED_GRAPHS: dict[str, Kernel] = {
+    "dropout": dropout,
+    "interpolate": interpolate,
+    "linear": linear_bf16,
+    "addmm": addmm_bf16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ class Kernels:
     """
 
     saving = staticmethod(saving)
-    in_lowered_graphs = staticmethod({"dropout": dropout, "interpolate": interpolate}.__getitem__)
+    in_lowered_graphs = staticmethod(_OF_LOWERED_GRAPHS.__getitem__)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -97,6 +106,11 @@ class Kernels:
     def keeps_copies(self) -> bool:
         """Return whether a cast of a weight serves several calls."""
         return keeps_weight_casts(self.device.type)
+
+    @property
+    def replaced_in_bf16(self) -> tuple[str, ...]:
+        """The kinds of products whose call in BF16 `in_lowered_graphs` replaces on this device."""
+        return ("linear", "addmm") if has_amx(self.device) else ()
 
     @property
     def plain_casts(self) -> tuple[str, ...]:

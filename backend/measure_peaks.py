@@ -16,6 +16,7 @@ from qsync.backend.kernel_candidates import device_precisions, has_onednn
 from qsync.backend.kernel_timing import synchronize
 from qsync.backend.kernels import fp32_fast
 from qsync.backend.kernels.fp16_tf32 import product_tf32
+from qsync.backend.shape_choices import choose
 from qsync.records.precision import Precision
 
 # Side of the matrices: large enough that every product takes far longer than its call, small enough for
@@ -54,7 +55,7 @@ def sixteen_bits_pay(device: torch.device) -> bool:
     side, generator = _SQUARE["cpu"] // 2, torch.Generator().manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator) for _ in range(2))
     runs = [_matrix_product("bf16", a, b), lambda: fp32_fast.multiply(a, b.t())]
-    return fp32_fast.choose(("16 bits or FP32",), runs) == 0
+    return choose(("16 bits or FP32",), runs) == 0
 
 
 def best_by_type(rates: Mapping[str, float]) -> dict[str, float]:

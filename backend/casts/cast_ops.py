@@ -125,6 +125,7 @@ def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         (torch.bfloat16, torch.float32): "transpose_to_fp32",
         (torch.int8, torch.int8): "transpose_int8",
         (torch.float32, torch.float32): "transpose_float32",
+        (torch.bfloat16, torch.bfloat16): "transpose_bfloat16",
     }
     wanted = dtype or x.dtype
     library = (

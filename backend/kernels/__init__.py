@@ -3,6 +3,7 @@
 Each is called as the torch function, with encoded operands.
 
 `linear`           linear layers in INT8, forward alone or in all three products
+`linear_bf16`      linear layers in BF16 whose weight's gradient comes from transposed copies
 `matmul`           batched products of activations in INT8
 `fp8`              linear layers in FP8
 `fp32_fast`        products in FP32 by the fastest kernel

@@ -36,9 +36,9 @@ from qsync.backend.casts.cast_ops import (
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.kernels.conv_strategy import bf16_windows_pay, int8_gradient_unfolds, int8_windows_pay
-from qsync.backend.kernels.fp32_fast import choose
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.matmul_primitives import int8_sums
+from qsync.backend.shape_choices import choose
 from qsync.errors import UnsupportedError
 
 

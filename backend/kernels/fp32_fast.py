@@ -11,23 +11,23 @@ GFLOP/s of 1024x768x3072 by MKL and by oneDNN, one thread of a Zen 4: forward 88
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qsync.backend import shape_choices
 from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import sum_columns
-from qsync.backend.kernel_cache import Choices, processor, rounded_up
-from qsync.backend.kernel_timing import apart, fastest
+from qsync.backend.kernel_cache import rounded_up
+from qsync.backend.kernel_timing import fastest
 from qsync.backend.kernels.linear import DTYPES
 
 # Of fewer multiply-adds, forward and backward take less time (60 us) than what calls these kernels (70 us).
 _MIN_MULTIPLIES = 2**20
-_TIE = 0.1
 _ORDERS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -143,7 +143,9 @@ def conv2d_fp32_fast(
 
         return run
 
-    return convolve(input, weight, bias, orders[choose(key, [timed(order) for order in orders])])
+    return convolve(
+        input, weight, bias, orders[shape_choices.choose(key, [timed(order) for order in orders])]
+    )
 
 
 class _Product(torch.autograd.Function):
@@ -215,12 +217,12 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     rest = (a.stride(-1) == 1, b.stride(-1) == 1, bias is None, torch.get_num_threads())
     exact = (a.shape, b.shape, *rest)  # quicker to look up
-    known = choices()
+    known = shape_choices.choices()
     number = known.get(exact)
     if number is None:
         runs = [partial(kernel, a, b, bias) for kernel in (_by_torch, _by_onednn)]
         key = (rounded_up(a.shape), rounded_up(b.shape), *rest)
-        number = known.alias(exact, known.decided(key, partial(fastest, runs, tie=_TIE)))
+        number = known.alias(exact, known.decided(key, partial(fastest, runs, tie=shape_choices.TIE)))
     return (_by_torch, _by_onednn)[number](a, b, bias)
 
 
@@ -234,20 +236,3 @@ def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.contiguous()  # its stride is not read, unchecked (torch 2.13)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
     return product
-
-
-def choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
-    """Return the number of the run that takes least time, timed at a machine's first call with this key.
-
-    The first run is left only for one that takes a tenth less: its neighbours pay for another memory order.
-
-    >>> runs[choose(("depthwise", *x.shape), runs)]()
-    """
-    known = (*key, torch.get_num_threads())
-    return choices().decided(known, lambda: apart(partial(fastest, runs, tie=_TIE)))
-
-
-@cache
-def choices() -> Choices:
-    """Return the kernels chosen on this machine: by shapes, memory orders and threads."""
-    return Choices("fp32", {"processor": processor(), "torch": torch.__version__})

@@ -20,6 +20,7 @@ from qsync.backend.casts.cast_ops import (
 )
 from qsync.backend.casts.epilogues import Activation, activation_gradient_and_sum, dequantize_activated
 from qsync.backend.encoding import Encoded, Operand
+from qsync.backend.kernels.linear_bf16 import transposed_product
 from qsync.backend.matmul_primitives import as_matrix, int8_sums, sixteen_bit_dtype, to_sixteen_bit
 from qsync.errors import UnsupportedError
 
@@ -219,7 +220,7 @@ class _Saved(NamedTuple):
 
     def weight_gradient(self, h: Tensor, x: Tensor) -> Tensor:
         """Return h' x, in the orientation in which the weight is stored."""
-        return x.t() @ h if self.weight_is_transposed else h.t() @ x
+        return transposed_product(*((x, h) if self.weight_is_transposed else (h, x)))
 
 
 def _decoded_gradients(g: Tensor, saved: _Saved) -> tuple[Tensor | None, Tensor | None]:

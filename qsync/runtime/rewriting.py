@@ -63,8 +63,12 @@ class KernelTable(Protocol):
     def saving(self, kind: str, form: str) -> Callable[..., torch.Tensor]:
         """Return the operator of a kind that saves in a form."""
 
+    @property
+    def replaced_in_bf16(self) -> tuple[str, ...]:
+        """Return the kinds of products whose traced call in BF16 has a faster one here."""
+
     def in_lowered_graphs(self, kind: str) -> Callable[..., torch.Tensor]:
-        """Return the operator of a kind in `REPLACED`."""
+        """Return the operator of a kind in `REPLACED` or `replaced_in_bf16`."""
 
 
 class Observer(Protocol):
@@ -321,6 +325,12 @@ class _Rewriter:
         node = self._report(module, cast, node, [source], cast.num_elements)
         self._node_of[cast.value, cast.target] = node
 
+    def _is_replaced(self, op: Op, run: Run) -> bool:
+        """Return whether a kernel of lowered graphs stands in for the traced call."""
+        if op.kind in REPLACED:
+            return not run.as_traced
+        return run.mode == Precision.BF16 and op.dtype != "bf16" and op.kind in self._kernels.replaced_in_bf16
+
     def _emit_run(
         self,
         module: torch.fx.GraphModule,
@@ -359,7 +369,7 @@ class _Rewriter:
         if run.form != "plain":
             saving = FollowingCall(self._kernels.saving(op.kind, run.form), target)
             return _call(module, f"{op.kind}_{run.form}", saving, args, kwargs)
-        if native and op.kind in REPLACED and not run.as_traced and callable(node.target):
+        if native and self._is_replaced(op, run) and callable(node.target):
             following = FollowingCall(self._kernels.in_lowered_graphs(op.kind), node.target)
             return _call(module, op.kind, following, args, kwargs)
         if native:

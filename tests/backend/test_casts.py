@@ -194,9 +194,12 @@ def test_folding_is_the_adjoint_of_unfolding(both, geometry):
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(torch.bfloat16, torch.float32), (torch.int8, torch.int8)],
+    [
+        (torch.bfloat16, torch.float32),
+        *((dtype, dtype) for dtype in (torch.int8, torch.bfloat16, torch.float32)),
+    ],
 )
-@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 3, 9), (2, 65, 33), (0, 2, 3)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 3, 9), (2, 65, 33), (1, 64, 96), (3, 100, 32), (0, 2, 3)])
 def test_transposed_matrices_are_the_same_to_the_bit(both, source, target, shape):
     x = (torch.randn(shape) * 50).to(source)
     fast, plain = both(cast_ops.transpose_last, x, target)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import qsync
-from qsync.backend import kernel_timing
+from qsync.backend import kernel_timing, shape_choices
 from qsync.backend.kernel_cache import Choices
 from qsync.backend.kernels import fp32_fast
 from qsync.backend.kernels.fp32_fast import (
@@ -48,7 +48,7 @@ def small(monkeypatch):
 def chosen(request, monkeypatch):
     """Let every product run the kernel of this number, whatever it takes."""
     chosen = SimpleNamespace(get=lambda key: request.param, decided=lambda key, decide: request.param)
-    monkeypatch.setattr(fp32_fast, "choices", lambda: chosen)
+    monkeypatch.setattr(shape_choices, "choices", lambda: chosen)
     return request.param
 
 
@@ -121,8 +121,8 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
 
     def begin():
-        choices = Choices("fp32", {})
-        monkeypatch.setattr(fp32_fast, "choices", lambda: choices)
+        choices = Choices("shapes", {})
+        monkeypatch.setattr(shape_choices, "choices", lambda: choices)
         return choices
 
     begin()
@@ -167,19 +167,19 @@ def test_torchs_kernel_is_left_for_one_that_takes_a_tenth_less(monkeypatch, mach
 
     monkeypatch.setattr(kernel_timing.time, "perf_counter", lambda: now[0])
     runs = [taking(1.09), taking(1.0)], [taking(1.11), taking(1.0)]
-    assert [fp32_fast.choose(("a", k), pair) for k, pair in enumerate(runs)] == [0, 1]
+    assert [shape_choices.choose(("a", k), pair) for k, pair in enumerate(runs)] == [0, 1]
 
 
 def test_sequences_of_similar_length_share_a_choice(tmp_path, machine):
     for rows in range(65, 81):
         multiply(draw(rows, 24), draw(24, 8))
-    (kept,) = tmp_path.glob("kernels/fp32-*.jsonl")
+    (kept,) = tmp_path.glob("kernels/shapes-*.jsonl")
     assert len(kept.read_text().splitlines()) == 1
 
 
 def test_a_choice_cut_short_is_none_and_the_first_of_two_counts(tmp_path, machine):
     machine().keep("a", 1)
-    (kept,) = tmp_path.glob("kernels/fp32-*.jsonl")
+    (kept,) = tmp_path.glob("kernels/shapes-*.jsonl")
     kept.write_text(kept.read_text() + '["a", 0]\n["b", 1]\n["c", ')
     found = machine()
     assert [found.get(key) for key in "abc"] == [1, 1, None]
@@ -188,9 +188,9 @@ def test_a_choice_cut_short_is_none_and_the_first_of_two_counts(tmp_path, machin
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch):
     (tmp_path / "kernels").write_text("a file")
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
-    choices = Choices("fp32", {})
+    choices = Choices("shapes", {})
     choices.keep("a", 1)
-    assert choices.get("a") == 1 and Choices("fp32", {}).get("a") is None
+    assert choices.get("a") == 1 and Choices("shapes", {}).get("a") is None
 
 
 def test_the_error_of_another_order_of_summing_is_what_the_precision_says():

@@ -1,0 +1,30 @@
+"""Choose the fastest of several ways to compute a product, once a shape on a machine; kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import torch
+
+from qsync.backend.kernel_cache import Choices, processor
+from qsync.backend.kernel_timing import apart, fastest
+
+TIE = 0.1
+
+
+def choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
+    """Return the number of the run that takes least time, timed at a machine's first call with this key.
+
+    The first run is left only for one that takes a tenth less: its neighbours pay for another memory order.
+
+    >>> runs[choose(("depthwise", *x.shape), runs)]()
+    """
+    known = (*key, torch.get_num_threads())
+    return choices().decided(known, lambda: apart(partial(fastest, runs, tie=TIE)))
+
+
+@cache
+def choices() -> Choices:
+    """Return the kernels chosen on this machine: by shapes, memory orders and threads."""
+    return Choices("shapes", {"processor": processor(), "torch": torch.__version__})
