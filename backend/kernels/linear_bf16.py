@@ -64,7 +64,7 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
     >>> transposed_product(gradient, x)
     """
     are_dense = a.is_contiguous() and b.is_contiguous() and a.dtype is b.dtype is torch.bfloat16
-    pays = are_dense and has_amx(a.device) and _copies_pay(*a.shape, b.shape[1])
+    pays = are_dense and has_amx(a.device) and _copies_pay(len(a), a.shape[1], b.shape[1])
     return _from_copies(a, b) if pays else a.t() @ b
 
 
@@ -93,7 +93,7 @@ def has_amx(device: torch.device) -> bool:
 
 def _from_copies(a: Tensor, b: Tensor) -> Tensor:
     """Compute a' b from a copy of a', or (b' a)' from copies of b' and of the result: what copies less."""
-    if a.numel() == _num_copied(*a.shape, b.shape[1]):
+    if a.numel() == _num_copied(len(a), a.shape[1], b.shape[1]):
         return _transposed(a) @ b
     return _transposed(_transposed(b) @ a)
 
