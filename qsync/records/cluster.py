@@ -103,6 +103,7 @@ class Cluster:
     def to_json(self) -> dict[str, Any]:
         """Return the cluster as a JSON object."""
         body = asdict(self)
+        body["classes"] = list(body["classes"])
         for entry in body["classes"]:
             if entry["hardware"] is None:  # as in files from before there was this field
                 del entry["hardware"]

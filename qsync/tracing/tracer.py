@@ -54,7 +54,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
     """Return the segments of `model` on these inputs, in the order they run."""
     args, kwargs = call_arguments(example_inputs)
     check_batch(args, kwargs)
-    names = tensor_names(model)
+    device, names = device_of(model), tensor_names(model)
     segments: list[Segment] = []
 
     def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -69,7 +69,6 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
         return run
 
     breaks, num_skipped = graph_breaks(), num_skipped_frames()
-    device = device_of(model)
     for _ in range(MOST_TRACES):
         segments.clear()
         # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
