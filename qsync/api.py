@@ -232,6 +232,7 @@ def calibrating(
     A model in BF16, and batches in BF16, are in FP32 inside: what is below BF16 is measured from there.
     """
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(Precision)
+    device_of(model)  # raises for what is no module
     if in_bf16(model):
         batches = [tree_map(_widened, batch) for batch in batches]
     losses = [loss_of(model, batch, loss_fn) for batch in batches]

@@ -37,6 +37,7 @@ from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.kernels.conv_strategy import bf16_windows_pay, int8_gradient_unfolds, int8_windows_pay
 from qsync.backend.kernels.linear import DTYPES
+from qsync.backend.kernels.linear_bf16 import transposed_product
 from qsync.backend.matmul_primitives import int8_sums
 from qsync.backend.shape_choices import choose
 from qsync.errors import UnsupportedError
@@ -386,7 +387,11 @@ def _window_gradients(
         ).permute(0, 3, 1, 2)
     if x is not None:
         windows = _windows(x, w_shape, geometry).flatten(3).flatten(0, 2)
-        dw = (flat.t() @ windows).view(outputs, w_shape[2], w_shape[3], w_shape[1]).permute(0, 3, 1, 2)
+        dw = (
+            transposed_product(flat, windows)
+            .view(outputs, w_shape[2], w_shape[3], w_shape[1])
+            .permute(0, 3, 1, 2)
+        )
     return dx, dw
 
 
