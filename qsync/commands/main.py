@@ -44,11 +44,15 @@ for command in (
 # Newer releases of typer carry their own click, so that click.UsageError would be another class.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+_INTERRUPTED = 130  # as shells call it
+
 
 def main() -> None:
     """Run the program: parse its arguments, run a command and exit with its code."""
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="qsync", standalone_mode=False)
+        if code == _INTERRUPTED:  # typer has caught it
+            raise KeyboardInterrupt
     except QSyncError as error:
         _fail(str(error), 2)
     except _UsageError as error:
@@ -57,7 +61,7 @@ def main() -> None:
         message = error.format_message()  # type: ignore[attr-defined]  # a click.UsageError
         _fail(shortened(message, 400, quote=False).rstrip(".") + hint, 2)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
+        _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()  # else Python complains once more on its way out
         sys.exit(1)
