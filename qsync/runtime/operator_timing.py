@@ -199,6 +199,7 @@ class _Part:
             source in self._value_of if isinstance(value, torch.Tensor) else isinstance(value, torch.SymInt)
             for source, value in read
         )
+        is_known &= not any(_is_integer(value) for _, value in read)  # others than drawn may be out of range
         return is_known and isinstance(result[1], torch.Tensor) and result[1].is_floating_point()
 
     def _made(self, node: torch.fx.Node) -> bool:
@@ -283,3 +284,9 @@ class _Part:
                 torch.autograd.grad(found, leaves, gradients, allow_unused=True)
 
         return step
+
+
+def _is_integer(value: Any) -> bool:
+    """Return whether a value is a tensor of whole numbers, such as indices."""
+    is_number = isinstance(value, torch.Tensor) and value.dtype is not torch.bool
+    return is_number and not (value.is_floating_point() or value.is_complex())

@@ -32,6 +32,7 @@ from qsync.tracing.replaced_forward import (
     compile_forward,
     replace_forward,
     restore_forward,
+    trace_again,
     untraced,
 )
 from qsync.tracing.segments import name_from_model
@@ -134,7 +135,11 @@ class PlannedForward(ReplacedForward):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         program = self.program()
         assert self._compiled is not None
-        return program.call(self._compiled, *args, **kwargs)
+        try:
+            return program.call(self._compiled, *args, **kwargs)
+        except Exception:
+            trace_again(self.module)
+            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
         copied = PlannedForward.__new__(PlannedForward)

@@ -36,9 +36,7 @@ from qsync.runtime.weight_cache import (
 )
 from qsync.tracing.graph_sharing import SharedGraph
 from qsync.tracing.operator_table import call_name
-from qsync.tracing.replaced_forward import (
-    untraced,
-)
+from qsync.tracing.replaced_forward import plain_forward, untraced
 from qsync.tracing.segments import Segment, join, names_at, read_segment
 from qsync.tracing.tracer import (
     autocast_type,
@@ -322,6 +320,8 @@ class Program:
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except torch._dynamo.exc.TorchDynamoException as error:
+            if isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+                self._run_as_torch(args, kwargs)
             raise cannot_trace(self._model(), error) from error
         note_copies()
         if not self._ran and (reason := why_untraced()):
@@ -330,6 +330,15 @@ class Program:
                 "qsync.unwrap(model) first"
             )
         return result
+
+    @untraced("it meets the error of a call that the tracer could not run")
+    def _run_as_torch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise what torch says of a call, such as of shapes that do not fit; no error where it runs."""
+        with torch.no_grad():
+            try:
+                plain_forward(self.model)(*args, **kwargs)
+            except Exception as error:
+                raise error from None
 
     def _rewrite(self, segment: Segment, lowered: LoweredGraph) -> torch.fx.GraphModule:
         observer = _Placed(self._observer, self) if self._observer is not None else None

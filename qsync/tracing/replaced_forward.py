@@ -99,6 +99,17 @@ def compile_forward(
     return torch.compile(forward, backend=backend, **options)
 
 
+def trace_again(module: torch.nn.Module) -> None:
+    """Let the next call of a module be traced anew, after one that raised an error.
+
+    The tracer gives up a frame in which an error was raised: all later calls would run as torch runs them.
+    """
+    forwards = (type(layer).forward for layer in module.modules())
+    for code in {_framed.__code__, *(getattr(forward, "__code__", None) for forward in forwards)}:
+        if code is not None:
+            reset_code(code)
+
+
 def _install_capturing_hooks(module: torch.nn.Module) -> None:
     """Install the hooks by which transformers' models record hidden states.
 

@@ -235,3 +235,31 @@ def test_one_process_decides_for_those_that_ask_at_once(tmp_path, monkeypatch):
     mine, other = Choices("any", {}), Choices("any", {})
     assert other.decided("a", lambda: 1) == 1
     assert mine.decided("a", lambda: 0) == 1 and mine.decided("b", lambda: 0) == 0
+
+
+INDEXED = {
+    "rows": lambda y: y[torch.tensor([0, 5, 3])],
+    "an element of each row": lambda y: y[torch.arange(6), torch.tensor([31, 0, 1, 2, 3, 4])],
+    "columns": lambda y: y[:, torch.tensor([31, 1])],
+    "rows, repeated": lambda y: y.repeat_interleave(torch.tensor([1, 2, 1, 2, 1, 2]), 0, output_size=9),
+    "rows of a draw": lambda y: y[torch.multinomial(torch.ones(6), 3)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:qsync. . of . products")
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("form", INDEXED)
+def test_a_result_that_whole_numbers_index_is_timed_without_them(form, precision):
+    """Drawn ones would be out of range: the layer has more outputs than rows."""
+
+    class Indexed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(8, 32)
+
+        def forward(self, x):
+            return INDEXED[form](self.fc(x))
+
+    wrapped = qsync.wrap(Indexed(), precision)
+    wrapped(X).square().sum().backward()
+    assert wrapped.fc.weight.grad.isfinite().all()

@@ -1,0 +1,73 @@
+"""A call that raises an error raises torch's own, and leaves the model lowered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import qsync
+from qsync.runtime.planned_forward import program_of
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x):
+        mask = torch.zeros(5, 5, dtype=torch.bool)
+        return self.attend(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+class Recurs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+class Judges(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return F.cross_entropy(self.fc(x), torch.zeros(6, dtype=torch.long))
+
+
+CALLS = {
+    "attention": (Attends, (2, 5, 32), (2, 6, 32)),
+    "a layer of torch": (lambda: nn.LSTM(16, 16), (4, 2, 16), (4, 2, 15)),
+    "a recurrence": (Recurs, (4, 2, 16), (4, 2, 15)),
+    "a linear layer": (lambda: nn.Linear(32, 48), (4, 32), (4, 31)),
+    "a convolution": (lambda: nn.Conv2d(3, 8, 3), (2, 3, 8, 8), (2, 4, 8, 8)),
+    "an image smaller than its window": (lambda: nn.Conv2d(3, 8, 5), (2, 3, 8, 8), (2, 3, 4, 4)),
+    "a loss": (Judges, (6, 8), (5, 8)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:qsync. . of . products")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("order", ["good bad good good", "bad good", "bad bad good bad good"])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_is_torch_s_and_the_next_call_is_lowered(call, order, precision):
+    torch._dynamo.reset()
+    make, good, bad = CALLS[call]
+    model = qsync.wrap(make(), precision, strict=True)
+    whole = qsync.capture(make(), torch.randn(good))
+    for kind in order.split():
+        if kind == "good":
+            model(torch.randn(good)).sum().backward() if call != "a layer of torch" else model(torch.randn(good))
+            (lowered,) = program_of(model).lowered
+            assert [op.name for op in lowered.graph.adjustable] == [op.name for op in whole.adjustable]
+            continue
+        x = torch.randn(bad)
+        with pytest.raises(Exception) as expected:
+            make()(x)
+        with pytest.raises(type(expected.value)) as found:
+            model(x)
+        assert str(found.value) == str(expected.value)
