@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from qsync import backend
 from qsync.backend.device_detection import default_precisions, detect_class, device_of, machine
-from qsync.errors import CalibrationError, QSyncError, TracingError, UnsupportedError, shortened
+from qsync.errors import CalibrationError, QSyncError, TracingError, UnsupportedError, not_called, shortened
 from qsync.predictor.profiling.clocks import clock_for
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.sensitivity.calibration import Calibration
@@ -177,6 +177,8 @@ def sensitivity(
         found = _scores(
             indicate, calibration if indicator != "empirical" else _measurable(calibration, model, precisions)
         )
+    if not found.omega:
+        raise not_called(type(model).__name__)
     return _as_loaded(found, trace_step(model, batches[0], loss_fn)) if in_bf16(model) else found
 
 
@@ -386,6 +388,7 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
             loss()
             if not program.lowered:
                 capture(model, batch)  # says why there is nothing to trace
+                raise not_called(type(model).__name__)
             graph = replace(program.graph, num_calls=max(1, program.num_calls))
         if graph.num_segments == 1:
             break

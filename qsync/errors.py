@@ -98,5 +98,13 @@ class TracingError(QSyncError):
     """torch.compile's tracer could not read the model. The message says where it stopped."""
 
 
+def not_called(name: str = "the model") -> TracingError:
+    """Return the error of a loss that never calls the model, named so."""
+    return TracingError(
+        f"the loss calls parts of {name}, and never {name} itself, whose forward is what is lowered; call "
+        "the model in it, or give the part that it calls"
+    )
+
+
 class CalibrationError(QSyncError):
     """What was measured cannot be used: NaN or Inf in activations, gradients or times, or an empty batch."""

@@ -10,7 +10,7 @@ import torch
 from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
 import qsync
-from qsync.errors import FormatError
+from qsync.errors import FormatError, TracingError
 
 GRAPH, CLUSTER = mlp(3, width=32, rows=16), cluster_of()
 PROFILES = {name: profile_of(GRAPH, name, slow=s) for name, s in (("train", 1.0), ("infer", 1.4))}
@@ -52,3 +52,24 @@ def test_a_plan_s_file_is_no_plan():
         qsync.capture("model", torch.ones(2, 4))
     with pytest.raises(FormatError, match="model must be a torch.nn.Module, found 'model'"):
         qsync.hybrid("model", torch.ones(2, 4))
+
+
+class Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.maker, self.judge = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.judge(self.maker(x))
+
+
+def test_a_loss_that_calls_parts_alone_is_refused():
+    batch, words = torch.randn(4, 8), "the loss calls parts of .* and never"
+
+    def loss(model, x):
+        return model.judge(model.maker(x)).mean()
+
+    with pytest.raises(TracingError, match=words):
+        qsync.profile(Pair(), batch, loss, precisions=["fp32"], seconds=0.1)
+    with pytest.raises(TracingError, match=words):
+        qsync.sensitivity(Pair(), [batch], loss)

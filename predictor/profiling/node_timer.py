@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from qsync.errors import not_called
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.clocks import Clock
 from qsync.records.profiles import Cost
@@ -133,7 +134,7 @@ class NodeTimer:
         self.clock.settle()
         between = self.clock.seconds
         if not self._marks:
-            raise RuntimeError("no node of the lowered graph ran in this step")
+            raise not_called()
         forward, host = self._forward()
         backward = [0.0] * len(self._marks)
         stamps = [*self._backward, (-1, end)]
