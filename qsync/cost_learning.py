@@ -8,6 +8,7 @@ parts of one module, which is profiled as any model is: with the kernels, casts 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -68,7 +69,7 @@ def learn(
 
     >>> qsync.cost_learning.learn([(graph, profile)]).save("costs.json")
     """
-    if not str(device).startswith(("cpu", "cuda")):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
         raise QSyncError(f"costs are learned on cpu or cuda, found {shortened(str(device))}")
     target = torch.device(device)
     progress("peaks of this device")

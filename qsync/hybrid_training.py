@@ -36,11 +36,11 @@ from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
 from qsync.distributed.step_log import StepLog, new_log
 from qsync.distributed.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
-from qsync.planning import check_kind
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import default_base, measured_base, parse_base
 from qsync.records.graph import digest
+from qsync.records.json_files import check_kind
 from qsync.records.levers import SAVE_LESS
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from qsync.allocator import allocate, check_options, search
 from qsync.errors import FormatError, shortened
-from qsync.records.cluster import Cluster
+from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
+from qsync.records.json_files import check_kind
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import Timeline
@@ -103,10 +105,12 @@ def _check_records(graph: object, profiles: object, cluster: object) -> None:
     for name, profile in profiles.items():  # type: ignore[attr-defined]
         check_kind(profile, Profile, f"profiles[{shortened(name)}]", "qsync.profile")
     check_kind(cluster, Cluster, "cluster", "qsync.Cluster.load")
-    Cluster.from_json(cluster.to_json())  # type: ignore[attr-defined]
-
-
-def check_kind(given: object, kind: type | tuple[type, ...], name: str, how: str) -> None:
-    """Raise FormatError for an argument of another kind; `how`: what returns one of this kind."""
-    if not isinstance(given, kind):
-        raise FormatError(f"{name} is a {type(given).__name__}, {shortened(given)}; give what {how} returns")
+    try:
+        Cluster.from_json(cluster.to_json())  # type: ignore[attr-defined]
+        for link in (cluster.link, cluster.between):  # type: ignore[attr-defined]
+            check_kind(link, (Link, NoneType), "a link of the cluster", "qsync.Link")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise FormatError(
+            f"the cluster cannot be read ({shortened(error)}); make it of a tuple of qsync.DeviceClass and "
+            "of qsync.Link"
+        ) from error

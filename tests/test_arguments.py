@@ -29,6 +29,13 @@ PARTS = (GRAPH, PROFILES, sensitivity_of(GRAPH), CLUSTER)
         (3, replace(CLUSTER, link=replace(CLUSTER.link, bytes_per_s=math.nan)), "bytes_per_s"),
         (3, replace(CLUSTER, classes=(replace(CLUSTER.classes[0], count=0),)), "count must be at least 1"),
         (3, replace(CLUSTER, classes=(CLUSTER.classes[0],) * 2), "twice"),
+        (3, replace(CLUSTER, classes=None), "the cluster cannot be read"),
+        (3, replace(CLUSTER, classes=("train",)), "the cluster cannot be read"),
+        (
+            3,
+            replace(CLUSTER, link={"latency_s": 1e-5, "bytes_per_s": 1e9}),
+            "a link of the cluster is a dict",
+        ),
     ],
 )
 def test_what_no_file_could_hold_is_refused_by_plan_and_replay(place, given, words):

@@ -140,7 +140,7 @@ def made_for_backward(
         yield num_elements(scores_shape(op, shapes)) if op.dropout else 0
     elif op.kind == "attention" and writes_scores(op, mode, shapes, requires_grad, device):
         # Probabilities, with dropout its mask and the probabilities after it; q and k, scaled; a copy of v
-        # with the heads in front, where it does not lie so. With grouped queries (GQA) each group has its own.
+        # with the heads in front, where it does not lie so. Each group of queries (GQA) has its own.
         scores, width = scores_shape(op, shapes), shapes[op.inputs[0]][-1]
         yield (3 if op.dropout else 1) * FP32_BYTES * num_elements(scores)
         rows = num_elements(scores[:-1]) * width, num_elements((*scores[:-2], scores[-1])) * width

@@ -58,7 +58,12 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Raise FormatError unless the files are those that were written, by their SHA-256."""
-        there = {file.name: file_digest(file) for file in self.path.glob("*.safetensors")}
+        try:
+            there = {file.name: file_digest(file) for file in self.path.glob("*.safetensors")}
+        except OSError as error:
+            raise FormatError(
+                f"{error.filename} cannot be read ({error.strerror}); load another checkpoint"
+            ) from error
         for name in sorted(there | self.files.keys()):
             if there.get(name) != self.files.get(name):
                 what = "is not what was written (SHA-256)" if name in there else "is missing"

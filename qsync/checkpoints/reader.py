@@ -74,25 +74,39 @@ def load(
             )
         reader = HuggingFaceStorageReader(str(checkpoint.path))
         saved = reader.read_metadata().state_dict_metadata
-        targets: dict[str, torch.Tensor] = {}
+        targets: dict[str, dict[str, torch.Tensor]] = {name: {} for name in parts}
         for name, part in parts.items():  # all is checked before anything is changed
             if isinstance(part, ModelState):
-                split(part.state_dict(), "", targets)  # read in place
-                _check_model(checkpoint, part, targets, saved)
+                split(part.state_dict(), "", targets[name])  # read in place
+                _check_model(checkpoint, part, targets[name], saved)
             else:
-                targets |= _new_tensors(part, checkpoint.state[name], saved)
-        if targets:
-            with warnings.catch_warnings():  # that nothing is exchanged between ranks
-                warnings.simplefilter("ignore")
-                read_tensors(dict(targets), storage_reader=reader, no_dist=True)
-        for name, part in parts.items():
-            part.load_state_dict(join(checkpoint.state[name], targets))
+                targets[name] = _new_tensors(part, checkpoint.state[name], saved)
+        # What cannot be checked comes first, so that nothing else is changed where it refuses its state.
+        for name in sorted(parts, key=lambda name: isinstance(parts[name], (ModelState, OptimizerState))):
+            _load(checkpoint, name, parts[name], targets[name], reader)
         own = checkpoint.random.get(str(dist.get_rank() if dist.is_initialized() else 0))
         if random_state and own is not None:
             set_random_state(own)
         return checkpoint
 
     return agree_locally("loading the checkpoint", read)
+
+
+def _load(
+    checkpoint: Checkpoint, name: str, part: Any, targets: Tensors, reader: HuggingFaceStorageReader
+) -> None:
+    """Read the tensors of a part, and let it load its state. MismatchError where it refuses that."""
+    if targets:
+        with warnings.catch_warnings():  # that nothing is exchanged between ranks
+            warnings.simplefilter("ignore")
+            read_tensors(dict(targets), storage_reader=reader, no_dist=True)
+    try:
+        part.load_state_dict(join(checkpoint.state[name], targets))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise MismatchError(
+            f"{checkpoint.path}: {name} does not take the state that was saved "
+            f"({shortened(error, 200, quote=False)}); make it as the saved one"
+        ) from error
 
 
 def _new_tensors(part: Any, state: Any, saved: Mapping[str, Any]) -> Tensors:

@@ -151,6 +151,8 @@ def stateful_parts(
                 f"{name}= needs state_dict and load_state_dict, found {shortened(each)}; give them or leave "
                 "it out"
             )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise FormatError(f"optimizer must be one of torch's, found {shortened(optimizer)}; give that")
     own = {"optimizer": OptimizerState(model, optimizer)} if optimizer is not None else {}
     return {"model": ModelState(model), **own, **objects}
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from qsync.checkpoints.state import Tensors, random_state, split, stateful_parts
 from qsync.distributed.agreement import agree_locally
 from qsync.errors import FormatError, QSyncError, shortened
 from qsync.records.graph import digest
-from qsync.records.json_files import write_json
+from qsync.records.json_files import check_kind, write_json
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
 from qsync.runtime.wrapping import plan_of, wrapped_module
@@ -53,6 +54,12 @@ class Subject:
     profiles: Mapping[str, Profile] | None
     objects: Mapping[str, Any]
     buffers: Tensors = field(default_factory=dict)  # copies of tensors in CPU memory, for the next save
+
+    def __post_init__(self) -> None:
+        check_kind(self.plan, (Plan, NoneType), "plan", "qsync.plan or qsync.Plan.load")
+        check_kind(self.profiles, (Mapping, NoneType), "profiles", "dict of class -> qsync.profile")
+        for name, profile in (self.profiles or {}).items():
+            check_kind(profile, Profile, f"profiles[{shortened(name)}]", "qsync.profile")
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensors]]:
         """Return the states by name as JSON, and their tensors."""

@@ -103,6 +103,12 @@ def field(value: Mapping[str, Any], name: str, expected: type | tuple[type, ...]
     return found
 
 
+def check_kind(given: object, kind: type | tuple[type, ...], name: str, how: str) -> None:
+    """Raise FormatError for an argument of another kind; `how`: what returns one of this kind."""
+    if not isinstance(given, kind):
+        raise FormatError(f"{name} is a {type(given).__name__}, {shortened(given)}; give what {how} returns")
+
+
 def check_fields(record: Any, where: str) -> None:
     """Raise FormatError unless every field of a record from a file has its declared type.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 import qsync
 from qsync.commands import main
-from qsync.errors import FormatError, QSyncError
+from qsync.errors import FormatError, MismatchError, QSyncError
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.plans import ClassPlan
 
@@ -258,3 +259,42 @@ def test_the_command_imports_no_torch(saved):
     code += "try: main.main()\nexcept SystemExit: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, saved], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n") and "AdamW" in done.stdout
+
+
+def test_an_object_that_refuses_its_state_leaves_the_rest_unchanged(tmp_path):
+    model, optimizer, _ = trained()
+    qsync.save(tmp_path / "one", model, optimizer, ema=torch.nn.Linear(4, 4))
+    other, its, _ = trained(steps=0)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(MismatchError, match="ema does not take the state that was saved"):
+        qsync.load(tmp_path / "one", other, its, ema=torch.nn.Linear(5, 4))
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+    assert not its.state_dict()["state"]
+
+
+@pytest.mark.parametrize("becomes", ["a folder", "a link to nothing"])
+def test_a_checkpoint_with_a_file_that_cannot_be_read_is_passed_over(tmp_path, becomes):
+    model, optimizer, _ = trained()
+    for step in (1, 2):
+        qsync.save(tmp_path / f"step-{step}", model, optimizer, step=step)
+    (file,) = (tmp_path / "step-2").glob("model*.safetensors")
+    file.unlink()
+    file.mkdir() if becomes == "a folder" else file.symlink_to("nowhere")
+    assert qsync.load(tmp_path, model, optimizer).step == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"plan": "plan.json"}, "plan is a str, 'plan.json'"),
+        ({"profiles": ["a"]}, "profiles is a list"),
+        ({"profiles": {"train": "a"}}, r"profiles\['train'\] is a str"),
+        ({"optimizer": "adam"}, "optimizer must be one of torch's"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path, arguments, words):
+    with pytest.raises(FormatError, match=words):
+        qsync.Checkpoints(tmp_path, torch.nn.Linear(4, 4), every=1, **arguments)
+    with pytest.raises(FormatError, match=words):
+        qsync.save(tmp_path / "one", torch.nn.Linear(4, 4), **arguments)
+    assert not list(tmp_path.iterdir())

@@ -75,5 +75,5 @@ def test_a_report_of_another_shape_and_an_unknown_device_are_refused():
             Measured.of_demo(content)
     from qsync import cost_learning
 
-    with pytest.raises(QSyncError, match="cpu or cuda, found 'tpu'"):
-        cost_learning.learn(device="tpu")
+    with pytest.raises(QSyncError, match="cpu or cuda, found 'cpux'"):
+        cost_learning.learn(device="cpux")
