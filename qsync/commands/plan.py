@@ -28,6 +28,8 @@ from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 
+_NUM_TRIALS = 40  # of levers
+
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
@@ -110,7 +112,10 @@ def plan(
             show_default="none",
         ),
     ] = None,
-    trials: Annotated[int, typer.Option(help="Trials of levers, of all processes together.")] = 40,
+    trials: Annotated[
+        int | None,
+        typer.Option(help="Trials of levers, of all processes together.", show_default=str(_NUM_TRIALS)),
+    ] = None,
     storage: Annotated[
         Path | None,
         typer.Option(
@@ -125,7 +130,11 @@ def plan(
     from qsync.commands.loading import load_basis
 
     goal = _Goal(target_step, slack, max_variance, pareto)
-    search = _LeverSearch(levers, trials, storage, seed)
+    if levers is None and (trials is not None or storage is not None):
+        raise QSyncError(
+            "--trials and --storage are of a search over levers; add --levers, or leave them out"
+        )
+    search = _LeverSearch(levers, _NUM_TRIALS if trials is None else trials, storage, seed)
     options: dict[str, Any] = {
         "budgets": budgets_of(memory), "pins": pairs_of(pin, "--pin", "PATTERN=PRECISION"),
         "lower_all": lower_all, "margin": margin, "base": base,

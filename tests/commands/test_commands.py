@@ -561,6 +561,8 @@ def test_a_pareto_that_makes_no_sense_writes_nothing(refused, folder):
     assert "at least 2 points" in refused("plan", folder, "--pareto", "1")
     assert "leave out" in refused("plan", folder, "--pareto", "4", "--slack", "0.1")
     assert "unknown solver" in refused("plan", folder, "--solver", "simplex")
+    assert "add --levers" in refused("plan", folder, "--trials", 3)
+    assert "add --levers" in refused("plan", folder, "--storage", folder / "trials.log")
 
 
 def test_operators_pinned_to_fp32_stay_there(qsync, refused, folder):
