@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qsync.backend.encoding import Operand, encode
 from qsync.backend.kernel_timing import apart
+from qsync.backend.kernels.linear_bf16 import has_amx
 from qsync.errors import MiscomputedError
 from qsync.records.precision import CONVOLUTIONS, ROUND_INSIDE, Precision
 
@@ -34,8 +35,7 @@ _MOST_IMAGES = 4
 def is_checked(kind: str, precision: Precision, device: torch.device) -> bool:
     """Return whether kernels of this kind are to be checked here."""
     rounds = precision is not Precision.FP32 and precision not in ROUND_INSIDE
-    on_amx = device.type == "cpu" and torch.cpu._is_amx_tile_supported()
-    return kind in CONVOLUTIONS and rounds and on_amx
+    return kind in CONVOLUTIONS and rounds and has_amx(device)
 
 
 def checked(kernel: Kernel) -> Kernel:

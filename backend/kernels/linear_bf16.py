@@ -24,6 +24,7 @@ from qsync.backend.matmul_primitives import as_matrix
 # Of fewer multiply-adds the products take less time than what calls these kernels.
 _MIN_MULTIPLIES = 2**24
 _MOST_COPIED = 2**24  # elements of the copies: a workspace of 32 MiB
+_MOST_TIMED = 2**26  # elements of an operand: those that are timed are made beside the model's
 
 
 def linear_bf16(
@@ -73,7 +74,9 @@ def _copies_pay(rows: int, width: int, other: int) -> bool:
 
     Each shape is timed once on a machine.
     """
-    if rows * width * other < _MIN_MULTIPLIES or _num_copied(rows, width, other) > _MOST_COPIED:
+    if rows * width * other < _MIN_MULTIPLIES or rows * max(width, other) > _MOST_TIMED:
+        return False
+    if _num_copied(rows, width, other) > _MOST_COPIED:
         return False
     exact = ("a' b", rows, width, other, torch.get_num_threads())  # quicker to look up
     number = shape_choices.choices().get(exact)

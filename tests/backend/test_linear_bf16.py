@@ -116,6 +116,7 @@ def test_a_shape_is_timed_once_and_few_or_many_elements_never(monkeypatch, tmp_p
     assert len(chosen) == 1
     assert not kernels._copies_pay(64, 64, 64)  # few products
     assert not kernels._copies_pay(2**13, 2**12, 2**12)  # many copies
+    assert not kernels._copies_pay(2**12, 2**15, 2**5)  # many elements to time
     assert len(chosen) == 1
 
 

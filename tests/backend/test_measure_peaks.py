@@ -63,6 +63,6 @@ def test_16_bits_pay_where_their_product_is_the_faster_one(fastest, monkeypatch)
         assert (sixteen_bits.float() - fp32).norm() < 0.01 * fp32.norm()  # the same product
         return fastest
 
-    monkeypatch.setattr(measure_peaks.fp32_fast, "choose", chosen)
+    monkeypatch.setattr(measure_peaks, "choose", chosen)
     assert measure_peaks.sixteen_bits_pay(CPU) is (fastest == 0)
     assert measure_peaks.sixteen_bits_pay(torch.device("cuda"))
