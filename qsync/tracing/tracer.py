@@ -33,7 +33,7 @@ from qsync.tracing.segments import DTYPES, Segment, join, read_segment
 # Where a graph breaks it is traced once more: a model may change itself in its first call (Hugging Face's
 # install hooks, under a lock), and its graph then breaks in that call alone.
 MOST_TRACES = 2
-_CHECKS_MASK = "_check_key_padding_mask"  # of torch.nn.functional, since torch 2.12
+_CHECKS_MASK = "_check_key_padding_mask"  # of torch.nn.functional; not every release has it
 _ASKS = "it asks the tracer itself"  # not every release of torch traces such a function
 
 
