@@ -5,7 +5,9 @@
 `reference_kernels`  every precision in plain torch
 `encoding`           operands in low precision
 `custom_operators`   lowered operators in torch.library, for torch.export and torch.compile
-`matmul_primitives`  INT8 and 16-bit products
+`int8_products`      INT8 products, scaled or exact
+`sixteen_bit_operands`  operands of 16-bit products
+`amx`                whether there is AMX, and its tiles
 `device_detection`   a rank's device class, and the machine
 `measure_peaks`      measured peak rates
 `kernel_cache`, `cuda_build`, `build_ahead`  compiled kernels on disk, nvcc, and all at once

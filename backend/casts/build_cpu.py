@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qsync.backend.amx import has_amx
 from qsync.backend.casts.build_process import first_line, run_apart
 from qsync.errors import BuildError
 
@@ -31,8 +34,10 @@ def executable() -> Any:
 
         from qsync.backend.casts.tvm import rows
 
-        target = tvm.target.Target({"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), "opt-level": 3})
-        return tvm.compile(rows.module(), target=target)
+        tiles = has_amx(torch.device("cpu"))
+        features = ["+amx-tile", "+amx-int8"] if tiles else []
+        target = {"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), "mattr": features, "opt-level": 3}
+        return tvm.compile(rows.module(has_amx=tiles), target=tvm.target.Target(target))
     except Exception as error:
         raise BuildError(f"TVM cannot compile the casts ({first_line(error)})") from error
 

@@ -16,7 +16,7 @@ from qsync.backend.cutlass.products import Scaling, gemm
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.fp16_tf32 import product_fp16
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.matmul_primitives import power_of_two
+from qsync.backend.sixteen_bit_operands import power_of_two
 from qsync.errors import UnsupportedError
 from qsync.records.precision import Precision
 

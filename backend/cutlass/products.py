@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 from qsync.backend.cuda_build import architecture
 from qsync.backend.cutlass.compiled_products import OUT_TYPES, PRODUCTS, Library, load
 from qsync.backend.cutlass.tuning import Setting, Tuner
+from qsync.backend.int8_products import LONGEST_INT32_SUM
 from qsync.backend.kernel_cache import folder
-from qsync.backend.matmul_primitives import LONGEST_INT32_SUM
 
 _ALIGNMENT_BYTES = 16  # read at a time: launch.h's kAlignmentBytes
 # Inner dimensions shorter than this, per slice, give a block too little work.

@@ -23,7 +23,6 @@ from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import (
     decode_rows,
     depthwise_weight_gradient,
-    dequantize,
     fold,
     round_columns,
     round_rows,
@@ -34,11 +33,11 @@ from qsync.backend.casts.cast_ops import (
     unfold,
 )
 from qsync.backend.encoding import Encoded, Operand
+from qsync.backend.int8_products import scaled_product
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.kernels.conv_strategy import bf16_windows_pay, int8_gradient_unfolds, int8_windows_pay
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.linear_bf16 import transposed_product
-from qsync.backend.matmul_primitives import int8_sums
 from qsync.backend.shape_choices import choose
 from qsync.errors import UnsupportedError
 
@@ -479,14 +478,14 @@ def _integer_input_gradient(
         ]
         windows = unfold(h.view(g.shape), (kernel[0], kernel[1]), [1, 1], around, geometry.dilation)
         turned = codes.flip(2, 3).permute(2, 3, 0, 1).reshape(math.prod(kernel) * outputs, channels)
-        sums = int8_sums(windows.flatten(3).flatten(0, 2), turned)
-        dx = dequantize(sums, s_h.repeat_interleave(math.prod(size)), ones, None, dtype)
+        per_pixel = s_h.repeat_interleave(math.prod(size))
+        dx = scaled_product(windows.flatten(3).flatten(0, 2), turned, per_pixel, ones, None, dtype)
         return dx.view(n, *size, channels).permute(0, 3, 1, 2)
     h, s_h = round_rows(g.view(n * p * q, outputs), scale)
-    sums = int8_sums(h, _rows(codes))
     if math.prod(kernel) == 1 and max(geometry.stride) == 1 and max(geometry.padding) == 0:
-        return dequantize(sums, s_h, ones, None, dtype).view(n, p, q, channels).permute(0, 3, 1, 2)
-    windows = dequantize(sums, s_h, ones.repeat(math.prod(kernel)), None, torch.bfloat16)
+        dx = scaled_product(h, _rows(codes), s_h, ones, None, dtype)
+        return dx.view(n, p, q, channels).permute(0, 3, 1, 2)
+    windows = scaled_product(h, _rows(codes), s_h, ones.repeat(math.prod(kernel)), None, torch.bfloat16)
     options = (geometry.stride, geometry.padding, geometry.dilation)
     return fold(windows.view(n, p, q, *kernel, channels), size, *options).permute(0, 3, 1, 2)
 
@@ -503,8 +502,8 @@ def _integer_weight_gradient(
         return None
     pixels = math.prod(g.shape[1:3])
     k, s_k = round_columns(g.flatten(0, 2), scale.repeat_interleave(pixels))
-    sums = int8_sums(k.t(), _windows(codes, w_shape, geometry).flatten(3).flatten(0, 2))
-    dw = dequantize(sums, s_k, scale.new_ones(sums.shape[1]), None, torch.float32)
+    windows = _windows(codes, w_shape, geometry).flatten(3).flatten(0, 2)
+    dw = scaled_product(k.t(), windows, s_k, scale.new_ones(windows.shape[1]), None, torch.float32)
     return dw.view(len(dw), *w_shape[2:], w_shape[1]).permute(0, 3, 1, 2)
 
 
@@ -520,9 +519,9 @@ def _unfolded(
     windows = _windows(x_codes, weight.data.shape, geometry)
     n, p, q = windows.shape[:3]
     outputs = len(weight.data)
-    sums = int8_sums(windows.flatten(3).flatten(0, 2), _rows(weight.data).t())
-    per_pixel = x_scale.repeat_interleave(p * q)
-    out = dequantize(sums, per_pixel, weight.code_scale.reshape(-1), bias, dtype)
+    rows, per_pixel = windows.flatten(3).flatten(0, 2), x_scale.repeat_interleave(p * q)
+    w_scale = weight.code_scale.reshape(-1)
+    out = scaled_product(rows, _rows(weight.data).t(), per_pixel, w_scale, bias, dtype)
     return out.view(n, p, q, outputs).permute(0, 3, 1, 2)
 
 

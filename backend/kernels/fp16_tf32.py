@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from qsync.backend.autograd import differentiable, is_replayed
 from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.matmul_primitives import power_of_two
+from qsync.backend.sixteen_bit_operands import power_of_two
 
 
 def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:

@@ -12,16 +12,16 @@ from torch.autograd.function import once_differentiable
 from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import (
     decode_rows,
-    dequantize,
     round_columns,
     round_rows,
     sum_columns,
     to_bf16_and_sum,
 )
-from qsync.backend.casts.epilogues import Activation, activation_gradient_and_sum, dequantize_activated
+from qsync.backend.casts.epilogues import Activation, activation_gradient_and_sum
 from qsync.backend.encoding import Encoded, Operand
+from qsync.backend.int8_products import activated_product, scaled_product
 from qsync.backend.kernels.linear_bf16 import transposed_product
-from qsync.backend.matmul_primitives import as_matrix, int8_sums, sixteen_bit_dtype, to_sixteen_bit
+from qsync.backend.sixteen_bit_operands import as_matrix, sixteen_bit_dtype, to_sixteen_bit
 from qsync.errors import UnsupportedError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -145,12 +145,12 @@ class _Int8Product(torch.autograd.Function):
         x_codes = as_matrix(call.x.data)
         x_scale, w_scale = call.x.code_scale.reshape(-1), call.weight.code_scale.reshape(-1)
         fused, added = (bias, None) if bias is None or bias.shape == w_scale.shape else (None, bias)
-        sums = int8_sums(x_codes, call.weight.data.t())
+        factors = (x_codes, call.weight.data.t(), x_scale, w_scale, fused)
         saved = None
         if activation is not None and added is None:
-            saved, out = dequantize_activated(sums, x_scale, w_scale, fused, dtype, activation)
+            saved, out = activated_product(*factors, dtype, activation)
         else:
-            out = dequantize(sums, x_scale, w_scale, fused, dtype if added is None else torch.float32)
+            out = scaled_product(*factors, dtype if added is None else torch.float32)
             if added is not None:  # addmm broadcasts any shape
                 out = out.add_(added).to(dtype)
             if activation is not None:
@@ -264,13 +264,13 @@ def _integer_gradients(g: Tensor, saved: _Saved, dtype: torch.dtype) -> tuple[Te
         weight = saved.weight
         codes, scale = round_rows(g, weight.scale)
         ones = scale.new_ones(weight.codes.shape[1])
-        dx = dequantize(int8_sums(codes, weight.codes), scale, ones, None, dtype)
+        dx = scaled_product(codes, weight.codes, scale, ones, None, dtype)
     if saved.x is not None:
         x = saved.x
         codes, scale = round_columns(g, x.scale)
         ones = scale.new_ones(x.codes.shape[1])
         if saved.weight_is_transposed:
-            dw = dequantize(int8_sums(x.codes.t(), codes), ones, scale, None, torch.float32)
+            dw = scaled_product(x.codes.t(), codes, ones, scale, None, torch.float32)
         else:
-            dw = dequantize(int8_sums(codes.t(), x.codes), scale, ones, None, torch.float32)
+            dw = scaled_product(codes.t(), x.codes, scale, ones, None, torch.float32)
     return dx, dw

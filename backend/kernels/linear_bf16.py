@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qsync.backend import shape_choices
+from qsync.backend.amx import has_amx
 from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import sum_columns, transpose_last
 from qsync.backend.kernel_cache import rounded_up
-from qsync.backend.matmul_primitives import as_matrix
+from qsync.backend.sixteen_bit_operands import as_matrix
 
 # Of fewer multiply-adds the products take less time than what calls these kernels.
 _MIN_MULTIPLIES = 2**24
@@ -87,11 +88,6 @@ def _copies_pay(rows: int, width: int, other: int) -> bool:
             exact, shape_choices.choose(key, [lambda: a.t() @ b, lambda: _from_copies(a, b)])
         )
     return number == 1
-
-
-def has_amx(device: torch.device) -> bool:
-    """Return whether a device is a processor that multiplies tiles of 16-bit numbers."""
-    return device.type == "cpu" and torch.cpu._is_amx_tile_supported()
 
 
 def _from_copies(a: Tensor, b: Tensor) -> Tensor:

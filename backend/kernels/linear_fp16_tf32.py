@@ -16,7 +16,7 @@ from qsync.backend.autograd import differentiable
 from qsync.backend.encoding import Operand
 from qsync.backend.kernels.fp16_tf32 import allow_tf32, product_fp16, product_tf32, scaled, unscaled
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.matmul_primitives import as_matrix
+from qsync.backend.sixteen_bit_operands import as_matrix
 
 
 def linear_fp16(

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qsync.backend.autograd import differentiable, owned
-from qsync.backend.casts.cast_ops import decode_rows, dequantize
+from qsync.backend.casts.cast_ops import decode_rows
 from qsync.backend.encoding import Encoded, Operand, memory_order
+from qsync.backend.int8_products import scaled_product
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.matmul_primitives import as_matrix, int8_sums, sixteen_bit_dtype
+from qsync.backend.sixteen_bit_operands import as_matrix, sixteen_bit_dtype
 
 # FP32 holds every integer up to 2^24: the sum of 1040 products of two codes.
 LONGEST_FP32_SUM = 2**24 // 127**2
@@ -96,8 +97,7 @@ def scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: 
     a (..., M, K), b (..., K, N), rows (..., M, 1), columns (..., 1, N).
     """
     if b.ndim == 2:  # one product of all rows
-        flat = int8_sums(as_matrix(a), b)
-        y = dequantize(flat, rows.reshape(-1), columns.reshape(-1), None, dtype)
+        y = scaled_product(as_matrix(a), b, rows.reshape(-1), columns.reshape(-1), None, dtype)
         return y.view(*a.shape[:-1], b.shape[-1])
     if a.is_cuda and a.shape[-1] <= LONGEST_FP32_SUM:
         return _batched_products(a, b).mul_(rows).mul_(columns).to(dtype)
@@ -108,16 +108,11 @@ def scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: 
         for matrices in (a, b, rows, columns)
     )
     factors = (row.flatten(1).contiguous().unbind(), column.flatten(1).contiguous().unbind())
-    # The sums of one matrix are scaled while they are in the cache, and in place for an FP32 result.
     y = torch.empty(size, dtype=dtype, device=a.device)
-    in_place = dtype is torch.float32
-    buffers = y.view(torch.int32) if in_place else y.new_empty(size[1:], dtype=torch.int32).expand(size)
-    for result, buffer, one, other, row_scale, column_scale in zip(
-        y.unbind(), buffers.unbind(), left.unbind(), right.unbind(), *factors, strict=True
+    for one, other, row_scale, column_scale, result in zip(
+        left.unbind(), right.unbind(), *factors, y.unbind(), strict=True
     ):
-        scaled = dequantize(int8_sums(one, other, buffer), row_scale, column_scale, None, dtype)
-        if scaled.data_ptr() != result.data_ptr():
-            result.copy_(scaled)
+        scaled_product(one, other, row_scale, column_scale, None, dtype, out=result)
     return y.view(*batch, *size[1:])
 
 

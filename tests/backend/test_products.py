@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from qsync.backend import Operand, encode, reference_kernel, select
+from qsync.backend.int8_products import LONGEST_INT32_SUM, _int_mm_cuda, int8_sums
 from qsync.backend.kernels import convolution
 from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
-from qsync.backend.matmul_primitives import LONGEST_INT32_SUM, _int_mm_cuda, int8_sums
 from qsync.errors import UnsupportedError
 from qsync.records.precision import Precision
 
@@ -263,10 +263,10 @@ def test_a_product_in_fp16_holds_no_copy_of_its_result():
 @pytest.mark.parametrize("magnitude", [1e-9, 1.0, 1e9])
 def test_a_device_that_multiplies_fp16_only(monkeypatch, kind, magnitude):
     """Codes are at most 127, so scaling the gradient is enough for FP16; done here on the CPU."""
-    from qsync.backend import matmul_primitives
+    from qsync.backend import sixteen_bit_operands
     from qsync.backend.kernels import linear
 
-    for module in (linear, matmul_primitives):
+    for module in (linear, sixteen_bit_operands):
         monkeypatch.setattr(module, "sixteen_bit_dtype", lambda device: torch.float16)
     tensors = linear_tensors((33, 64), 48, kind)
     gradient = sample(33, 48, seed=9) * magnitude

@@ -25,7 +25,7 @@ from qsync.backend.casts.tvm.expressions import (
     polynomial,
     widened,
 )
-from qsync.backend.casts.tvm.schedules import Threads, column
+from qsync.backend.casts.tvm.schedules import Serial, Threads, column
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
 
@@ -70,7 +70,7 @@ def programs(loops: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     gradient = _gradient_in_parts if loops is Threads else _gradient
     for name in ACTIVATIONS:
-        exact, rounded = (_Curve(name, _DIGITS[dtype], loops.multiply_add) for dtype in _DIGITS)
+        exact, rounded = (curves(dtype, loops)[name] for dtype in _DIGITS)
         for dtype, curve in (("float32", exact), ("bfloat16", rounded)):
             program = _relu(loops, dtype, curve) if name == "relu" else _gelu(loops, dtype, curve)
             found[f"dequantize_{name}_{dtype}"] = program
@@ -79,7 +79,12 @@ def programs(loops: Any) -> dict[str, Any]:
     return found
 
 
-class _Curve(NamedTuple):
+def curves(dtype: str, loops: Any = Serial) -> dict[str, Curve]:
+    """Return the activations by name, as accurate as results in `dtype` can be."""
+    return {name: Curve(name, _DIGITS[dtype], loops.multiply_add) for name in ACTIVATIONS}
+
+
+class Curve(NamedTuple):
     """An activation as it is computed: its name, its accuracy, and the multiply-add."""
 
     name: str
@@ -126,7 +131,7 @@ def _scaled(total: Any, row: Any, column: Any, bias: Any) -> Any:
     return T.bind(T.Cast("float32", total) * row * column + bias)
 
 
-def _gelu(loops: Any, dtype: str, curve: _Curve) -> Any:
+def _gelu(loops: Any, dtype: str, curve: Curve) -> Any:
     """Write x, to be saved for backward, and the result. In FP32 x overwrites the sums."""
     if dtype == "float32":
 
@@ -176,7 +181,7 @@ def _gelu(loops: Any, dtype: str, curve: _Curve) -> Any:
     return dequantize_gelu
 
 
-def _relu(loops: Any, dtype: str, curve: _Curve) -> Any:
+def _relu(loops: Any, dtype: str, curve: Curve) -> Any:
     """Write the result; in FP32 it overwrites the sums."""
     if dtype == "float32":
 
@@ -212,7 +217,7 @@ def _relu(loops: Any, dtype: str, curve: _Curve) -> Any:
     return dequantize_relu
 
 
-def _gradient(curve: _Curve, dtype: str, out_dtype: str) -> Any:
+def _gradient(curve: Curve, dtype: str, out_dtype: str) -> Any:
     """Write the gradient in another type, and the sums of its columns, in blocks of rows."""
 
     def cast(value: Any) -> Any:
@@ -246,7 +251,7 @@ def _gradient(curve: _Curve, dtype: str, out_dtype: str) -> Any:
     return gradient
 
 
-def _gradient_in_parts(curve: _Curve, dtype: str, out_dtype: str) -> Any:
+def _gradient_in_parts(curve: Curve, dtype: str, out_dtype: str) -> Any:
     """Write the same on a GPU: a thread sums 64 rows of a column, a second round adds the parts."""
 
     def cast(value: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from qsync.backend.casts.tvm import activations, attention, dropout
+from qsync.backend.casts.tvm import activations, attention, dropout, int8_products
 from qsync.backend.casts.tvm import columns as fused_columns
 from qsync.backend.casts.tvm.expressions import (
     SMALLEST_AMAX_BITS,
@@ -35,7 +35,7 @@ from qsync.backend.casts.tvm.schedules import Serial, Threads
 _BLOCK = 32  # rows and columns: in BF16 each is a line of a cache
 
 
-def module(device_type: str = "cpu") -> tvm.IRModule:
+def module(device_type: str = "cpu", has_amx: bool = False) -> tvm.IRModule:
     """Return every program for a type of device, under the name that the casts use."""
     loops = Threads if device_type == "cuda" else Serial
     programs: dict[str, Any] = {}
@@ -64,6 +64,8 @@ def module(device_type: str = "cpu") -> tvm.IRModule:
         programs["depthwise_weight_gradient"] = _depthwise_weight_gradient()
         programs |= attention.programs()
         programs |= dropout.programs()
+    if has_amx:
+        programs |= int8_products.programs()
     return tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in programs.items()})
 
 

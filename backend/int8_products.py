@@ -1,0 +1,172 @@
+"""INT8 products: exact sums, and sums scaled to results, with or without an activation.
+
+A scaled product is `int8_sums` and then `dequantize`. With AMX one compiled program does both: sums stay in
+the cache (`qsync.backend.casts.tvm.int8_products`). ms of y = s_x s_w (x w') + b in BF16, one thread of a
+Xeon 6, by oneDNN's sums and by the program; torch's product in BF16 beside them: 2.5, 1.2 and 2.0 for
+1024x512x2048; 4.4, 2.4 and 4.1 for 1024x768x3072; 12.0, 8.2 and 17.3 for 2048x2048x2048.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qsync.backend.amx import has_amx, tile_shapes
+from qsync.backend.casts import compiled_casts
+from qsync.backend.casts.cast_ops import COMPILED_DTYPES, dequantize, transpose_last
+from qsync.backend.casts.epilogues import Activation, dequantize_activated
+
+# 127 * 127 * 133144 < 2^31: a longer inner dimension could overflow the INT32 sum, so it is summed in pieces.
+LONGEST_INT32_SUM = (2**31 - 1) // 127**2
+_TILE = 32  # rows and columns of sums that the compiled product makes at a time
+_DEPTH = 64  # codes of a tile's row
+
+
+def int8_sums(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply INT8 matrices a (M, K) and b (K, N) exactly, as INT32 (M, N).
+
+    Strides are free. On CPUs `out`, dense rows in INT32, receives the result unless the returned tensor
+    is FP32. An inner dimension so long that INT32 might overflow is summed in pieces, in FP32. On CUDA
+    the operands are padded to the sizes that cuBLASLt takes (M > 16, K and N multiples of 8).
+    """
+    inner = a.shape[1]
+    if inner > LONGEST_INT32_SUM:
+        half = inner // 2
+        return int8_sums(a[:, :half], b[:half]).float().add_(int8_sums(a[:, half:], b[half:]))
+    if a.is_cuda:
+        return _int_mm_cuda(a, b)
+    a, b = _with_plain_strides(a), _with_plain_strides(b)
+    return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
+
+
+def scaled_product(
+    a: Tensor,
+    b: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return rows (m) * columns (n) * (a b) + bias (n), as (m, n) in `dtype`; in `out` if it is given.
+
+    INT8 a (m, k) and b (k, n), in any strides; rows, columns and bias in FP32.
+
+    >>> scaled_product(x_codes, w_codes.t(), x_scale, w_scale, None, torch.float32)
+    """
+    library = _compiled(a, b, bias, dtype)
+    if library is not None:
+        y = torch.empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
+        _run(library, "", a, b, rows, columns, bias, y, y)
+        return y
+    in_place = None if out is None or dtype is not torch.float32 else out.view(torch.int32)
+    y = dequantize(int8_sums(a, b, in_place), rows, columns, bias, dtype)
+    return y if out is None or y.data_ptr() == out.data_ptr() else out.copy_(y)
+
+
+def activated_product(
+    a: Tensor,
+    b: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    function: Activation,
+) -> tuple[Tensor, Tensor]:
+    """Return the tensor to save of x = `scaled_product(...)`, and f(x), both in `dtype`.
+
+    Backward needs x itself for gelu, the result for relu.
+    """
+    library = _compiled(a, b, bias, dtype)
+    if library is None:
+        return dequantize_activated(int8_sums(a, b), rows, columns, bias, dtype, function)
+    y = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
+    saved = y if function.kind == "relu" else torch.empty_like(y)
+    _run(library, f"{function.program}_", a, b, rows, columns, bias, saved, y)
+    return saved, y
+
+
+def _compiled(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> compiled_casts.Library | None:
+    """Return the library of a product that AMX does on one thread; None where oneDNN's is to be taken."""
+    (m, k), n = a.shape, b.shape[1]
+    fits = min(m, n) >= _TILE and 0 < k <= LONGEST_INT32_SUM and dtype in COMPILED_DTYPES
+    if not (fits and has_amx(a.device) and torch.get_num_threads() == 1):
+        return None
+    if tile_shapes() is None or not (bias is None or bias.dtype is torch.float32):
+        return None
+    return compiled_casts.library()
+
+
+def _run(
+    library: compiled_casts.Library,
+    function: str,
+    a: Tensor,
+    b: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    bias: Tensor | None,
+    saved: Tensor,
+    out: Tensor,
+) -> None:
+    offsets = columns.new_zeros(len(columns)) if bias is None else bias.detach().contiguous()
+    packed = _packed(library, b)
+    library[f"int8_product_{function}{COMPILED_DTYPES[out.dtype]}"](
+        _in_rows(a),
+        packed,
+        tile_shapes(),
+        torch.empty(_TILE, _TILE, dtype=torch.int32),
+        rows,
+        columns,
+        offsets,
+        saved,
+        out,
+    )
+
+
+def _in_rows(a: Tensor) -> Tensor:
+    """Return a (m, k) with dense rows, and with zeros to whole tiles."""
+    if not a.is_contiguous():
+        a = transpose_last(a.t().unsqueeze(0))[0] if a.t().is_contiguous() else a.contiguous()
+    beyond = -a.shape[1] % _DEPTH
+    return torch.nn.functional.pad(a, (0, beyond)) if beyond else a
+
+
+def _packed(library: compiled_casts.Library, b: Tensor) -> Tensor:
+    """Return b (k, n) as AMX takes the second operand of a product: in panels of 32 columns."""
+    k, n = b.shape
+    panels = torch.empty(-(-n // _TILE), -(-k // _DEPTH), 2, 16 * 64, dtype=torch.int8)
+    if b.t().is_contiguous():
+        words = panels.view(torch.int32).view(*panels.shape[:3], 16, 16)
+        library["pack_rows"](_in_rows(b.t()).view(torch.int32), words)
+    else:
+        whole = torch.nn.functional.pad(b, (0, 0, 0, -k % _DEPTH)) if k % _DEPTH else b.contiguous()
+        words = panels.view(torch.uint32).view(*panels.shape[:3], 16, 16)
+        library["pack_columns"](whole.view(torch.uint8), words)
+    return panels
+
+
+def _with_plain_strides(matrix: Tensor) -> Tensor:
+    """Return the matrix with strides that oneDNN accepts.
+
+    `torch._int_mm` passes a stride to oneDNN as the leading dimension, unchecked. If it is too small
+    (expanded matrices; the arbitrary stride of a dimension of size 1), the sums are never written, and no
+    error is raised (pytorch#195066, seen in torch 2.13).
+    """
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    plain = (right == 1 and down >= columns) or (down == 1 and right >= rows)
+    return matrix if plain and 1 not in matrix.shape else matrix.reshape(-1).contiguous().view(matrix.shape)
+
+
+def _int_mm_cuda(a: Tensor, b: Tensor) -> Tensor:
+    """Call `torch._int_mm` within cuBLASLt's limits: row-major times column-major, padded."""
+    rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
+    if 0 in (rows, inner, columns):
+        return a.new_zeros(rows, columns, dtype=torch.int32)
+    pad_rows = max(0, 24 - rows) if rows <= 16 else 0
+    pad_inner, pad_columns = -inner % 8, -columns % 8
+    b = b.t()
+    if pad_rows or pad_inner:
+        a = torch.nn.functional.pad(a, (0, pad_inner, 0, pad_rows))
+    if pad_inner or pad_columns:
+        b = torch.nn.functional.pad(b, (0, pad_inner, 0, pad_columns))
+    return torch._int_mm(a.contiguous(), b.contiguous().t())[:rows, :columns].contiguous()
