@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qsync.backend.amx import has_amx, tile_shapes
 from qsync.backend.casts import compiled_casts
 from qsync.backend.casts.cast_ops import COMPILED_DTYPES, dequantize, transpose_last
 from qsync.backend.casts.epilogues import Activation, dequantize_activated
+from qsync.backend.casts.tvm.constants import STRIPS, TILE_ROWS
 
 # 127 * 127 * 133144 < 2^31: a longer inner dimension could overflow the INT32 sum, so it is summed in pieces.
 LONGEST_INT32_SUM = (2**31 - 1) // 127**2
-_TILE = 32  # rows and columns of sums that the compiled product makes at a time
+_SIZE = 2 * TILE_ROWS  # rows and columns of sums that the compiled product makes at a time
 _DEPTH = 64  # codes of a tile's row
 
 
@@ -54,11 +56,9 @@ def scaled_product(
 
     >>> scaled_product(x_codes, w_codes.t(), x_scale, w_scale, None, torch.float32)
     """
-    library = _compiled(a, b, bias, dtype)
-    if library is not None:
+    if _uses_tiles(a, b, bias, dtype):
         y = torch.empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
-        _run(library, "", a, b, rows, columns, bias, y, y)
-        return y
+        return _product_in_tiles(a, b, rows, columns, bias, y, y)
     in_place = None if out is None or dtype is not torch.float32 else out.view(torch.int32)
     y = dequantize(int8_sums(a, b, in_place), rows, columns, bias, dtype)
     return y if out is None or y.data_ptr() == out.data_ptr() else out.copy_(y)
@@ -77,50 +77,41 @@ def activated_product(
 
     Backward needs x itself for gelu, the result for relu.
     """
-    library = _compiled(a, b, bias, dtype)
-    if library is None:
+    if not _uses_tiles(a, b, bias, dtype):
         return dequantize_activated(int8_sums(a, b), rows, columns, bias, dtype, function)
     y = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     saved = y if function.kind == "relu" else torch.empty_like(y)
-    _run(library, f"{function.program}_", a, b, rows, columns, bias, saved, y)
-    return saved, y
+    return saved, _product_in_tiles(a, b, rows, columns, bias, y, saved, function.program)
 
 
-def _compiled(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> compiled_casts.Library | None:
-    """Return the library of a product that AMX does on one thread; None where oneDNN's is to be taken."""
+def _uses_tiles(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether AMX makes a product by the compiled program, on one thread; else oneDNN does."""
     (m, k), n = a.shape, b.shape[1]
-    fits = min(m, n) >= _TILE and 0 < k <= LONGEST_INT32_SUM and dtype in COMPILED_DTYPES
+    fits = min(m, n) >= _SIZE and 0 < k <= LONGEST_INT32_SUM and dtype in COMPILED_DTYPES
     if not (fits and has_amx(a.device) and torch.get_num_threads() == 1):
-        return None
-    if tile_shapes() is None or not (bias is None or bias.dtype is torch.float32):
-        return None
-    return compiled_casts.library()
+        return False
+    is_plain = bias is None or bias.dtype is torch.float32
+    return is_plain and tile_shapes() is not None and compiled_casts.library() is not None
 
 
-def _run(
-    library: compiled_casts.Library,
-    function: str,
+def _product_in_tiles(
     a: Tensor,
     b: Tensor,
     rows: Tensor,
     columns: Tensor,
     bias: Tensor | None,
-    saved: Tensor,
     out: Tensor,
-) -> None:
+    saved: Tensor,
+    function: str = "",
+) -> Tensor:
+    """Write a scaled product to `out`, through the activation whose program's name is `function`."""
+    library = compiled_casts.library()
+    assert library is not None
     offsets = columns.new_zeros(len(columns)) if bias is None else bias.detach().contiguous()
-    packed = _packed(library, b)
-    library[f"int8_product_{function}{COMPILED_DTYPES[out.dtype]}"](
-        _in_rows(a),
-        packed,
-        tile_shapes(),
-        torch.empty(_TILE, _TILE, dtype=torch.int32),
-        rows,
-        columns,
-        offsets,
-        saved,
-        out,
-    )
+    sums = torch.empty(STRIPS, _SIZE, _SIZE, dtype=torch.int32)
+    run = library["_".join(filter(None, ("int8_product", function, COMPILED_DTYPES[out.dtype])))]
+    run(_in_rows(a), _packed(library, b), tile_shapes(), sums, rows, columns, offsets, saved, out)
+    return out
 
 
 def _in_rows(a: Tensor) -> Tensor:
@@ -128,20 +119,19 @@ def _in_rows(a: Tensor) -> Tensor:
     if not a.is_contiguous():
         a = transpose_last(a.t().unsqueeze(0))[0] if a.t().is_contiguous() else a.contiguous()
     beyond = -a.shape[1] % _DEPTH
-    return torch.nn.functional.pad(a, (0, beyond)) if beyond else a
+    return pad(a, (0, beyond)) if beyond else a
 
 
 def _packed(library: compiled_casts.Library, b: Tensor) -> Tensor:
-    """Return b (k, n) as AMX takes the second operand of a product: in panels of 32 columns."""
+    """Return b (k, n) as AMX takes the second operand of a product: words in panels of 32 columns."""
     k, n = b.shape
-    panels = torch.empty(-(-n // _TILE), -(-k // _DEPTH), 2, 16 * 64, dtype=torch.int8)
+    panels = torch.empty(-(-n // _SIZE), -(-k // _DEPTH), 2, TILE_ROWS**2, dtype=torch.int32)
+    words = panels.view(*panels.shape[:3], TILE_ROWS, TILE_ROWS)
     if b.t().is_contiguous():
-        words = panels.view(torch.int32).view(*panels.shape[:3], 16, 16)
         library["pack_rows"](_in_rows(b.t()).view(torch.int32), words)
     else:
-        whole = torch.nn.functional.pad(b, (0, 0, 0, -k % _DEPTH)) if k % _DEPTH else b.contiguous()
-        words = panels.view(torch.uint32).view(*panels.shape[:3], 16, 16)
-        library["pack_columns"](whole.view(torch.uint8), words)
+        whole = pad(b, (0, 0, 0, -k % _DEPTH)) if k % _DEPTH else b.contiguous()
+        library["pack_columns"](whole.view(torch.uint8), words.view(torch.uint32))
     return panels
 
 

@@ -10,3 +10,6 @@ ROWS_PER_PART = 64
 SMALLEST_AMAX = 1e-35
 SOFTMAX_UNITS = 2**30  # per 1, of the integers that a softmax adds up
 TWISTER_WORDS = 624  # of the state of torch's generator on CPUs
+# AMX's programs: rows of a tile, and how many pairs of tiles of rows stay in the second cache at once.
+TILE_ROWS = 16
+STRIPS = 8

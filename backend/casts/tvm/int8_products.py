@@ -3,7 +3,8 @@
 A tile holds 16 rows of 64 bytes. Two tiles of a's rows times two of b's columns add to four tiles of sums:
 each tile loaded is used twice. The second operand of AMX's product holds four of b's rows side by side in
 every row, so b is packed first, into panels of 32 columns: what a call costs beside the product is one pass
-over b. Sums reach memory only as results, in their own type.
+over b. Of every panel 512 rows at a time stay in the first cache while a's rows pass. Sums reach memory only
+as results, in their own type.
 
 The last tiles begin 32 rows or columns before the end: what two of them hold is written twice alike. The
 inner dimension is a multiple of 64.
@@ -11,15 +12,17 @@ inner dimension is a multiple of 64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
 from qsync.backend.casts.tvm.activations import Curve, curves
+from qsync.backend.casts.tvm.constants import STRIPS, TILE_ROWS
 from qsync.backend.casts.tvm.expressions import bf16, widened
 
-_SIZE = 32  # rows and columns of sums at a time
-_STRIPS = 8  # whose codes stay in the second cache while b's panels pass
+_SIZE = 2 * TILE_ROWS  # rows and columns of sums at a time
+_CHUNK = 8  # tiles of the inner dimension, of a panel in the first cache
 
 
 def programs() -> dict[str, Any]:
@@ -50,24 +53,31 @@ def _product(dtype: str, curve: Curve | None) -> Any:
         T.func_attr({"tirx.noalias": True})
         m, n, k, panels, depth = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
         A = T.match_buffer(a, (m, k), "int8")
-        P = T.match_buffer(packed, (panels, depth, 2, 1024), "int8")
+        P = T.match_buffer(packed, (panels, depth, 2, 256), "int32")
         F = T.match_buffer(shapes, (64,), "uint8")
-        S = T.match_buffer(sums, (_SIZE, _SIZE), "int32")
+        S = T.match_buffer(sums, (STRIPS, _SIZE, _SIZE), "int32")
         R = T.match_buffer(rows, (m,), "float32")
         C = T.match_buffer(columns, (n,), "float32")
         B = T.match_buffer(bias, (n,), "float32")
         H = T.match_buffer(saved, (m, n), dtype)
         Y = T.match_buffer(out, (m, n), dtype)
         _tile("ldtilecfg", T.address_of(F[0]))
-        for block, p in T.grid(T.ceildiv(m, _SIZE * _STRIPS), panels):
-            for s in T.serial(T.min(T.int64(_STRIPS), T.ceildiv(m, _SIZE) - block * _STRIPS)):
-                row = T.meta_var(_start(block * _STRIPS + s, m))
+        for block, p, c in T.grid(T.ceildiv(m, _SIZE * STRIPS), panels, T.ceildiv(depth, _CHUNK)):
+            for s in T.serial(T.min(T.int64(STRIPS), T.ceildiv(m, _SIZE) - block * STRIPS)):
+                row = T.meta_var(_start(block * STRIPS + s, m))
                 column = T.meta_var(_start(p, n))
-                _add_tiles(A, P, S, row, p, k, depth)
-                for i, j in T.grid(_SIZE, _SIZE):
-                    total = T.meta_var(T.Cast("float32", S[i, j]))
-                    x = T.meta_var(total * R[row + i] * C[column + j] + B[column + j])
-                    _write(x, curve, dtype, H, Y, [row + i, column + j])
+                if c == 0:
+                    _each_sum(lambda t, place: _tile("tilezero", t), S, s)
+                else:
+                    _each_sum(lambda t, place: _tile("tileloadd64", t, place, T.int64(4 * _SIZE)), S, s)
+                for q in T.serial(T.min(T.int64(_CHUNK), depth - c * _CHUNK)):
+                    _add_tiles(A, P, row, p, c * _CHUNK + q, k)
+                _each_sum(lambda t, place: _tile("tilestored64", t, place, T.int64(4 * _SIZE)), S, s)
+                if c == T.ceildiv(depth, _CHUNK) - 1:
+                    for i, j in T.grid(_SIZE, _SIZE):
+                        total = T.meta_var(T.Cast("float32", S[s, i, j]))
+                        x = T.meta_var(total * R[row + i] * C[column + j] + B[column + j])
+                        _write(x, curve, dtype, H, Y, [row + i, column + j])
         _tile("tilerelease")
 
     return product
@@ -77,23 +87,25 @@ def _start(number: Any, size: Any) -> Any:
     return T.min(number * _SIZE, size - _SIZE)
 
 
-def _add_tiles(A: Any, P: Any, S: Any, row: Any, panel: Any, width: Any, depth: Any) -> None:
-    """Add up 32 x 32 sums in tiles 0 to 3; tiles 4 and 5 hold rows of a, 6 and 7 columns of b."""
-    for t in range(4):
-        _tile("tilezero", T.int8(t))
-    with T.serial(depth) as q:
-        for half in range(2):
-            _tile("tileloadd64", T.int8(6 + half), T.address_of(P[panel, q, half, 0]), T.int64(64))
-        for below in range(2):
-            _tile("tileloadd64", T.int8(4 + below), T.address_of(A[row + 16 * below, q * 64]), width)
-            for half in range(2):
-                _tile("tdpbssd", T.int8(2 * below + half), T.int8(4 + below), T.int8(6 + half))
-    for t in range(4):
-        _tile("tilestored64", T.int8(t), T.address_of(S[t // 2 * 16, t % 2 * 16]), T.int64(4 * _SIZE))
-
-
 def _tile(name: str, *arguments: Any) -> None:
     T.evaluate(T.call_llvm_intrin("void", f"llvm.x86.{name}", *arguments))
+
+
+def _each_sum(run: Callable[[Any, Any], None], S: Any, strip: Any) -> None:
+    """Call `run` with tiles 0 to 3 and the places of their sums."""
+    for t in range(4):
+        run(T.int8(t), T.address_of(S[strip, t // 2 * TILE_ROWS, t % 2 * TILE_ROWS]))
+
+
+def _add_tiles(A: Any, P: Any, row: Any, panel: Any, q: Any, width: Any) -> None:
+    """Add 32 x 64 times 64 x 32 to tiles 0 to 3; tiles 4 and 5 hold rows of a, 6 and 7 columns of b."""
+    for half in range(2):
+        _tile("tileloadd64", T.int8(6 + half), T.address_of(P[panel, q, half, 0]), T.int64(64))
+    for below in range(2):
+        begin = T.address_of(A[row + TILE_ROWS * below, q * 64])
+        _tile("tileloadd64", T.int8(4 + below), begin, width)
+        for half in range(2):
+            _tile("tdpbssd", T.int8(2 * below + half), T.int8(4 + below), T.int8(6 + half))
 
 
 def _write(x: Any, curve: Curve | None, dtype: str, saved: Any, out: Any, place: list[Any]) -> None:
@@ -111,7 +123,7 @@ def _write(x: Any, curve: Curve | None, dtype: str, saved: Any, out: Any, place:
 
 
 def _pack_rows() -> Any:
-    """Pack b from its transpose (n, k): four codes of a row lie side by side already."""
+    """Pack b from its transpose, as words (n, k / 4): four codes of a row lie side by side already."""
 
     @T.prim_func
     def pack_rows(b: T.handle, packed: T.handle):
