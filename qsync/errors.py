@@ -28,9 +28,11 @@ def shortened(value: object, most: int = 80, quote: bool = True) -> str:
     """
     plain = isinstance(value, BaseException) or (isinstance(value, str) and not quote)
     try:
-        text = " ".join(str(value).split()) if plain else repr(value)
+        text = str(value) if plain else repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
         text = f"a {type(value).__name__}"
+    if not isinstance(value, str) or not quote:
+        text = " ".join(text.split())
     if len(text) <= most:
         return text
     num_characters = len(value) if isinstance(value, str) else len(text)

@@ -19,9 +19,9 @@ import torch
 
 from qsync import QSyncError
 from qsync.distributed import job
+from qsync.experiments.harness import processes
 from qsync.experiments.harness.emulation import Throttle, busy_share, pin_to_core
 from qsync.experiments.harness.freed_memory import keep_freed_memory
-from qsync.experiments.harness.processes import module_of
 from qsync.experiments.harness.provenance import folder_of
 from qsync.records.json_files import read_json, write_json
 
@@ -96,8 +96,8 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         task = {
-            "module": module_of(work), "function": work.__name__, "config": config, "command": command,
-            "timeout_s": timeout_s, "result": str(result),
+            "module": processes.module_of(work), "function": work.__name__, "config": config,
+            "command": command, "timeout_s": timeout_s, "result": str(result),
         }  # fmt: skip
         started = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
@@ -105,14 +105,27 @@ def run_on_ranks(
         ]  # fmt: skip
         # One thread a rank: each has one core. Kineto would announce every memory measurement on stderr.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
-        code = subprocess.run(started, env=environment, check=False).returncode
+        code = _exit_code(started, environment)
         if code != 0:
             raise QSyncError(f"the ranks stopped with exit code {code}; the first message above says why")
         return read_json(result)["result"]
 
 
+def _exit_code(command: list[str], environment: Mapping[str, str]) -> int:
+    """Run torchrun; an interruption reaches this process alone, which ends torchrun and so the ranks."""
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, preexec_fn=processes.end_with_parent
+    )
+    try:
+        return process.wait()
+    finally:
+        process.kill()
+        process.wait()
+
+
 def main() -> None:
     """Run one rank of `run_on_ranks`, whose task is the JSON in argv; a QSyncError is exit code 2."""
+    processes.end_with_parent()
     task: dict[str, Any] = json.loads(sys.argv[1])
     share, is_first = task["config"].get("weak_share"), os.environ["RANK"] == "0"
     # gloo as soon as one rank is on a CPU

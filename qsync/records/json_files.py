@@ -55,6 +55,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """Read a JSON object; FormatError names the file, and the line where it is malformed."""
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except TypeError:
+        raise FormatError(f"a path is a string or a Path, found {shortened(path)}; give a file's") from None
     except OSError as error:
         raise FormatError(f"cannot read {path}: {error.strerror or error}; check the path") from error
     except UnicodeDecodeError as error:

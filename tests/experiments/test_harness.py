@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -182,3 +183,43 @@ def eventually(holds, seconds=60.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+STARTED = """
+import sys
+from qsync.experiments.harness.ranks import run_on_ranks
+from test_harness import wait_in_ranks
+run_on_ranks(wait_in_ranks, {"folder": sys.argv[1]}, command="wait")
+"""
+
+
+def wait_in_ranks(config, place):
+    """Say on disk that this rank runs, and wait."""
+    Path(config["folder"], f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    time.sleep(120)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_an_interrupted_job_leaves_no_rank_and_says_nothing(how, tmp_path):
+    """The whole group gets the signal, as a terminal sends it."""
+    tests = str(Path(__file__).parent)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTED, str(tmp_path)], env=os.environ | {"PYTHONPATH": tests},
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+        assert len(ranks) == 2
+    finally:
+        os.killpg(process.pid, how)
+    said = process.communicate(timeout=60)[1]
+    assert said.count("Traceback") == (how is signal.SIGINT), said  # of this process's own KeyboardInterrupt
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
