@@ -319,7 +319,7 @@ def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
             first = y + _FP32 * x + rounded
         else:
             made = _FP32 * x
-            first = y + (_FP32 + _BF16) * windows + made
+            first = y + _BF16 * windows + max(_FP32 * windows, made)
     then = made + y + max(_FP32 * pixels, windows + bucket)
     reordered = _FP32 * w if window > 1 else 0  # the weight's gradient, to the order of the weight
     in_order = run.channels_last or op.channels_last

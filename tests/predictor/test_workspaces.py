@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from qsync.backend import int8_products
+from qsync.backend import int8_products  # noqa: E402
 from qsync.backend.kernels import attention_bf16  # noqa: E402
 from qsync.experiments.memory import memory_error, memory_runs  # noqa: E402
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision  # noqa: E402
@@ -246,7 +246,7 @@ def trained() -> dict[str, memory_runs.Trained]:
 
 @pytest.mark.parametrize(("name", "precision", "saves_less", "tolerance"), CASES)
 def test_the_peak_of_a_step_is_as_predicted(trained, name, precision, saves_less, tolerance, monkeypatch):
-    # The memory model knows oneDNN's products; those in tiles keep no sums, and pack an operand (docs/limits.md).
+    # The memory model knows the products of oneDNN, not those in tiles (docs/limits.md).
     monkeypatch.setattr(int8_products, "_uses_tiles", lambda *_: False)
     if name not in trained:
         make, shape = MODELS[name]
