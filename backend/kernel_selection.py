@@ -20,6 +20,7 @@ from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernel_candidates import Kernel, candidates, device_precisions
 from qsync.backend.kernel_timing import GPU_CALLS, GPU_ROUNDS, apart, kernel_s, synchronize
 from qsync.backend.kernels.dropout import dropout
+from qsync.backend.kernels.gelu import gelu
 from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.linear_bf16 import addmm_bf16, linear_bf16
@@ -46,6 +47,7 @@ _SIZES = {"cpu": (512, 8, 32, 16), "cuda": (4096, 32, 128, 32)}
 
 _OF_LOWERED_GRAPHS: dict[str, Kernel] = {
     "dropout": dropout,
+    "gelu": gelu,
     "interpolate": interpolate,
     "linear": linear_bf16,
     "addmm": addmm_bf16,
@@ -110,8 +112,10 @@ class Kernels:
 
     @property
     def replaced_in_bf16(self) -> tuple[str, ...]:
-        """The kinds of products whose call in BF16 `in_lowered_graphs` replaces on this device."""
-        return ("linear", "addmm") if has_amx(self.device) else ()
+        """The kinds of operators whose call in BF16 `in_lowered_graphs` replaces on this device."""
+        if self.device.type != "cpu":
+            return ()
+        return ("gelu", "linear", "addmm") if has_amx(self.device) else ("gelu",)
 
     @property
     def plain_casts(self) -> tuple[str, ...]:

@@ -329,6 +329,8 @@ class _Rewriter:
         """Return whether a kernel of lowered graphs stands in for the traced call."""
         if op.kind in REPLACED:
             return not run.as_traced
+        if self._compile_islands and op.role != "adjustable":
+            return False  # Inductor compiles it with its neighbours
         return run.mode == Precision.BF16 and op.dtype != "bf16" and op.kind in self._kernels.replaced_in_bf16
 
     def _emit_run(

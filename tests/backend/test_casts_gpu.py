@@ -28,7 +28,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ 
 
 
 # GPUs have faster ones, and their generator counts.
-FOR_CPUS = {"depthwise_weight_gradient", *attention.programs(), *dropout.programs()}
+FOR_CPUS = {"depthwise_weight_gradient", "gelu_tanh_bfloat16", *attention.programs(), *dropout.programs()}
 
 
 def test_every_program_has_kernels():

@@ -76,6 +76,8 @@ def programs(loops: Any) -> dict[str, Any]:
             found[f"dequantize_{name}_{dtype}"] = program
             found[f"{name}_gradient_{dtype}_bfloat16"] = gradient(curve, dtype, "bfloat16")
         found[f"{name}_gradient_float32_float32"] = gradient(exact, "float32", "float32")
+    if loops is Serial:
+        found["gelu_tanh_bfloat16"] = _activation(curves("bfloat16")["gelu_tanh"])
     return found
 
 
@@ -215,6 +217,21 @@ def _relu(loops: Any, dtype: str, curve: Curve) -> Any:
                         Y[i, j] = bf16(curve.of(_scaled(A[i, j], R[i], C[j], B[j])))
 
     return dequantize_relu
+
+
+def _activation(curve: Curve) -> Any:
+    """Apply it to BF16, on a CPU."""
+
+    @T.prim_func
+    def activation(x: T.handle, out: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        X = T.match_buffer(x, (m, n), "bfloat16")
+        Y = T.match_buffer(out, (m, n), "bfloat16")
+        for i, j in T.grid(m, n):
+            Y[i, j] = bf16(curve.of(T.bind(widened(X[i, j], "bfloat16"))))
+
+    return activation
 
 
 def _gradient(curve: Curve, dtype: str, out_dtype: str) -> Any:
