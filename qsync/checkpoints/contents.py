@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from qsync.errors import FormatError, QSyncError
+from qsync.errors import FormatError, QSyncError, shortened
 from qsync.records.graph import digest
 from qsync.records.json_files import check_header, read_json
 from qsync.records.plans import Plan
@@ -51,10 +51,21 @@ class Checkpoint:
         check_header(value, "checkpoint", VERSION)
         if value.pop("digest", None) != digest(value):
             raise FormatError(f"{path / INDEX} was changed after it was written; load another checkpoint")
-        plan = Plan.from_json(value["plan"]) if value["plan"] else None
-        profiles = {name: Profile.from_json(each) for name, each in value["profiles"].items()}
-        value |= {"path": path, "plan": plan, "profiles": profiles}
-        return cls(**{each.name: value[each.name] for each in fields(cls)})
+        try:
+            plan = Plan.from_json(value["plan"]) if value["plan"] else None
+            profiles = {name: Profile.from_json(each) for name, each in value["profiles"].items()}
+            value |= {"path": path, "plan": plan, "profiles": profiles}
+            found = cls(**{each.name: value[each.name] for each in fields(cls)})
+            is_whole = type(found.step) is int and isinstance(found.saved, str)
+            if not is_whole or not all(
+                isinstance(each, dict) for each in (found.files, found.state, found.random)
+            ):
+                raise TypeError("a field is of another type")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"{path / INDEX} is no index that qsync wrote ({shortened(error)}); load another checkpoint"
+            ) from error
+        return found
 
     def verify(self) -> None:
         """Raise FormatError unless the files are those that were written, by their SHA-256."""
@@ -102,5 +113,7 @@ def find_verified(folder: Path) -> tuple[Checkpoint, dict[Path, QSyncError]]:
             return each, errors
         except QSyncError as error:
             errors[each.path] = error
+    if not (folder / INDEX).is_file() and any(each.path not in errors for each in checkpoints_in(folder)[0]):
+        return find_verified(folder)  # others were written meanwhile, and these removed
     none = f"{folder} holds no checkpoint; give a folder that qsync.save or qsync.Checkpoints wrote"
     raise next(iter(errors.values()), FormatError(none))

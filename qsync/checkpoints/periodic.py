@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +12,17 @@ from typing import Any, Self
 
 import torch
 
-from qsync.checkpoints.contents import checkpoints_in
+from qsync.checkpoints.contents import INDEX, checkpoints_in
 from qsync.checkpoints.reader import load
-from qsync.checkpoints.writer import PARTIAL, Save, Subject, remove_partials
+from qsync.checkpoints.writer import PARTIAL, Save, Subject, check_step, remove_partials
 from qsync.distributed.agreement import agree_locally
 from qsync.errors import FormatError, shortened
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
 
 logger = logging.getLogger("qsync")
+
+_OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
 class Checkpoints:
@@ -33,10 +36,11 @@ class Checkpoints:
         folder: is made if needed; all ranks see it.
         model, optimizer, plan, profiles, **objects: as for `qsync.save`.
         every: the number of steps from one checkpoint to the next.
-        keep: how many to keep.
+        keep: how many to keep of those that this class wrote; others in the folder stay.
 
     Raises:
-        FormatError: a number under 1, or a state that cannot be saved.
+        FormatError: a number under 1, a folder that is a checkpoint or a file, or a state that cannot be
+            saved.
 
     Example:
         >>> checkpoints = qsync.Checkpoints("run", model, optimizer, every=200, scheduler=scheduler)
@@ -62,6 +66,9 @@ class Checkpoints:
             if type(number) is not int or number < 1:
                 raise FormatError(f"{name} must be a number of at least 1, found {shortened(number)}")
         self.folder, self.every, self.keep = Path(folder), every, keep
+        if (self.folder / INDEX).exists() or (self.folder.exists() and not self.folder.is_dir()):
+            what = "a checkpoint" if self.folder.is_dir() else "a file"
+            raise FormatError(f"{folder} is {what}; give the folder that is to hold the job's checkpoints")
         self.number = 0  # of optimizer steps so far
         self._subject = Subject(model, optimizer, plan, profiles, objects)
         agree_locally("checking what to save", self._subject.state)  # now rather than after `every` steps
@@ -85,6 +92,8 @@ class Checkpoints:
             number: of steps so far, instead of one more than at the last call.
             writes: False where another process, with no torch.distributed between them, writes.
         """
+        if number is not None:
+            check_step(number)
         self.number = self.number + 1 if number is None else number
         if self.number % self.every or not writes:
             return
@@ -129,8 +138,10 @@ class Checkpoints:
             logger.warning("qsync: %s; training goes on, and earlier checkpoints are intact", why)
 
     def _prune(self, newest: Path) -> None:
-        """Remove all but the newest checkpoints, and what killed processes left before this one."""
-        for old in checkpoints_in(self.folder)[0][self.keep :]:
+        """Remove all but the newest of its own, and what killed processes left before this one."""
+        own = [one.path for one in checkpoints_in(self.folder)[0] if _OWN_NAME.fullmatch(one.path.name)]
+        for old in own[self.keep :]:
             with contextlib.suppress(OSError):  # renamed first: no half of it is taken for a checkpoint
-                old.path.rename(old.path.with_name(f".{old.path.name}{PARTIAL}"))
-        remove_partials(self.folder, "step-", before=newest.stat().st_mtime)
+                old.rename(old.with_name(f".{old.name}{PARTIAL}"))
+        with contextlib.suppress(FileNotFoundError):  # another process has pruned it already
+            remove_partials(self.folder, "step-", before=newest.stat().st_mtime)

@@ -25,10 +25,13 @@ from qsync.checkpoints.state import (
     stateful_parts,
 )
 from qsync.distributed.agreement import agree_locally
-from qsync.errors import MismatchError, shortened
+from qsync.errors import FormatError, MismatchError, QSyncError, shortened
 from qsync.progress import is_rank_zero
+from qsync.records.json_files import check_kind
 
 logger = logging.getLogger("qsync")
+
+_MOST_TRIES = 5  # while another process removes checkpoints
 
 
 def load(
@@ -64,8 +67,20 @@ def load(
     """
 
     def read() -> Checkpoint:
+        check_kind(folder, (str, Path), "folder", "qsync.save")
         parts = stateful_parts(model, optimizer, objects)
-        checkpoint, errors = find_verified(Path(folder))
+        for _ in range(_MOST_TRIES):
+            checkpoint, errors = find_verified(Path(folder))
+            try:
+                return load_from(checkpoint, errors, parts)
+            except Exception:
+                if checkpoint.path.exists():
+                    raise  # else its writer has removed it meanwhile, for newer ones
+        raise FormatError(f"the checkpoints in {folder} are removed before they are read; keep more of them")
+
+    def load_from(
+        checkpoint: Checkpoint, errors: Mapping[Path, QSyncError], parts: Mapping[str, Any]
+    ) -> Checkpoint:
         for error in errors.values() if is_rank_zero() else ():
             logger.warning("qsync: %s; loading %s instead", error, checkpoint.path)
         if missing := sorted(parts.keys() - checkpoint.state.keys()):
@@ -75,12 +90,18 @@ def load(
         reader = HuggingFaceStorageReader(str(checkpoint.path))
         saved = reader.read_metadata().state_dict_metadata
         targets: dict[str, dict[str, torch.Tensor]] = {name: {} for name in parts}
-        for name, part in parts.items():  # all is checked before anything is changed
-            if isinstance(part, ModelState):
-                split(part.state_dict(), "", targets[name])  # read in place
-                _check_model(checkpoint, part, targets[name], saved)
-            else:
-                targets[name] = _new_tensors(part, checkpoint.state[name], saved)
+        try:
+            for name, part in parts.items():  # all is checked before anything is changed
+                if isinstance(part, ModelState):
+                    split(part.state_dict(), "", targets[name])  # read in place
+                    _check_model(checkpoint, part, targets[name], saved)
+                else:
+                    targets[name] = _new_tensors(part, checkpoint.state[name], saved)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise FormatError(
+                f"{checkpoint.path} does not hold what its index says ({shortened(error)}); load another "
+                "checkpoint"
+            ) from error
         # What cannot be checked comes first, so that nothing else is changed where it refuses its state.
         for name in sorted(parts, key=lambda name: isinstance(parts[name], (ModelState, OptimizerState))):
             _load(checkpoint, name, parts[name], targets[name], reader)

@@ -104,7 +104,9 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state by names."""
         found = self.optimizer.state_dict()
+        others = {key: value for key, value in found.items() if key not in ("state", "param_groups")}
         return {
+            **({"others": others} if others else {}),
             "class": type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__,  # Accelerate wraps
             "state": {self.names[number]: slots for number, slots in found["state"].items()},
             "param_groups": [
@@ -128,6 +130,7 @@ class OptimizerState:
         numbers = {name: number for number, name in enumerate(self.names)}
         own = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({
+            **state.get("others", {}),
             "state": {numbers[name]: slots for name, slots in state["state"].items()},
             "param_groups": [
                 {**group, "params": mine["params"]}
@@ -146,6 +149,10 @@ def stateful_parts(
 ) -> dict[str, Any]:
     """Return everything with a state by its name. FormatError for an object without state_dict."""
     for name, each in objects.items():
+        if not name.isidentifier():
+            raise FormatError(
+                f"{shortened(name)} cannot name an object and its file; use letters, digits and _"
+            )
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise FormatError(
                 f"{name}= needs state_dict and load_state_dict, found {shortened(each)}; give them or leave "

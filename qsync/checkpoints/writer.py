@@ -8,6 +8,7 @@ exchange pickles in collectives; here ranks exchange JSON through the job's stor
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -27,7 +28,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 import qsync
-from qsync.checkpoints.contents import INDEX, VERSION, file_digest
+from qsync.checkpoints.contents import INDEX, VERSION, checkpoints_in, file_digest
 from qsync.checkpoints.state import Tensors, random_state, split, stateful_parts
 from qsync.distributed.agreement import agree_locally
 from qsync.errors import FormatError, QSyncError, shortened
@@ -40,6 +41,7 @@ from qsync.runtime.wrapping import plan_of, wrapped_module
 PARTIAL = ".qsync-partial"  # ends the name of a folder that is not yet, or no longer, a checkpoint
 _SHARDS = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint's reader finds offsets
 _TIMEOUT = timedelta(minutes=30)  # the longest that one rank may write
+_NOT_IN_FILES = (torch.complex128, torch.complex32)  # of safetensors
 _c10d: Any = dist  # whose stores have no types
 _numbers = itertools.count()  # of saves in this process: the same on every rank
 
@@ -68,6 +70,8 @@ class Subject:
         for name, part in stateful_parts(self.model, self.optimizer, self.objects).items():
             prefix = name if name != "model" else ""  # its keys stay plain
             state[name] = split(part.state_dict(), prefix, tensors.setdefault(name, {}))
+            for key, tensor in tensors[name].items():
+                _check_tensor(key, tensor)
         return state, tensors
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,8 +141,9 @@ class Save:
             shutil.rmtree(self._partial, ignore_errors=True)  # where it was renamed, this does nothing
             self._store.set("published", published)
         if error := json.loads(self._store.get("published"))["error"]:
+            advice = "make space there" if _is_full(error) else "see that it can be"
             raise QSyncError(
-                f"{self.target} could not be written ({error}); make space there, or name another folder"
+                f"{self.target} could not be written ({error}); {advice}, or name another folder"
             )
 
     def _write_files(self) -> dict[str, Any]:
@@ -157,7 +162,7 @@ class Save:
     def _publish(self) -> None:
         """Write the index and rename the folder, when all ranks have written."""
         index: dict[str, Any] = {
-            "kind": "checkpoint", "version": VERSION, "step": self._step, "saved": self._saved,
+            "kind": "checkpoint", "version": VERSION, "step": self._step, "saved": self._saved_after_others(),
             "num_ranks": self._num_ranks, "state": self._state, "files": {}, "random": {},
             **self._subject.records(),
         }  # fmt: skip
@@ -172,6 +177,35 @@ class Save:
         _sync(self._partial)
         self._partial.rename(self.target)
         _sync(self.target.parent)
+
+    def _saved_after_others(self) -> str:
+        """Return when it was staged, or just after the newest beside it, where a clock has gone back."""
+        beside = checkpoints_in(self.target.parent)[0]
+        if not beside or beside[0].saved < self._saved:
+            return self._saved
+        newest = datetime.fromisoformat(beside[0].saved)
+        return (newest + timedelta(microseconds=1)).isoformat(timespec="microseconds")
+
+
+def check_step(step: object) -> None:
+    """Raise FormatError unless `step` is a number of steps."""
+    if type(step) is not int or step < 0:
+        raise FormatError(f"a step is a whole number of at least 0, found {shortened(step)}; give that")
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raise FormatError for a tensor that no file of tensors holds."""
+    kinds = {"sparse": tensor.layout is not torch.strided, "on the meta device": tensor.is_meta,
+             "quantized": tensor.is_quantized, str(tensor.dtype): tensor.dtype in _NOT_IN_FILES}  # fmt: skip
+    for kind, holds in kinds.items():
+        if holds:
+            raise FormatError(
+                f"the tensor {name} is {kind}, which cannot be saved; leave it out of the state"
+            )
+
+
+def _is_full(error: str) -> bool:
+    return any(os.strerror(number) in error for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _outcome(fn: Callable[[], Any]) -> str:
@@ -254,7 +288,7 @@ def save(
         The folder.
 
     Raises:
-        FormatError: the folder is not empty, or a state holds something else.
+        FormatError: the folder is not empty, a state holds something else, or the step is no number.
         QSyncError: it could not be written; nothing is left of it.
         Every rank raises the same error.
 
@@ -266,6 +300,7 @@ def save(
     def check() -> None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise FormatError(f"{folder} is there already, and nothing is written over; name another folder")
+        check_step(step)
         subject.state()
 
     agree_locally("checking what to save", check)

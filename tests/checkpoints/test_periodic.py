@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import qsync
-from qsync.checkpoints import writer
+from qsync.checkpoints import reader, writer
 from qsync.errors import FormatError
 
 SCRIPT = """
@@ -215,3 +215,69 @@ def test_a_full_disk_leaves_the_old_checkpoint(small_disk: Path, caplog):
     with pytest.raises(qsync.QSyncError, match="No space left.*make space there"):
         qsync.save(small_disk / "more", model, optimizer)
     assert names(small_disk) == ["step-00000001", "step-00000002"]
+
+
+def test_checkpoints_of_the_user_s_own_beside_them_stay(tmp_path):
+    model, optimizer = linear()
+    for name in ("best", "step-00000001-good"):
+        qsync.save(tmp_path / name, model, optimizer)
+    with qsync.Checkpoints(tmp_path, model, optimizer, every=1, keep=1) as checkpoints:
+        for _ in range(3):
+            checkpoints.step()
+            checkpoints.finish()
+    assert {path.name for path in tmp_path.iterdir()} == {"best", "step-00000001-good", "step-00000003"}
+
+
+def test_a_folder_that_is_a_checkpoint_or_a_file_is_refused(tmp_path):
+    model, optimizer = linear()
+    qsync.save(tmp_path / "last", model, optimizer, step=1000)
+    (tmp_path / "file").write_text("")
+    for name, what in (("last", "a checkpoint"), ("file", "a file")):
+        with pytest.raises(FormatError, match=f"{name} is {what}; give the folder"):
+            qsync.Checkpoints(tmp_path / name, model, optimizer, every=1)
+
+
+def test_a_clock_that_goes_back_loses_no_checkpoint(tmp_path, monkeypatch):
+    model, optimizer = linear()
+
+    def saved_at(hour, number):
+        class Clock(writer.datetime):
+            @classmethod
+            def now(cls, zone=None):
+                return super().now(zone).replace(hour=hour)
+
+        monkeypatch.setattr(writer, "datetime", Clock)
+        with qsync.Checkpoints(tmp_path, model, optimizer, every=1, keep=2) as checkpoints:
+            checkpoints.step(number)
+
+    for hour, number in ((20, 1), (20, 2), (3, 3), (3, 4), (3, 5)):
+        saved_at(hour, number)
+        assert qsync.Checkpoints(tmp_path, model, optimizer, every=1).resume() == number
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+@pytest.mark.parametrize("number", ["5", 2.0, -1, True, torch.tensor(3)], ids=str)
+def test_what_is_no_number_of_steps(number, tmp_path):
+    model, optimizer = linear()
+    with pytest.raises(FormatError, match="a step is a whole number of at least 0"):
+        qsync.Checkpoints(tmp_path, model, optimizer, every=1).step(number)
+    with pytest.raises(FormatError, match="a step is a whole number of at least 0"):
+        qsync.save(tmp_path / "new", model, optimizer, step=number)
+    assert not any(tmp_path.iterdir())
+
+
+def test_checkpoints_that_are_removed_while_they_are_read(tmp_path, monkeypatch):
+    model, optimizer = linear()
+    for number in (1, 2):
+        qsync.save(tmp_path / f"step-{number}", model, optimizer, step=number)
+    read, removed = reader.HuggingFaceStorageReader, []
+
+    def removing(path):
+        if path.endswith("step-2") and not removed:
+            qsync.save(tmp_path / "step-3", model, optimizer, step=3)
+            removed.append(Path(path).rename(tmp_path / ".gone"))
+        return read(path)
+
+    monkeypatch.setattr(reader, "HuggingFaceStorageReader", removing)
+    assert qsync.load(tmp_path, model, optimizer).step == 3
+    assert removed

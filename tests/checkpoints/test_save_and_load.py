@@ -17,6 +17,7 @@ import qsync
 from qsync.commands import main
 from qsync.errors import FormatError, MismatchError, QSyncError
 from qsync.experiments.workloads.gpt import Gpt
+from qsync.records.graph import digest
 from qsync.records.plans import ClassPlan
 
 
@@ -298,3 +299,84 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path, arguments, words):
     with pytest.raises(FormatError, match=words):
         qsync.save(tmp_path / "one", torch.nn.Linear(4, 4), **arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../esc", "a/b", "model-rank0", "", "x y"])
+def test_names_that_would_leave_the_folder(name, tmp_path):
+    model, optimizer, scheduler = trained()
+    with pytest.raises(FormatError, match="cannot name an object and its file"):
+        qsync.save(tmp_path / "new", model, optimizer, **{name: scheduler})
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.empty(3, device="meta"), "on the meta device"),
+        (torch.ones(3, dtype=torch.complex128), "torch.complex128"),
+    ],
+    ids=["sparse", "meta", "complex128"],
+)
+def test_tensors_that_cannot_be_saved(tensor, what, tmp_path):
+    model, optimizer, _ = trained()
+    sampler = Sampler()
+    sampler.state = {"kept": [tensor]}
+    with pytest.raises(FormatError, match=f"the tensor sampler/kept/0 is {what}"):
+        qsync.save(tmp_path / "new", model, optimizer, sampler=sampler)
+    with pytest.raises(FormatError, match=f"the tensor sampler/kept/0 is {what}"):
+        qsync.Checkpoints(tmp_path, model, optimizer, every=1, sampler=sampler)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with state beside that of its parameters."""
+
+    counted = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "counted": self.counted}
+
+    def load_state_dict(self, state):
+        self.counted = state["counted"]
+        super().load_state_dict({key: value for key, value in state.items() if key != "counted"})
+
+
+def test_what_an_optimizer_adds_to_its_state_is_kept(tmp_path):
+    model, optimizer, _ = trained(kind=Counting)
+    optimizer.counted = 5
+    qsync.save(tmp_path / "new", model, optimizer)
+    other, loaded, _ = trained(kind=Counting)
+    qsync.load(tmp_path / "new", other, loaded)
+    assert loaded.counted == 5
+
+
+FORGERIES = {
+    "no step": lambda index: index.pop("step"),
+    "no files": lambda index: index.pop("files"),
+    "no profiles": lambda index: index.pop("profiles"),
+    "step": lambda index: index.update(step="x"),
+    "saved": lambda index: index.update(saved=7),
+    "profiles": lambda index: index.update(profiles=[1]),
+    "files": lambda index: index.update(files=3),
+    "state": lambda index: index.update(state=[]),
+    "a tensor": lambda index: index["state"]["model"].update({"0.weight": {"@tensor": "other"}}),
+    "no state of the model": lambda index: index["state"].update(model=3),
+    "a parameter": lambda index: index["state"]["optimizer"]["state"].update({"9.weight": {}}),
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_a_forged_index_is_one_sentence_and_changes_nothing(forge, tmp_path):
+    model, optimizer, _ = trained()
+    qsync.save(tmp_path / "new", model, optimizer, step=3)
+    index = json.loads((tmp_path / "new" / "checkpoint.json").read_text())
+    index.pop("digest")
+    forge(index)
+    index["digest"] = digest(index)
+    (tmp_path / "new" / "checkpoint.json").write_text(json.dumps(index))
+    other, into, _ = trained()
+    before = numbers(other).clone()
+    with pytest.raises(QSyncError, match="new") as error:
+        qsync.load(tmp_path / "new", other, into)
+    assert "\n" not in str(error.value)
+    assert torch.equal(numbers(other), before)
