@@ -30,7 +30,14 @@ from qsync.runtime.activation_recomputation import recompute
 from qsync.runtime.program import Program
 from qsync.runtime.wrapping import Wrapping, wrapped_module
 from qsync.tracing.replaced_forward import running_plain
-from qsync.tracing.tracer import MOST_TRACES, call_arguments, capture, check_batch, undisturbed
+from qsync.tracing.tracer import (
+    MOST_TRACES,
+    call_arguments,
+    capture,
+    check_batch,
+    leaving_gradients,
+    undisturbed,
+)
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -100,7 +107,7 @@ def profile(
     chosen_class = device_class or detect_class(device)
     chosen = precisions_to_profile(chosen_class, precisions)
     loss, trained = loss_of(model, example_inputs, loss_fn), trained_parameters(model)
-    with running(model, compile) as program:
+    with running(model, compile, dynamic=False) as program:  # one batch, whose shapes are those of the graph
         clock = clock_for(device, chosen_class.emulated_share)
         with naming_operators(program, loss, trained):
             options = ProfilerOptions(make_optimizer, progress, save_less, loader)
@@ -384,7 +391,7 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
     """
     loss = loss_of(model, batch, loss_fn)
     for _ in range(MOST_TRACES):
-        with running(model) as program:
+        with running(model, dynamic=False) as program:
             loss()
             if not program.lowered:
                 capture(model, batch)  # says why there is nothing to trace
@@ -396,12 +403,12 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
 
 
 @contextmanager
-def running(model: torch.nn.Module, compile: bool = False) -> Iterator[Program]:
+def running(model: torch.nn.Module, compile: bool = False, dynamic: bool | None = None) -> Iterator[Program]:
     """Let a model run through a program, to be measured; afterwards it is as before."""
     before = planned_forward.programs.get(model)
     with undisturbed(model), running_plain(model):
         try:
-            yield planned_forward.attach(model, lambda graph: {}, compile_islands=compile)
+            yield planned_forward.attach(model, lambda graph: {}, compile_islands=compile, dynamic=dynamic)
         finally:
             planned_forward.detach(model)
             if before is not None:
@@ -423,9 +430,10 @@ def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) ->
     if batch is None:
         raise CalibrationError("there is no example batch; pass one real batch, as the model is trained on")
     args, kwargs = call_arguments(batch)
+    if loss_fn is not None:  # it may take a batch whose tensors only it can find
+        check_batch(args, kwargs, is_opaque=True)
+        return lambda: leaving_gradients(loss_fn(model, batch))
     check_batch(args, kwargs)
-    if loss_fn is not None:
-        return lambda: loss_fn(model, batch)
 
     def own_loss() -> torch.Tensor:
         output = model(*args, **kwargs)

@@ -229,6 +229,11 @@ def _check_options(
         )
     check_ddp_options(ddp_options, bucket_cap_mb)
     check_not_parallel(model)
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise FormatError(
+            "the model is compiled; give the plain one, with compile=True for islands, or compile what "
+            "qsync.hybrid returns"
+        )
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,8 @@ def _profile_together(
     options: ProfileOptions,
 ) -> tuple[Cluster, dict[str, Profile]]:
     """Return the cluster with its link as fast as in steps of the job, and the profiles of all classes."""
-    with api.running(step.model, options.compile) as program:
+    dynamic = None if options.loader is not None else False  # one batch, whose shapes are those of the graph
+    with api.running(step.model, options.compile, dynamic) as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(profile_seconds())
         profile = with_toll(profiler.profile(machine(rank.device)), link)

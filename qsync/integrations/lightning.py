@@ -17,7 +17,7 @@ from torch import nn
 
 from qsync.distributed.agreement import agree_locally, check_same
 from qsync.distributed.data_parallel import check_ddp_options
-from qsync.errors import FormatError, UnsupportedError
+from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.hybrid_training import hybrid
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
@@ -157,7 +157,14 @@ class _TrainingStep:
                 after = one.register_forward_hook(lambda *_: leave(), always_call=True)
                 hooks.callback(before.remove)
                 hooks.callback(after.remove)
-            self(self._module, batch)
+            try:
+                self(self._module, batch)
+            except (AttributeError, TypeError, KeyError, IndexError) as error:
+                raise UnsupportedError(
+                    f"training_step of {type(self._module).__name__} fails while it is planned, when there "
+                    f"are no optimizers and no on_train hook has run ({shortened(error, 200)}); give "
+                    'hybrid_options={"loss_fn": lambda module, batch: ...}'
+                ) from error
         if len(called) != 1:
             names = " and ".join(called) or "no module with trained parameters"
             raise UnsupportedError(

@@ -94,7 +94,7 @@ class PlannedForward(ReplacedForward):
             self.make = getattr(self.make, "for_shards", lambda _: self.make)(self.module)
         if self._compiled is None or program is None or program.device != device_of(self.module):
             program = programs[self.module] = self.make(self.module)
-            self._compiled = compile_forward(self.module, program.compile)
+            self._compiled = compile_forward(self.module, program.compile, dynamic=program.dynamic)
         return program
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,17 +170,14 @@ def attach(
     check: Callable[[OpGraph], None] | None = None,
     saving_less: SavingChooser | None = None,
     compile_islands: bool = False,
+    dynamic: bool | None = None,
 ) -> Program:
     """Make `model` run as `choose` says, in place. `check` sees the graph after the first call.
 
     The operators that `saving_less` names save less for backward; without it none does.
     """
-    return take_over(
-        model,
-        partial(
-            Program, choose=choose, check=check, saving_less=saving_less, compile_islands=compile_islands
-        ),
-    )
+    options = {"saving_less": saving_less, "compile_islands": compile_islands, "dynamic": dynamic}
+    return take_over(model, partial(Program, choose=choose, check=check, **options))
 
 
 def detach(model: torch.nn.Module) -> None:

@@ -114,9 +114,11 @@ class Program:
         is_part: bool = False,
         compile_islands: bool = False,
         strict: bool = True,
+        dynamic: bool | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self.compiles_islands = compile_islands
+        self.dynamic = dynamic  # as in torch.compile: False traces every shape by itself
         self._strict = strict  # else an operator runs in the fastest precision from the chosen one up
         self._is_part = is_part  # of a model whose sharded blocks have programs of their own
         self._choose, self._check, self._report = choose, check, report

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo
 import torch.fx
@@ -165,13 +168,14 @@ def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return (example_inputs,), {}
 
 
-def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], is_opaque: bool = False) -> None:
     """Raise CalibrationError unless the example batch holds a tensor, and no empty one.
 
-    Tensors may lie deep inside lists and dicts.
+    Tensors may lie deep inside lists and dicts; those inside other objects are not seen, which is no error of
+    a batch that may be opaque.
     """
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    if not tensors:
+    if not tensors and not is_opaque:
         raise CalibrationError(
             "the example batch holds no tensor; pass one real batch, as you would to the model"
         )
@@ -190,9 +194,48 @@ def tensor_names(model: torch.nn.Module) -> dict[int, str]:
     return names
 
 
+# The gradients of tensors outside of the model as they were, by each `undisturbed` that is open.
+_gradients_outside: ContextVar[tuple[dict[torch.Tensor, torch.Tensor | None], ...]] = ContextVar(
+    "gradients_outside", default=()
+)
+
+
+def leaving_gradients(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose backward leaves no gradient behind, in any leaf, when `undisturbed` is left.
+
+    The first loss inside tells which leaves there are.
+    """
+    regions = [region for region in _gradients_outside.get() if not region]
+    if regions and isinstance(loss, torch.Tensor) and loss.grad_fn is not None:
+        for leaf in _leaves_of(loss):
+            for region in regions:
+                region[leaf] = leaf.grad
+            leaf.grad = None  # backward would add to it in place
+    return loss
+
+
+def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors in which the backward of a loss adds up gradients."""
+    ahead, seen = [loss.grad_fn], set[Any]()
+    while ahead:
+        node: Any = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            ahead.extend(following for following, _ in node.next_functions)
+
+
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Run the model inside without a trace: buffers, gradients and random states are as before afterwards."""
+    """Run the model inside without a trace: buffers, gradients and random states are as before afterwards.
+
+    Also gradients of tensors outside of the model, where the loss is one of `leaving_gradients`; not buffers
+    outside of it.
+    """
+    outside: dict[torch.Tensor, torch.Tensor | None] = {}
+    token = _gradients_outside.set((*_gradients_outside.get(), outside))
+    drawn, numpy_drawn = random.getstate(), np.random.get_state(legacy=False)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
@@ -205,8 +248,11 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, saved in buffers:
                     buffer.copy_(saved)
-            for parameter, gradient in gradients:
+            for parameter, gradient in {**outside, **dict(gradients)}.items():
                 parameter.grad = gradient
+            _gradients_outside.reset(token)
+            random.setstate(drawn)
+            np.random.set_state(numpy_drawn)
 
 
 @untraced(_ASKS)

@@ -1,0 +1,97 @@
+"""Planning runs the user's loss many times, and leaves nothing of it behind."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import qsync
+from qsync.errors import CalibrationError, FormatError
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch, tmp_path):
+    monkeypatch.setenv("QSYNC_PROFILE_S", "0.2")
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def planned(model, batch, loss_fn, **options):
+    return qsync.hybrid(model, batch, loss_fn, base="fp32", precisions=["fp32"], **options)
+
+
+@pytest.mark.parametrize("gradient", [None, torch.ones(4, 8)], ids=["none", "some"])
+def test_gradients_of_a_loss_with_weights_of_its_own(gradient):
+    model, head = network(), nn.Linear(8, 4)
+    head.weight.grad = None if gradient is None else gradient.clone()
+    x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    planned(model, (x, y), lambda m, batch: F.cross_entropy(head(m(batch[0])), batch[1]))
+    assert head.bias.grad is None
+    if gradient is None:
+        assert head.weight.grad is None
+    else:
+        assert torch.equal(head.weight.grad, gradient)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_random_states():
+    """Python's, NumPy's and torch's: a run whose plan is cached draws the same."""
+
+    def loss_fn(model, batch):
+        return model(batch).mean() * (random.random() + np.random.rand() + torch.rand(()).item())
+
+    def drawn():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = drawn()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    qsync.profile(network_kept := nn.Linear(16, 8), torch.randn(4, 16, generator=torch.Generator()), loss_fn,
+                  precisions=["fp32"], seconds=0.2)  # fmt: skip
+    assert network_kept.weight.grad is None
+    assert drawn()[:2] == expected[:2]
+
+
+SIZES = [(24, 8), (8, 24), (8, 8)]
+
+
+@pytest.mark.parametrize(("first", "second"), SIZES, ids=str)
+def test_a_loss_that_calls_the_model_with_two_batch_sizes(first, second):
+    one, other = torch.randn(first, 16), torch.randn(second, 16)
+    model = planned(network(), (one, other), lambda m, b: m(b[0]).square().mean() + m(b[1]).mean())
+    (model(one).square().mean() + model(other).mean()).backward()
+    assert model[0].weight.grad is not None
+
+
+@dataclass
+class Pair:
+    """A batch of a type that torch does not look into."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_a_batch_that_only_the_loss_can_read():
+    batch = Pair(torch.randn(8, 16), torch.randint(0, 8, (8,)))
+    model = planned(network(), batch, lambda m, b: F.cross_entropy(m(b.x), b.y))
+    assert model(batch.x).shape == (8, 8)
+    with pytest.raises(CalibrationError, match="holds no tensor"):
+        qsync.profile(network(), batch, precisions=["fp32"], seconds=0.1)
+
+
+def test_a_compiled_model_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("qsync.api.trace_step", lambda *_, **__: pytest.fail("traced"))
+    with pytest.raises(FormatError, match="the model is compiled; give the plain one"):
+        planned(torch.compile(network(), backend="eager"), torch.randn(8, 16), lambda m, b: m(b).mean())
