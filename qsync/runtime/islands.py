@@ -20,6 +20,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.fx
 from torch.fx.passes.tools_common import stable_topological_sort
 from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
@@ -216,7 +217,18 @@ def _choose(name: str, plain: torch.fx.GraphModule, inputs: Sequence[torch.Tenso
     return compiled if wins else None
 
 
+def keep_saved_tensors() -> None:
+    """Let backward of compiled islands run twice (`retain_graph=True`), in this thread.
+
+    torch would let it write over what it saved, and refuse a second one: of an island that the user has not
+    asked for by itself, and that another rank may not compile. It asks in the thread that compiles and in
+    the one that trains.
+    """
+    torch._functorch.config.donated_buffer = False
+
+
 def _compile(plain: torch.fx.GraphModule, samples: Sequence[torch.Tensor]) -> Compiled:
+    keep_saved_tensors()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of torch
         from torch._inductor import config

@@ -24,6 +24,7 @@ from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 from qsync.runtime.choosers import Chooser, SavingChooser, candidates, saving, say_once, unsupported
+from qsync.runtime.islands import keep_saved_tensors
 from qsync.runtime.operator_timing import fastest_precisions
 from qsync.runtime.python_stack import with_room
 from qsync.runtime.rewriting import Observer, rewrite
@@ -118,6 +119,8 @@ class Program:
     ) -> None:
         self._model = weakref.ref(model)
         self.compiles_islands = compile_islands
+        if compile_islands:
+            keep_saved_tensors()
         self.dynamic = dynamic  # as in torch.compile: False traces every shape by itself
         self._strict = strict  # else an operator runs in the fastest precision from the chosen one up
         self._is_part = is_part  # of a model whose sharded blocks have programs of their own

@@ -97,6 +97,19 @@ def test_compiled_islands_compute_what_uncompiled_ones_do(precision: str) -> Non
 
 
 @pytest.mark.usefixtures("_never")
+@pytest.mark.usefixtures("_always")
+def test_backward_twice_through_compiled_islands() -> None:
+    x = torch.randn(8, 16)
+    wrapped = qsync.wrap(model(), "fp32", compile=True)
+    loss = wrapped(x).square().mean()
+    loss.backward(retain_graph=True)
+    assert any(island.is_compiled for island in found(wrapped))
+    once = [parameter.grad.clone() for parameter in wrapped.parameters()]
+    loss.backward()
+    for parameter, first in zip(wrapped.parameters(), once, strict=True):
+        assert torch.equal(parameter.grad, 2 * first)
+
+
 def test_islands_are_cut_at_products_and_random_numbers_under_every_assignment() -> None:
     def names(precision: str) -> list[list[str]]:
         wrapped = qsync.wrap(model(), precision, strict=True, compile=True)
