@@ -96,7 +96,6 @@ def test_compiled_islands_compute_what_uncompiled_ones_do(precision: str) -> Non
         torch.testing.assert_close(compiled(x), plain(x), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.usefixtures("_never")
 @pytest.mark.usefixtures("_always")
 def test_backward_twice_through_compiled_islands() -> None:
     x = torch.randn(8, 16)
@@ -110,6 +109,7 @@ def test_backward_twice_through_compiled_islands() -> None:
         assert torch.equal(parameter.grad, 2 * first)
 
 
+@pytest.mark.usefixtures("_never")
 def test_islands_are_cut_at_products_and_random_numbers_under_every_assignment() -> None:
     def names(precision: str) -> list[list[str]]:
         wrapped = qsync.wrap(model(), precision, strict=True, compile=True)
