@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from qsync.commands.options import MAX_SEED, Json, console, pairs_of, print_json, working
-from qsync.errors import QSyncError, UnsupportedError
+from qsync.errors import FormatError, QSyncError, UnsupportedError, shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +129,18 @@ def _batch_to_verify_on(model: Any, path: Path | None) -> Any:
     import torch
 
     if path is not None:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         if not path.is_file():
             raise QSyncError(f"there is no file {path}; give --inputs a safetensors file")
-        found = load_file(path)
+        try:
+            found = load_file(path)
+        except SafetensorError as error:
+            raise FormatError(
+                f"{path} is no safetensors file ({shortened(error)}); write it with "
+                "safetensors.torch.save_file"
+            ) from error
         return next(iter(found.values())) if len(found) == 1 else found
     config: Any = getattr(model, "config", None)
     draw = torch.Generator().manual_seed(0)

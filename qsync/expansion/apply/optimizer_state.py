@@ -117,9 +117,13 @@ def _by_name(
                 "optimizer.state_dict()"
             )
         num = sum(len(group["params"]) for group in optimizer["param_groups"])
-        order = [
-            name for group in optimizer["param_groups"] for name in group.get("param_names", ())
-        ] or list(parameters)
+        order = [name for group in optimizer["param_groups"] for name in group.get("param_names", ())]
+        if not order and len(optimizer["param_groups"]) > 1:
+            raise UnsupportedError(
+                f"the {len(optimizer['param_groups'])} groups of the optimizer's state do not name their "
+                "parameters; give the optimizer itself, or make it of model.named_parameters()"
+            )
+        order = order or list(parameters)
         if len(order) != num or not set(order) <= parameters.keys():
             raise MismatchError(
                 f"the optimizer's state is of {num} parameters, the model has {len(parameters)}; give the "

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
-from qsync.errors import CalibrationError, UnsupportedError
+from qsync.errors import CalibrationError, UnsupportedError, shortened
 from qsync.tracing.replaced_forward import plain_copy
 from qsync.tracing.tracer import call_arguments, check_batch
 
@@ -102,7 +102,13 @@ def _outputs(
     """Return the floating-point outputs of a model's FP64 copy by their path in the output."""
     own = plain_copy(model).double().eval()
     with torch.no_grad(), in_float64():
-        returned = own(*_double(args), **_double(kwargs))
+        try:
+            returned = own(*_double(args), **_double(kwargs))
+        except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CalibrationError(
+                f"{type(model).__name__} does not take these inputs ({shortened(error, 200)}); give a batch "
+                "that it takes"
+            ) from error
     returned = dict(returned) if hasattr(returned, "items") else returned
     leaves, _ = tree_flatten_with_path(returned)
     return {

@@ -59,7 +59,15 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
             "there"
         )
     for path, eps in growth.get("eps", {}).items():
-        module = model.get_submodule(path)
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            module = None
+        if module is None or type(eps) not in (int, float):
+            raise FormatError(
+                f"{folder / EXPANSION}: eps of {shortened(path)} is {shortened(eps)}; the model has no such "
+                "norm or it is no number; grow the model anew"
+            )
         setattr(module, module_kinds.eps_name(module) or "eps", eps)
     return model
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
 
 from qsync.errors import FormatError, MismatchError, shortened
@@ -66,7 +67,13 @@ def expand_folder(
             tied = {name for name, m in plan.tensors.items() if m.tied}
             save_file({k: v.contiguous() for k, v in average.items() if k not in tied}, into / AVERAGE)
         if (small / OPTIMIZER).is_file():
-            state = torch.load(small / OPTIMIZER, map_location="cpu", weights_only=True)
+            try:
+                state = torch.load(small / OPTIMIZER, map_location="cpu", weights_only=True)
+            except Exception as error:  # of a pickle: anything
+                raise FormatError(
+                    f"{small / OPTIMIZER} is no optimizer's state ({shortened(error)}); write it with "
+                    "torch.save(optimizer.state_dict(), ...), or move it away"
+                ) from error
             torch.save(expand_optimizer(plan, state, model, big).state_dict, into / OPTIMIZER)
 
     return _write_atomically(folder, save)
@@ -74,7 +81,12 @@ def expand_folder(
 
 def _load_average(path: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Load a moving average of the weights; the model supplies buffers and tied names."""
-    found = load_file(path)
+    try:
+        found = load_file(path)
+    except SafetensorError as error:
+        raise FormatError(
+            f"{path} is no safetensors file ({shortened(error)}); write it anew, or move it away"
+        ) from error
     own = dict(model.named_parameters())
     if strange := sorted(found.keys() - model.state_dict().keys()):
         raise MismatchError(

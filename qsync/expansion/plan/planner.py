@@ -258,6 +258,8 @@ class _Planner:
         """Return the shares of a space's copies; attention's spaces have common shares."""
         block = grown_block.path if grown_block and space not in self.recipe.residual else ""
         name = "attention" if space in ATTENTION else space
+        if self.divisors.get(space, 1.0) > 1:  # a tied head reads whole copies
+            split = "even"
         return shares_of(self._growth(space, grown_block), split, self.seed, f"{name} {block}")
 
     def _axis(self, t: Tensor, dim: int, grown_block: GrownBlock | None) -> Axis | None:
@@ -348,8 +350,9 @@ class _Planner:
         if t.norm:
             return replace(made, rest_noise=_ZETA * float(value.square().mean().sqrt()) * made.factor)
         deviation = float(value.std()) if value.numel() > 1 else abs(float(value.sum()))
+        # In a new block whose output is silent all copies get the same gradient, whatever their shares.
         has_copies = int(loose[0].num_copies.max()) > 1 and (
-            self.split == "random" or made.output_init == "cancel"
+            self.split == "random" or made.output_init == "cancel" or made.is_new
         )
         has_rest = not bool(loose[0].is_copy.all())
         return replace(

@@ -16,6 +16,9 @@ ATTENTION = ("query", "key", "value", "mixed")
 Sizes = Mapping[str, Any]  # whole numbers by name; "layers" may be a tuple, one per group of blocks
 
 
+_LARGEST = 2**24  # of a size: more is a slip
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One line of a table: a pattern of modules, and the spaces that they read and write."""
@@ -106,15 +109,17 @@ class Recipe:
             A new recipe.
 
         Raises:
-            FormatError: A size is not a whole number of at least 1.
+            FormatError: A size is not a whole number, or out of range.
 
         Example:
             >>> recipe.to(width=768, layers=12)
         """
         for name, size in sizes.items():
             for number in size if isinstance(size, tuple) else (size,):
-                if type(number) is not int or number < 1:
-                    raise FormatError(f"{name} must be a whole number of at least 1, found {shortened(size)}")
+                if type(number) is not int or not 1 <= number <= _LARGEST:
+                    raise FormatError(
+                        f"{name} must be a whole number from 1 to {_LARGEST}, found {shortened(size)}"
+                    )
         return replace(self, target={**self.target, **sizes})
 
     @property
