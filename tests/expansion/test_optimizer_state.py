@@ -79,6 +79,20 @@ def test_what_is_called_exact_is_the_gradient(make, sizes, split):
         assert difference <= 1e-9 * after[name].norm(), name
 
 
+def test_a_norm_behind_which_the_head_is_tied():
+    """The tied head reads whole copies, so the norm's have the gradient of one each."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=11, n_embd=12, n_head=3, n_layer=1, n_positions=16,
+                                     bos_token_id=1, eos_token_id=2, resid_pdrop=0, embd_pdrop=0,
+                                     attn_pdrop=0)  # fmt: skip
+    model = perturbed(transformers.GPT2LMHeadModel(config))
+    plan = qsync.plan_expansion(model, qsync.recipe_of(model).to(width=24), split="scalar")
+    before, after = gradients(model), gradients(plan.expand(model))
+    for name in ("transformer.ln_f.weight", "transformer.ln_f.bias"):
+        assert is_exact(plan.tensors[name])
+        torch.testing.assert_close(after[name], grown_gradient(plan.tensors[name], before[name]))
+
+
 @pytest.mark.parametrize("kv_heads", [2, 4, 8])
 def test_grouped_heads_say_which_gradients_are_exact(kv_heads):
     """Where copies of a key/value head serve other query heads each, its gradient falls apart by head."""
@@ -239,6 +253,9 @@ def test_what_cannot_come_along():
         qsync.expand_optimizer(plan, optimizer, gpt(), big)
     with pytest.raises(MismatchError, match="no optimizer's state dict"):
         qsync.expand_optimizer(plan, {"model": 1}, model, big)
+    halves = [{"params": part} for part in (list(model.parameters())[::2], list(model.parameters())[1::2])]
+    with pytest.raises(UnsupportedError, match="the 2 groups .* do not name their parameters"):
+        qsync.expand_optimizer(plan, torch.optim.AdamW(halves).state_dict(), model, big)
     few = torch.optim.AdamW(list(model.parameters())[:3])
     with pytest.raises(MismatchError, match="is of 3 parameters"):
         qsync.expand_optimizer(plan, few.state_dict(), model, big)

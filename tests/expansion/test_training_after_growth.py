@@ -159,3 +159,21 @@ def test_heads_that_are_copied_part():
     train(big, 5)
     values = big.blocks[0].attention.qkv.bias.detach()[64:].view(4, 8)
     assert float((values[:2] - values[2:]).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("split", ["scalar", "random"])
+def test_copies_in_a_new_block_part(split):
+    """Its output is silent at first: all copies get the same gradient, and only their weights differ."""
+    small = gpt()
+    plan = qsync.plan_expansion(small, recipe("gpt", small, width=32, layers=3), split=split, depth="zero")
+    big = plan.expand(small)
+    assert qsync.verify_expansion(small, big, tokens()).passed
+    train(big, 20)
+    matrices = {name: m for name, m in plan.tensors.items() if len(m.shape) == 2}
+    new = [name for name, m in matrices.items() if m.is_new]
+    rows = {name: dict(big.named_parameters())[name].detach() for name in new}
+    rows = {name: value for name, value in rows.items() if plan.tensors[name].axes[0] is not None}
+    assert len(rows) >= 3
+    for value in rows.values():
+        half = len(value) // 2
+        assert (value[:half] - value[half:]).abs().max() > 1e-2 * value.abs().max()

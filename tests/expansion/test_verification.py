@@ -118,3 +118,10 @@ def test_inputs_are_a_tensor_a_tuple_or_named():
     assert torch.equal(inputs, tokens())
     for given in (inputs, (inputs,), {"tokens": inputs}):
         assert qsync.verify_expansion(small, big, given).passed
+
+
+def test_inputs_that_the_model_does_not_take():
+    small, big, inputs = grown()
+    for wrong in ({"nope": inputs}, inputs.double(), inputs + 10**6):
+        with pytest.raises(CalibrationError, match="Gpt does not take these inputs .*; give a batch"):
+            qsync.verify_expansion(small, big, wrong)
