@@ -55,7 +55,8 @@ class Options(Constraints):
     time_limit_s: float = TIME_LIMIT_S
 
     def check(self) -> None:
-        """Raise FormatError for a value out of its range."""
+        """Raise FormatError for a value of another kind, or out of its range."""
+        self.check_kinds()
         if not 0.0 <= self.slack < math.inf:
             raise FormatError(
                 f"slack must not be negative or infinite, found {self.slack}; 0.05 allows steps 5 % longer "

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync.allocator.op_groups import check_pins, matched_groups, unmatched
-from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
+from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError, shortened
 from qsync.records.base import base_of, base_of_graph, base_on, bases_of, is_below
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
@@ -40,6 +40,50 @@ class Constraints:
     bucket_cap_bytes: int | None = None
     saving_less: Mapping[str, Sequence[str]] | None = None
     base: str | Precision | None = None
+
+    def check_kinds(self) -> None:
+        """Raise FormatError for a value of another kind."""
+        forms = {
+            "budgets": "class -> bytes",
+            "pins": "pattern -> precision",
+            "saving_less": "class -> patterns",
+        }
+        for name, what in forms.items():
+            value = getattr(self, name)
+            if value is not None and not _is_by_name(value):
+                raise FormatError(f"{name} must be a dict of {what}, found {shortened(value)}; give that")
+        for name, budget in (self.budgets or {}).items():
+            if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+                raise FormatError(
+                    f"the memory budget of {shortened(name)} must be a number of bytes, found "
+                    f"{shortened(budget)}; 16 GiB are 16 * 2**30"
+                )
+        for name, patterns in (self.saving_less or {}).items():
+            if not _are_names(patterns):
+                raise FormatError(
+                    f"saving_less[{shortened(name)}] must be a list of patterns, found {shortened(patterns)}"
+                )
+        if not isinstance(self.together, (list, tuple)) or not all(map(_are_names, self.together)):
+            raise FormatError(
+                f"together must be a list of lists of patterns, found {shortened(self.together)}; give that"
+            )
+        check_bucket_cap(self.bucket_cap_bytes)
+
+
+def check_bucket_cap(cap: object) -> None:
+    """Raise FormatError unless a cap of DDP's buckets is None or a number of bytes."""
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float))):
+        raise FormatError(
+            f"bucket_cap_bytes must be a number of bytes, found {shortened(cap)}; DDP's is 25 MiB"
+        )
+
+
+def _is_by_name(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(one, str) for one in value)
 
 
 @dataclass(frozen=True, slots=True)

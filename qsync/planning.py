@@ -7,7 +7,8 @@ from types import NoneType
 from typing import Any
 
 from qsync.allocator import allocate, check_options, search
-from qsync.errors import FormatError, shortened
+from qsync.allocator.problem import check_bucket_cap
+from qsync.errors import FormatError, shortened, unknown_name
 from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_kind
@@ -95,6 +96,10 @@ def replay(
     """
     _check_records(graph, profiles, cluster)
     check_kind(plan, (Plan, Mapping), "plan", "qsync.plan or qsync.Plan.load")
+    for name in options:
+        if name != "bucket_cap_bytes":
+            raise FormatError(unknown_name(name, ("bucket_cap_bytes",)))
+    check_bucket_cap(options.get("bucket_cap_bytes"))
     return simulate(graph, plan, profiles, cluster, **options)
 
 

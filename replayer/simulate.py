@@ -21,7 +21,7 @@ from operator import sub, truediv
 
 import numpy as np
 
-from qsync.errors import MismatchError, UnsupportedError
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory.vectorized_peak import vectorized_peak_bytes
@@ -450,10 +450,16 @@ def checked_assignments(
     for device_class in cluster.classes:
         name = device_class.name
         if not isinstance(plan, Plan) and name not in plan:
+            known = ", ".join(map(str, plan)) or "none"
             raise MismatchError(
-                f"no assignment for device class {name!r}; there is one for {', '.join(plan)}"
+                f"no assignment for device class {name!r}; there is one for {shortened(known, quote=False)}"
             )
         assignment = plan[name].assignment if isinstance(plan, Plan) else plan[name]
+        if not isinstance(assignment, Mapping) or not all(isinstance(p, str) for p in assignment.values()):
+            raise FormatError(
+                f"the assignment of {shortened(name)} must be a dict of operator -> precision, found "
+                f"{shortened(assignment)}; give that"
+            )
         if not set(assignment.values()) <= set(device_class.precisions):
             op, precision = next(
                 entry for entry in assignment.items() if entry[1] not in device_class.precisions

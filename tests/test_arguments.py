@@ -80,3 +80,45 @@ def test_a_loss_that_calls_parts_alone_is_refused():
         qsync.profile(Pair(), batch, loss, precisions=["fp32"], seconds=0.1)
     with pytest.raises(TracingError, match=words):
         qsync.sensitivity(Pair(), [batch], loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budgets": {"infer": "16G"}}, "memory budget of 'infer' must be a number of bytes, found '16G'"),
+        ({"budgets": {"infer": True}}, "memory budget of 'infer' must be a number of bytes"),
+        ({"budgets": "1G"}, "budgets must be a dict of class -> bytes, found '1G'"),
+        ({"pins": "fp32"}, "pins must be a dict of pattern -> precision"),
+        ({"pins": {3: "fp32"}}, "pins must be a dict of pattern -> precision"),
+        ({"saving_less": {"infer": None}}, r"saving_less\['infer'\] must be a list of patterns, found None"),
+        ({"together": None}, "together must be a list of lists"),
+        ({"together": ["layers.*"]}, "together must be a list of lists"),
+        ({"bucket_cap_bytes": "1"}, "bucket_cap_bytes must be a number of bytes, found '1'"),
+        ({"levers": "recompute"}, "levers must be a list of names, found 'recompute'"),
+        ({"levers": 3}, "levers must be a list of names, found 3"),
+        ({"levers": ["buckets"], "trials": "3"}, "trials must be a whole number from 1"),
+        ({"levers": ["buckets"], "trials": 2.5}, "trials must be a whole number from 1"),
+        ({"levers": ["buckets"], "seed": -1}, "seed must be a whole number from 0"),
+        ({"levers": ["buckets"], "storage": 3}, "storage must be the path of a file of trials, found 3"),
+        ({"levers": ["share"], "other": "x"}, "other is a str"),
+    ],
+    ids=str,
+)
+def test_options_of_plan_of_another_kind(options, words):
+    with pytest.raises(FormatError, match=words):
+        qsync.plan(*PARTS, slack=0.2, **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "words"),
+    [
+        ({"train": {}, "infer": "int8"}, {}, "assignment of 'infer' must be a dict of operator -> precision"),
+        ({"train": {}, "infer": None}, {}, "assignment of 'infer' must be a dict"),
+        ({"train": {}, "infer": {"layers.0": ["int8"]}}, {}, "assignment of 'infer' must be a dict"),
+        ({"train": {}, "infer": {}}, {"bucket_cap": 1}, "bucket_cap.*bucket_cap_bytes"),
+        ({"train": {}, "infer": {}}, {"bucket_cap_bytes": "x"}, "bucket_cap_bytes must be a number of bytes"),
+    ],
+)
+def test_what_replay_cannot_take(plan, options, words):
+    with pytest.raises(FormatError, match=words):
+        qsync.replay(GRAPH, plan, PROFILES, CLUSTER, **options)

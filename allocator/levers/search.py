@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from qsync.allocator.levers.save_less_steps import save_less_steps
@@ -30,6 +31,7 @@ from qsync.errors import (
 )
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, digest
+from qsync.records.json_files import check_kind
 from qsync.records.levers import (
     ACCUMULATE,
     BUCKETS,
@@ -134,6 +136,16 @@ def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     for name in options:
         if name not in (*own, *of_planner):
             raise FormatError(unknown_name(name, (*also, *own, *of_planner)))
+    for name, (least, most) in {"trials": (1, 10**6), "seed": (0, 2**32 - 1)}.items():
+        number = options.get(name, least)
+        if type(number) is not int or not least <= number <= most:
+            raise FormatError(
+                f"{name} must be a whole number from {least} to {most}, found {shortened(number)}"
+            )
+    storage = options.get("storage")
+    if storage is not None and not isinstance(storage, (str, Path)):
+        raise FormatError(f"storage must be the path of a file of trials, found {shortened(storage)}")
+    check_kind(options.get("other"), (Sized, NoneType), "other", "qsync.levers.Sized")
     try:
         Options(**{name: value for name, value in options.items() if name in of_planner}).check()
     except TypeError as error:
@@ -317,6 +329,10 @@ def _check_levers(
     basis: Basis, levers: Sequence[str], other: Sized | None, options: Mapping[str, Any]
 ) -> None:
     """Raise FormatError for unknown levers, MismatchError for levers that lack what they need."""
+    if isinstance(levers, str) or not isinstance(levers, Sequence):
+        raise FormatError(
+            f"levers must be a list of names, found {shortened(levers)}; choose from {', '.join(LEVERS)}"
+        )
     for lever in levers:
         if lever not in LEVERS:
             raise FormatError(f"unknown lever {lever!r}: choose from {', '.join(LEVERS)}")

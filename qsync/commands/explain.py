@@ -59,15 +59,7 @@ def explain(
     found = replace(found, cluster=found.cluster.with_memory(budgets))
     parts = (found.graph, plan, found.profiles, found.sensitivity, found.cluster)
     limits: dict[str, Any] = {"budgets": budgets, "bucket_cap_bytes": plan.bucket_cap_bytes}
-    if critical_path or help_most is not None or measured is not None:
-        from qsync.commands.why_slow import why_slow
-
-        why_slow(parts, limits, critical_path, help_most, measured, as_json)
-        return
     filled = peaks(found.graph, plan, found.profiles, found.cluster)
-    unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
-    reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)
-    fast = _fast_fp32(plan, found)
     if picture is not None:
         from qsync.figures import memory as memory_figure
 
@@ -77,6 +69,14 @@ def explain(
 
         emulated = {c.name for c in found.cluster.classes if c.emulated_share is not None}
         precision_map.allocation(plan, found.graph, found.sensitivity, allocation, emulated=emulated)
+    if critical_path or help_most is not None or measured is not None:
+        from qsync.commands.why_slow import why_slow
+
+        why_slow(parts, limits, critical_path, help_most, measured, as_json)
+        return
+    unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
+    reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)
+    fast = _fast_fp32(plan, found)
     if as_json:
         print_json({
             "simulated": True,

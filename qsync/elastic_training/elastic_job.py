@@ -147,6 +147,10 @@ class ElasticJob:
         for name, number in (("epochs", epochs), ("num_steps", num_steps)):
             if number is not None and not (type(number) in (int, float) and 0 <= number < math.inf):
                 raise FormatError(f"{name} must be a number of at least 0, found {shortened(number)}")
+        if epochs is not None and num_steps is not None:
+            raise FormatError("epochs and num_steps are both given; give one of them")
+        if num_steps is not None and num_steps != int(num_steps):
+            raise FormatError(f"num_steps must be a whole number, found {shortened(num_steps)}; give that")
         if epochs is not None:
             num_steps = int(epochs * self._num_samples) // self._options.batch_size
             if epochs and not num_steps:
@@ -196,15 +200,28 @@ class ElasticJob:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the job: its steps, its seed and the history of its commits."""
-        return {"step": self.step, "seed": self._options.seed, "history": self._own.history}
+        return {"step": self.step, "history": self._own.history, **self._order()}
+
+    def _order(self) -> dict[str, int]:
+        """Return what the order of samples depends on."""
+        return {
+            "seed": self._options.seed,
+            "batch_size": self._options.batch_size,
+            "num_samples": self._num_samples,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position, as after loading a checkpoint. Raises MismatchError for another seed."""
-        if state["seed"] != self._options.seed:
-            raise MismatchError(
-                f"the checkpoint's samples are ordered by seed {state['seed']}, and this job's by "
-                f"{self._options.seed}; give seed={state['seed']}"
-            )
+        """Go on from a position, as after loading a checkpoint.
+
+        Raises MismatchError for another order of samples: another seed, batch size or length of the dataset.
+        """
+        for name, own in self._order().items():
+            saved = state.get(name, own)  # older checkpoints have the seed alone
+            if saved != own:
+                raise MismatchError(
+                    f"the checkpoint's samples are ordered by a {name} of {saved}, and this job's by {own}; "
+                    "give the same, so that no sample is lost or seen twice"
+                )
         self.step = int(state["step"])
         self._own = with_fields(self._own, step=self.step, history=str(state["history"]))
 
@@ -458,8 +475,9 @@ class ElasticJob:
             )
         if not self.model.hook.is_complete:
             raise FormatError(
-                "backward did not reach all parameters; call backward of every micro-batch's loss, and "
-                "requires_grad_(False) on parameters that the loss does not use, before qsync.elastic"
+                "backward did not reach all parameters through job.model; call that in the loss, backward of "
+                "every micro-batch, and requires_grad_(False) on parameters that the loss does not use, "
+                "before qsync.elastic"
             )
 
     def _end(self, step: ElasticStep) -> None:

@@ -111,16 +111,17 @@ def class_costs(
     The cache's key has the model, the batch's shapes, the hardware and the versions, and no count.
     `options` are those of `qsync.profile`.
     """
+    chosen = api.precisions_to_profile(device_class, options.pop("precisions", None))
     graph = api.trace_step(model, batch, loss_fn)
     own = [device_class.name, device_class.hardware, device_class.emulated_share]
-    own += [str(precision) for precision in device_class.precisions]
+    own += [[str(precision) for precision in each] for each in (device_class.precisions, chosen)]
     key = digest([graph.hash, graph.shapes_hash, own, qsync.__version__, torch.__version__])
     path = folder / "classes" / f"{key}.json"
     try:
         return ClassCosts.from_json(read_json(path))
     except (QSyncError, KeyError, TypeError):
         pass
-    profile = api.profile(model, batch, loss_fn, device_class=device_class, **options)
+    profile = api.profile(model, batch, loss_fn, device_class=device_class, precisions=chosen, **options)
     costs = ClassCosts(device_class, graph, profile, api.sensitivity(model, [batch], loss_fn))
     write_json(path, costs.to_json())
     return costs

@@ -133,8 +133,10 @@ def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
             )  # fmt: skip
     _check_learning_rates(own, first)
     mates = _that_find_samples([card for card in workers if card.facts == first.facts], own)
-    step = max(card.step for card in mates)
-    leading = [card for card in mates if card.step == step]
+    # A card that has only resumed a checkpoint, of another run perhaps, does not replace what is training.
+    trained = [card for card in mates if card.has_trained] or mates
+    step = max(card.step for card in trained)
+    leading = [card for card in trained if card.step == step]
     # Two parts of a job may have trained the same step apart. The larger part is right.
     count = Counter(card.history for card in leading)
     history = min(count, key=lambda one: (-count[one], one))

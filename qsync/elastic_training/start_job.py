@@ -18,6 +18,7 @@ import qsync
 from qsync import api
 from qsync.allocator import check_options
 from qsync.backend.device_detection import detect_class, device_of
+from qsync.distributed import job
 from qsync.distributed.data_parallel import check_not_parallel
 from qsync.distributed.ddp_profiling import profile_seconds
 from qsync.distributed.plan_cache import cache_folder
@@ -117,6 +118,8 @@ def elastic(
     """
     check_options(options, also=list(inspect.signature(elastic).parameters)[3:-1])
     check_not_parallel(model)
+    _check_kinds(model, optimizer, plan, share, collate_fn, states)
+    job.check_options(emulated_share, device_class, None)
     if start_with is None:
         text = os.environ.get("WORLD_SIZE", "1")
         start_with = int(text) if text.isascii() and text.isdigit() else text  # type: ignore[assignment]
@@ -163,6 +166,30 @@ def elastic(
     return ElasticJob(states, dataset, entry, rendezvous, server, how, book)
 
 
+def _check_kinds(
+    model: torch.nn.Module,
+    optimizer: object,
+    plan: object,
+    share: object,
+    collate_fn: object,
+    states: object,
+) -> None:
+    """Raise FormatError for an argument of another kind, or an optimizer of another model."""
+    own = set(model.parameters()) if device_of(model) else set()
+    for name, value, is_right, what in (
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "an optimizer of torch's"),
+        ("plan", plan, plan in (None, False) or isinstance(plan, Plan), "a Plan, False or None"),
+        ("share", share, isinstance(share, bool), "True or False"),
+        ("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "a function"),
+        ("states", states, states is None or isinstance(states, Mapping), "a dict of name -> object"),
+    ):
+        if not is_right or (value == 0 and not isinstance(value, bool)):
+            raise FormatError(f"{name} must be {what}, found {shortened(value)}; give that")
+    groups: Any = getattr(optimizer, "param_groups", ())
+    if any(parameter not in own for group in groups for parameter in group["params"]):
+        raise FormatError("the optimizer has parameters that the model does not have; make it of the model's")
+
+
 def _check(options: Mapping[str, Any], states: Mapping[str, Any], dataset: Any, **numbers: Any) -> None:
     """Raise FormatError for an option that cannot be used."""
     if options.get("levers"):
@@ -190,7 +217,11 @@ def _check(options: Mapping[str, Any], states: Mapping[str, Any], dataset: Any, 
             f"dataset must have a length and indices, and samples, found {shortened(type(dataset).__name__)}"
         )
     for name, one in states.items():
-        if name in _RESERVED or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+        if (
+            not isinstance(name, str)
+            or name in _RESERVED
+            or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))
+        ):
             raise FormatError(
                 f"states[{shortened(name)}] must be an object with state_dict and load_state_dict, under "
                 f"another name than {', '.join(_RESERVED)}"

@@ -220,6 +220,10 @@ def test_explain_names_the_critical_path_and_what_would_help(qsync, refused, fol
     assert sum(event["duration_s"] for event in path["events"]) == pytest.approx(step_s)
     won = [one["won_s"] for one in found["help_most"]]
     assert len(won) == 3 and won == sorted(won, reverse=True)
+    pictures = [folder / name for name in ("memory.png", "allocation.png")]
+    flags = ("--critical-path", "--picture", pictures[0], "--allocation", pictures[1])
+    assert qsync("explain", plan, *flags)[0] == 0
+    assert all(picture.is_file() for picture in pictures)
     assert set(json.loads(qsync("explain", plan, "--critical-path", "--json")[1])) == {
         "simulated", "critical_path"
     }  # fmt: skip

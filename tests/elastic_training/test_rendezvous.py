@@ -44,6 +44,16 @@ def test_of_two_histories_the_larger_part_is_right():
     assert names(meeting.current) == ["b", "c"] and names(meeting.behind) == ["a"]
 
 
+def test_a_card_that_has_only_resumed_does_not_replace_the_job():
+    """Its checkpoint may be of another run, with more steps behind it."""
+    cards = [card("a", 66, has_trained=True), card("b", 295, "other")]
+    for own in cards:
+        meeting = meeting_of("k", cards, own)
+        assert names(meeting.current) == ["a"] and names(meeting.behind) == ["b"]
+    fresh = [card("a", 66), card("b", 295, "other")]  # all have resumed: the most steps count
+    assert names(meeting_of("k", fresh, fresh[0]).current) == ["b"]
+
+
 def test_a_group_is_kept_by_exactly_its_cards():
     def keeps(*groups):
         cards = [card(f"c{k}", group=group) for k, group in enumerate(groups)]

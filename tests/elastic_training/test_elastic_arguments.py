@@ -1,0 +1,88 @@
+"""Arguments of qsync.elastic that cannot be used, and positions of other jobs: one sentence each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import qsync
+from qsync import api
+from qsync.backend.device_detection import detect_class
+from qsync.elastic_training.elastic_job import ElasticJob
+from qsync.elastic_training.plan_book import class_costs
+from qsync.elastic_training.share_loader import Options
+from qsync.errors import FormatError, MismatchError, UnsupportedError
+
+DATASET = [torch.ones(4)] * 32
+
+
+def started(**changes):
+    model = torch.nn.Linear(4, 4)
+    arguments = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "dataset": DATASET,
+                 "batch_size": 4, "plan": False, **changes}  # fmt: skip
+    return qsync.elastic(
+        arguments.pop("model"), arguments.pop("optimizer"), arguments.pop("dataset"), **arguments
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"plan": "plan.json"}, "plan must be a Plan, False or None, found 'plan.json'"),
+        ({"plan": True}, "plan must be a Plan, False or None, found True"),
+        ({"plan": 0}, "plan must be a Plan, False or None, found 0"),
+        ({"share": "x"}, "share must be True or False, found 'x'"),
+        ({"emulated_share": 2}, r"emulated_share must lie in \(0, 1\], found 2"),
+        ({"states": [1]}, "states must be a dict of name -> object"),
+        ({"states": {1: torch.nn.Linear(1, 1)}}, r"states\[1\] must be an object with state_dict"),
+        ({"collate_fn": 5}, "collate_fn must be a function, found 5"),
+        ({"optimizer": "sgd"}, "optimizer must be an optimizer of torch's, found 'sgd'"),
+        ({"model": "model"}, "model must be a torch.nn.Module"),
+        (
+            {"optimizer": torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), lr=0.1)},
+            "the optimizer has parameters that the model does not have",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_such_argument(changes, words):
+    with pytest.raises(FormatError, match=words):
+        started(**changes)
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_size", "num_samples"])
+def test_a_position_in_another_order_of_samples(name):
+    job = ElasticJob.__new__(ElasticJob)
+    job._options, job._num_samples = Options(4, 0, 1, 10.0, False, None, 0, None), 32
+    order = {"seed": 0, "batch_size": 4, "num_samples": 32}
+    with pytest.raises(MismatchError, match=f"ordered by a {name} of {order[name] + 1}, and this job's by"):
+        job.load_state_dict({"step": 4, "history": "", **order, name: order[name] + 1})
+
+
+def test_the_cache_of_a_class_knows_which_precisions_were_asked_for(tmp_path, monkeypatch):
+    """A job that was restricted to FP32 must not restrict the next one."""
+    monkeypatch.setattr(api, "profile", lambda *_, precisions, **__: measured.append(precisions) or profile)
+    monkeypatch.setattr("qsync.elastic_training.plan_book.write_json", lambda *_: None)
+    measured, profile = [], None
+    model, batch = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(2, 4)
+    own = detect_class(torch.device("cpu"))
+    keys = []
+    monkeypatch.setattr(
+        "qsync.elastic_training.plan_book.read_json", lambda path: keys.append(path.name) or {}
+    )
+    monkeypatch.setattr("qsync.elastic_training.plan_book.ClassCosts.to_json", lambda self: {})
+
+    def loss_fn(model, batch):
+        return model(batch).sum()
+
+    for precisions in (["fp32"], None, ["fp32"]):
+        class_costs(model, batch, loss_fn, own, tmp_path, precisions=precisions)
+    assert keys[0] == keys[2] != keys[1]
+    assert list(measured[0]) == ["fp32"] and len(measured[1]) > 1
+    with pytest.raises(FormatError, match="zz"):
+        class_costs(model, batch, loss_fn, own, tmp_path, precisions=["zz"])
+    lacking = replace(own, precisions=(qsync.Precision.FP32,))
+    with pytest.raises(UnsupportedError, match="has no int8"):
+        class_costs(model, batch, loss_fn, lacking, tmp_path, precisions=["int8"])
