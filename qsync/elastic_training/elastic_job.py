@@ -9,6 +9,7 @@ and the others are healed from it.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -16,10 +17,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import replace as with_fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from qsync.records.graph import digest
 from qsync.records.plans import Plan
 
 logger = logging.getLogger("qsync")
+
+_Found = TypeVar("_Found")
 
 _POLL_S = 0.05  # between two meetings while a card waits
 _PATIENCE = 3  # times the timeout: how long the cards that are left wait for one that had a later state
@@ -110,9 +113,9 @@ class ElasticJob:
             model, self._exchange, process_group=self._exchange.form(f"{self._own.store}/alone", 0, 1)
         )
         self._plan = CardPlan(card, self.model, book, options)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="qsync-heal")
         self._pending: Future[bytes] | None = None  # the state of another card
         self._next: Future[Meeting | None] | None = None  # the meeting of the next step
+        self._running: Future[Meeting | None] | None = None  # the last one that was begun
         self._num_steps: int | None = None
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
@@ -160,6 +163,7 @@ class ElasticJob:
                 )
         self._num_steps, restore = num_steps, self._listen()
         self._rendezvous.begin(self.card)
+        atexit.register(self._end_meeting)
         try:
             while num_steps is None or self.step < num_steps:
                 step = self._begin()
@@ -375,7 +379,7 @@ class ElasticJob:
         name = f"state/{meeting.key}"
         if is_behind:
             server = meeting.source_of(self.card).server
-            self._pending = self._pool.submit(fetch, server, name, self._options.timeout_s)
+            self._pending = _in_background(lambda: fetch(server, name, self._options.timeout_s))
         elif any(meeting.source_of(card.name).name == self.card for card in meeting.behind):
             try:
                 content = encode(self._state())
@@ -455,7 +459,7 @@ class ElasticJob:
         if self.step != self._num_steps:
             # All cards are here at the same time. They meet again while the optimizer steps, and no card
             # waits for others before its next forward.
-            self._next = self._pool.submit(self._meet)
+            self._next = self._running = _in_background(self._meet)
         return True
 
     def _go_alone(self) -> None:
@@ -514,18 +518,37 @@ class ElasticJob:
         signal.signal(signal.SIGTERM, leave)
         return restore
 
+    def _end_meeting(self) -> None:
+        """End a meeting that waits for a lighthouse, where an error ends the process."""
+        self._rendezvous.leave()
+        wait([self._running] if self._running is not None else [], self._options.timeout_s)
+
     def _leave(self) -> None:
         """Leave the job, and free what training holds beside the weights."""
         self._has_left, self._present = True, None
+        atexit.unregister(self._end_meeting)
         self._rendezvous.leave()
         if self._book is not None:
             self._book.close()
         self._server.close()
         self._exchange.close()
         self._loader.close()
-        self._pool.shutdown(wait=False)
         if self._released.is_set():
             self._optimizer.state.clear()
             self._optimizer.zero_grad(set_to_none=True)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
+
+
+def _in_background(run: Callable[[], _Found]) -> Future[_Found]:
+    """Run a function in a thread that ends with the process, which may wait for a lighthouse for ever."""
+    future: Future[_Found] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="qsync-meeting", daemon=True).start()
+    return future

@@ -257,7 +257,8 @@ class Rendezvous:
     def meet(self, card: Card, may_leave: Callable[[], bool]) -> Meeting | None:
         """Wait until the cards of the job have met.
 
-        While no lighthouse answers, the card waits for one and says so once. It returns None if it may leave.
+        While no lighthouse answers, the card waits for one and says so once. It returns None if it may leave,
+        or has left.
         """
         has_told, timeouts = False, 0
         while True:
@@ -270,7 +271,7 @@ class Rendezvous:
                 if not has_told and (timeouts > _USUAL_TIMEOUTS or not isinstance(error, TimeoutError)):
                     logger.warning("qsync: no lighthouse answers at %s; waiting for one", self.address)
                     has_told = True
-                if may_leave():
+                if may_leave() or self._left.is_set():
                     return None
                 time.sleep(_RETRY_S)
                 self._client = self._reconnected(self._client)
