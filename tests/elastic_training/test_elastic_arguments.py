@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -86,3 +90,50 @@ def test_the_cache_of_a_class_knows_which_precisions_were_asked_for(tmp_path, mo
     lacking = replace(own, precisions=(qsync.Precision.FP32,))
     with pytest.raises(UnsupportedError, match="has no int8"):
         class_costs(model, batch, loss_fn, lacking, tmp_path, precisions=["int8"])
+
+
+CARD = """
+import sys, torch, qsync
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = qsync.elastic(model, optimizer, [torch.ones(4)] * 32, batch_size=4, plan=False, lighthouse=sys.argv[1],
+                    timeout_s=2, start_with=1)
+for step in job.steps():
+    optimizer.zero_grad()
+    for batch in step:
+        job.model(batch).square().mean().backward()
+    if step.arrived():
+        optimizer.step()
+        print(job.step, flush=True)
+"""
+
+
+@pytest.mark.dist
+def test_an_interrupted_card_ends_while_no_lighthouse_answers():
+    pytest.importorskip("torchft")
+    command = [sys.executable, "-m", "qsync", "lighthouse", "--json", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as lighthouse:
+        try:
+            text = ""
+            while "}" not in text:
+                text += lighthouse.stdout.readline()
+            address = json.loads(text)["lighthouse"]
+            card = subprocess.Popen(
+                [sys.executable, "-c", CARD, address],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )  # fmt: skip
+            assert card.stdout.readline() == "1\n"
+        finally:
+            lighthouse.kill()
+    try:
+        said = card.stderr.readline()
+        while "waiting for one" not in said:
+            assert said, card.poll()
+            said = card.stderr.readline()
+        card.send_signal(signal.SIGINT)
+        _, errors = card.communicate(timeout=60)
+    finally:
+        card.kill()
+    assert errors.rstrip().endswith("KeyboardInterrupt")
