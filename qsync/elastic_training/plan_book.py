@@ -113,7 +113,7 @@ def class_costs(
     """
     chosen = api.precisions_to_profile(device_class, options.pop("precisions", None))
     graph = api.trace_step(model, batch, loss_fn)
-    own = [device_class.name, device_class.hardware, device_class.emulated_share]
+    own: list[Any] = [device_class.name, device_class.hardware, device_class.emulated_share]
     own += [[str(precision) for precision in each] for each in (device_class.precisions, chosen)]
     key = digest([graph.hash, graph.shapes_hash, own, qsync.__version__, torch.__version__])
     path = folder / "classes" / f"{key}.json"

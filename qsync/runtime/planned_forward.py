@@ -176,7 +176,11 @@ def attach(
 
     The operators that `saving_less` names save less for backward; without it none does.
     """
-    options = {"saving_less": saving_less, "compile_islands": compile_islands, "dynamic": dynamic}
+    options: dict[str, Any] = {
+        "saving_less": saving_less,
+        "compile_islands": compile_islands,
+        "dynamic": dynamic,
+    }
     return take_over(model, partial(Program, choose=choose, check=check, **options))
 
 

@@ -248,8 +248,8 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, saved in buffers:
                     buffer.copy_(saved)
-            for parameter, gradient in {**outside, **dict(gradients)}.items():
-                parameter.grad = gradient
+            for tensor, gradient in (*outside.items(), *gradients):
+                tensor.grad = gradient
             _gradients_outside.reset(token)
             random.setstate(drawn)
             np.random.set_state(numpy_drawn)
