@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import re
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +24,7 @@ from qsync.records.profiles import Profile
 
 logger = logging.getLogger("qsync")
 
+_writing: weakref.WeakSet[Checkpoints] = weakref.WeakSet()  # those that have written in this process
 _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
@@ -73,6 +76,7 @@ class Checkpoints:
         self._subject = Subject(model, optimizer, plan, profiles, objects)
         agree_locally("checking what to save", self._subject.state)  # now rather than after `every` steps
         self._thread: threading.Thread | None = None
+        self._saving: Save | None = None
         self._warned: set[str] = set()
 
     def resume(self, *, random_state: bool = True) -> int:
@@ -105,8 +109,12 @@ class Checkpoints:
         if saving.is_wanted:
             self.finish()  # where rank 0 is not busy, the others are about to end
             saving.stage()
-            self._thread = threading.Thread(target=self._write, args=(saving,), name="qsync checkpoint")
+            self._saving = saving
+            self._thread = threading.Thread(
+                target=self._write, args=(saving,), name="qsync checkpoint", daemon=True
+            )
             self._thread.start()
+            _writing.add(self)
         else:
             self._warn(saving, "late", f"step {self.number} is not saved: the one before is being written")
 
@@ -118,7 +126,15 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            self._end()
+        self.finish()
+
+    def _end(self) -> None:
+        """Finish what is being written, but wait for no rank that may be gone: this process ends."""
+        if self._saving is not None:
+            self._saving.is_ending = True
         self.finish()
 
     def _write(self, saving: Save) -> None:
@@ -145,3 +161,9 @@ class Checkpoints:
                 old.rename(old.with_name(f".{old.name}{PARTIAL}"))
         with contextlib.suppress(FileNotFoundError):  # another process has pruned it already
             remove_partials(self.folder, "step-", before=newest.stat().st_mtime)
+
+
+@atexit.register
+def _end_all() -> None:
+    for checkpoints in list(_writing):
+        checkpoints._end()

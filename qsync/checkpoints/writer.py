@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ from qsync.runtime.wrapping import plan_of, wrapped_module
 PARTIAL = ".qsync-partial"  # ends the name of a folder that is not yet, or no longer, a checkpoint
 _SHARDS = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint's reader finds offsets
 _TIMEOUT = timedelta(minutes=30)  # the longest that one rank may write
+_ENDING_S = 20.0  # how long it is waited for where this process ends
+_POLL_S = 0.02
 _NOT_IN_FILES = (torch.complex128, torch.complex32)  # of safetensors
 _c10d: Any = dist  # whose stores have no types
 _numbers = itertools.count()  # of saves in this process: the same on every rank
@@ -106,7 +109,8 @@ class Save:
         self.is_first = self._rank == 0
         if self.is_first:
             self._store.set("begin", f".{target.name}.{uuid.uuid4().hex}{PARTIAL}" if is_wanted else "")
-        hidden = self._store.get("begin").decode()
+        self.is_ending = False  # this process is: another rank may be gone
+        hidden = self._wait("begin", "rank 0").decode()
         self._partial, self.is_wanted = target.parent / hidden, bool(hidden)
 
     def stage(self) -> None:
@@ -140,7 +144,9 @@ class Save:
             published = _outcome(self._publish)
             shutil.rmtree(self._partial, ignore_errors=True)  # where it was renamed, this does nothing
             self._store.set("published", published)
-        if error := json.loads(self._store.get("published"))["error"]:
+        if error := json.loads(self._wait("published", "rank 0"))["error"]:
+            if "; " in error:  # it says itself what to do
+                raise QSyncError(f"{self.target} could not be written: {error}")
             advice = "make space there" if _is_full(error) else "see that it can be"
             raise QSyncError(
                 f"{self.target} could not be written ({error}); {advice}, or name another folder"
@@ -167,7 +173,9 @@ class Save:
             **self._subject.records(),
         }  # fmt: skip
         keys = [f"written/{rank}" for rank in range(self._num_ranks)]
-        for rank, outcome in enumerate([json.loads(self._store.get(key)) for key in keys]):
+        for rank, outcome in enumerate(
+            [json.loads(self._wait(key, f"rank {rank}")) for rank, key in enumerate(keys)]
+        ):
             self._store.delete_key(keys[rank])
             if outcome["error"]:
                 raise OSError(outcome["error"])
@@ -177,6 +185,16 @@ class Save:
         _sync(self._partial)
         self._partial.rename(self.target)
         _sync(self.target.parent)
+
+    def _wait(self, key: str, who: str) -> bytes:
+        """Return what a rank sets. Raises QSyncError after half an hour; soon where this process ends."""
+        began_s = time.monotonic()
+        while not self._store.check([key]):
+            waited_s = time.monotonic() - began_s
+            if waited_s > (_ENDING_S if self.is_ending else _TIMEOUT.total_seconds()):
+                raise QSyncError(f"{who} takes no part in it; let every rank save, and none be gone")
+            time.sleep(_POLL_S)
+        return bytes(self._store.get(key))
 
     def _saved_after_others(self) -> str:
         """Return when it was staged, or just after the newest beside it, where a clock has gone back."""

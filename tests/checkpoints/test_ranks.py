@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -143,3 +149,49 @@ def test_four_ranks_save_and_fewer_load(tmp_path):
             assert torch.equal(parameter, expected[name])
             for slot, value in optimizer.state[parameter].items():
                 assert torch.equal(value, expected[f"{name} {slot}"])
+
+
+DEAD = """
+import os, signal, sys, torch, qsync
+import torch.distributed as dist
+from qsync.checkpoints import writer
+
+writer._ENDING_S = 1.0
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpoints = qsync.Checkpoints(sys.argv[1], model, optimizer, every=1)
+if os.environ["RANK"] == "1":
+    writer.Save._write_files = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+for _ in range(100):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    checkpoints.step()
+"""
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_while_it_writes_holds_up_no_other(tmp_path):
+    """Started by hand: torchrun would end the others itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DEAD, str(tmp_path / "run")],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = ranks[0].communicate(timeout=120)[1]
+        ranks[1].communicate(timeout=120)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert ranks[0].returncode not in (0, None) and ranks[1].returncode == -signal.SIGKILL
+    assert "could not be written: rank 1 takes no part in it" in said
+    assert not list(tmp_path.glob("run/*"))
