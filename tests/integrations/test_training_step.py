@@ -73,6 +73,15 @@ def test_a_training_step_without_a_loss_or_with_two_networks_is_refused():
         _TrainingStep(module).network(BATCH)
 
 
+def test_a_training_step_that_needs_what_training_makes_is_refused_in_one_sentence():
+    module = Holding()
+    module.training_step = lambda batch, index: (
+        module.parts["net"](batch[0]).sum() * module.made_on_train_start
+    )
+    with pytest.raises(UnsupportedError, match="training_step of Holding fails while it is planned.*loss_fn"):
+        _TrainingStep(module).network(BATCH)
+
+
 def test_planning_leaves_nothing_behind_in_a_module():
     class Noting(Holding):
         def __init__(self) -> None:
