@@ -128,7 +128,9 @@ def _packed(library: compiled_casts.Library, b: Tensor) -> Tensor:
     panels = torch.empty(-(-n // _SIZE), -(-k // _DEPTH), 2, TILE_ROWS**2, dtype=torch.int32)
     words = panels.view(*panels.shape[:3], TILE_ROWS, TILE_ROWS)
     if b.t().is_contiguous():
-        library["pack_rows"](_in_rows(b.t()).view(torch.int32), words)
+        rows = _in_rows(b.t())
+        rows = rows.clone() if rows.storage_offset() % 4 else rows  # words begin at whole ones
+        library["pack_rows"](rows.view(torch.int32), words)
     else:
         whole = pad(b, (0, 0, 0, -k % _DEPTH)) if k % _DEPTH else b.contiguous()
         library["pack_columns"](whole.view(torch.uint8), words.view(torch.uint32))

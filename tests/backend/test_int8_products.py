@@ -75,6 +75,22 @@ def test_an_activation_in_tiles_is_that_of_the_pass(function, dtype, monkeypatch
 
 
 @needs_amx
+@pytest.mark.parametrize("offset", [1, 4, 17])
+def test_operands_that_begin_inside_of_others(offset, monkeypatch):
+    def inside(tensor):
+        around = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
+        around[offset:] = tensor.flatten()
+        return around[offset:].view(tensor.shape)
+
+    a, b, given = codes(70, 128), codes(66, 128, seed=1), factors(70, 66)
+    expected = dequantize(int8_sums(a, b.t()), *given, torch.float32)
+    in_tiles(monkeypatch)
+    for turned in (inside(b).t(), inside(b.t().contiguous())):
+        got = scaled_product(inside(a), turned, *map(inside, given), torch.float32)
+        assert torch.equal(got, expected)
+
+
+@needs_amx
 def test_the_largest_sums_and_scales_that_are_not_finite(monkeypatch):
     k = 2**14
     a, b = torch.full((32, k), -127, dtype=torch.int8), torch.full((k, 32), 127, dtype=torch.int8)
