@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qsync.allocator.planner import allocate
-from qsync.errors import FormatError, InfeasibleError
+from qsync.errors import FormatError, InfeasibleError, shortened
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
@@ -17,6 +17,9 @@ from qsync.records.profiles import Profile, Sensitivity
 _MEANINGFUL = 1e-9
 # The step is found to this part of the difference between the least step and FP32's.
 _PRECISION = 1e-3
+
+
+_MOST_POINTS = 1000
 
 
 def frontier(
@@ -37,8 +40,10 @@ def frontier(
 
     >>> [(plan.step_s, plan.added_variance) for plan in frontier(graph, profiles, sensitivity, cluster)]
     """
-    if num < 2:
-        raise FormatError(f"a frontier has at least 2 points, found {num}; 9 is usual")
+    if type(num) is not int or not 2 <= num <= _MOST_POINTS:
+        raise FormatError(
+            f"a frontier has at least 2 points and at most {_MOST_POINTS}, found {shortened(num)}; 9 is usual"
+        )
     for name in ("target_s", "slack"):
         if options.get(name):
             raise FormatError(f"a frontier goes through all targets; leave out {name}")

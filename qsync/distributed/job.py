@@ -64,9 +64,7 @@ def join_job(device: torch.device, timeout_s: float = 600.0) -> None:
     """
     if dist.is_initialized() or "RANK" not in os.environ:
         return
-    # Ranks on GPU and CPU together speak gloo, which takes tensors of either.
-    backend = os.environ.get("QSYNC_BACKEND") or ("nccl" if device.type == "cuda" else "gloo")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(backend_for(device), timeout=timedelta(seconds=timeout_s))
     atexit.register(_leave_job)
 
 
@@ -133,6 +131,28 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def ranks_on_host() -> int:
+    """Return how many ranks this host has, as torchrun says. FormatError where that is no number."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise FormatError(f"LOCAL_WORLD_SIZE must be a number of ranks, found {shortened(text)}; unset it")
+    return int(text)
+
+
+def backend_for(device: torch.device) -> str:
+    """Return the backend that ranks speak: gloo on CPUs, and for GPUs and CPUs together.
+
+    Raises FormatError for a QSYNC_BACKEND that torch does not have here.
+    """
+    asked = os.environ.get("QSYNC_BACKEND")
+    for part in asked.split(",") if asked else ():  # or "cpu:gloo,cuda:nccl"
+        if not dist.is_backend_available(part.rpartition(":")[2]):
+            raise FormatError(
+                f"QSYNC_BACKEND is {shortened(asked)}, which torch does not have here; unset it"
+            )
+    return asked or ("nccl" if device.type == "cuda" else "gloo")
+
+
 def detect_rank(model: torch.nn.Module, emulated_share: float | None = None, name: str | None = None) -> Rank:
     """Return this rank, with its class under the given name or, without one, the detected name.
 
@@ -140,9 +160,8 @@ def detect_rank(model: torch.nn.Module, emulated_share: float | None = None, nam
     """
 
     def detect() -> Rank:
-        ranks_on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         device = device_of(model)
-        found = detect_class(device, emulated_share, ranks_on_host)
+        found = detect_class(device, emulated_share, ranks_on_host())
         return Rank(device, replace(found, name=name) if name else found)
 
     return agree_locally("detecting devices", detect)

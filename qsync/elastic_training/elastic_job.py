@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import os
 import signal
 import threading
 import time
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from qsync.backend.device_detection import device_of
+from qsync.distributed.job import backend_for
 from qsync.elastic_training.card_plan import CardPlan
 from qsync.elastic_training.elastic_ddp import ElasticDDP, Exchange
 from qsync.elastic_training.healing import Server, decode, encode, fetch
@@ -107,8 +107,7 @@ class ElasticJob:
         host = server.address.rpartition(":")[0]
         self._store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._own = with_fields(card, store=f"{host}:{self._store.port}", server=server.address)
-        backend = os.environ.get("QSYNC_BACKEND") or ("nccl" if self._device.type == "cuda" else "gloo")
-        self._exchange = Exchange(options.timeout_s, backend)
+        self._exchange = Exchange(options.timeout_s, backend_for(self._device))
         self.model = ElasticDDP(
             model, self._exchange, process_group=self._exchange.form(f"{self._own.store}/alone", 0, 1)
         )

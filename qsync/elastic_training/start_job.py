@@ -146,7 +146,7 @@ def elastic(
         num_workers,
         collate_fn or default_collate,
     )
-    found = detect_class(device_of(model), emulated_share, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    found = detect_class(device_of(model), emulated_share, job.ranks_on_host())
     own = replace(found, name=device_class) if device_class else found
     server = Server(rendezvous.own_host(), timeout_s)
     book = None

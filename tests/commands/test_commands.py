@@ -563,6 +563,7 @@ def test_pareto_plans_for_several_steps_and_draws_them(qsync, folder):
 
 def test_a_pareto_that_makes_no_sense_writes_nothing(refused, folder):
     assert "at least 2 points" in refused("plan", folder, "--pareto", "1")
+    assert "at most 1000, found 100000" in refused("plan", folder, "--pareto", "100000")
     assert "leave out" in refused("plan", folder, "--pareto", "4", "--slack", "0.1")
     assert "unknown solver" in refused("plan", folder, "--solver", "simplex")
     assert "add --levers" in refused("plan", folder, "--trials", 3)

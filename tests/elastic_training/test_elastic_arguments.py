@@ -14,6 +14,7 @@ import torch
 import qsync
 from qsync import api
 from qsync.backend.device_detection import detect_class
+from qsync.distributed import job
 from qsync.elastic_training.elastic_job import ElasticJob
 from qsync.elastic_training.plan_book import class_costs
 from qsync.elastic_training.share_loader import Options
@@ -56,13 +57,30 @@ def test_what_is_no_such_argument(changes, words):
         started(**changes)
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "words"),
+    [
+        ("LOCAL_WORLD_SIZE", "x", "LOCAL_WORLD_SIZE must be a number of ranks, found 'x'"),
+        ("LOCAL_WORLD_SIZE", "0", "LOCAL_WORLD_SIZE must be a number of ranks, found '0'"),
+        ("QSYNC_BACKEND", "foo", "QSYNC_BACKEND is 'foo', which torch does not have here"),
+        ("QSYNC_BACKEND", "cpu:gloo,cuda:foo", "QSYNC_BACKEND is 'cpu:gloo,cuda:foo', which torch"),
+    ],
+)
+def test_variables_that_say_nothing(variable, text, words, monkeypatch):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(FormatError, match=words):
+        job.ranks_on_host(), job.backend_for(torch.device("cpu"))
+    monkeypatch.delenv(variable)
+    assert job.ranks_on_host() == 1 and job.backend_for(torch.device("cpu")) == "gloo"
+
+
 @pytest.mark.parametrize("name", ["seed", "batch_size", "num_samples"])
 def test_a_position_in_another_order_of_samples(name):
-    job = ElasticJob.__new__(ElasticJob)
-    job._options, job._num_samples = Options(4, 0, 1, 10.0, False, None, 0, None), 32
+    one = ElasticJob.__new__(ElasticJob)
+    one._options, one._num_samples = Options(4, 0, 1, 10.0, False, None, 0, None), 32
     order = {"seed": 0, "batch_size": 4, "num_samples": 32}
     with pytest.raises(MismatchError, match=f"ordered by a {name} of {order[name] + 1}, and this job's by"):
-        job.load_state_dict({"step": 4, "history": "", **order, name: order[name] + 1})
+        one.load_state_dict({"step": 4, "history": "", **order, name: order[name] + 1})
 
 
 def test_the_cache_of_a_class_knows_which_precisions_were_asked_for(tmp_path, monkeypatch):

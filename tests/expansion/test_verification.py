@@ -9,7 +9,7 @@ from torch import nn
 from user_models import NET, ROWS, Net
 
 import qsync
-from qsync.errors import CalibrationError, UnsupportedError
+from qsync.errors import CalibrationError, FormatError, UnsupportedError
 
 
 def grown(family="Gpt"):
@@ -125,3 +125,12 @@ def test_inputs_that_the_model_does_not_take():
     for wrong in ({"nope": inputs}, inputs.double(), inputs + 10**6):
         with pytest.raises(CalibrationError, match="Gpt does not take these inputs .*; give a batch"):
             qsync.verify_expansion(small, big, wrong)
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf"), "x", True], ids=str)
+def test_what_is_no_tolerance(tolerance):
+    small, big, inputs = grown()
+    with pytest.raises(FormatError, match="tolerance must be a number of at least 0"):
+        qsync.verify_expansion(small, big, inputs, tolerance=tolerance)
+    with pytest.raises(FormatError, match="big must be a torch.nn.Module, found None"):
+        qsync.verify_expansion(small, None, inputs)

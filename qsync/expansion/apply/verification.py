@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
-from qsync.errors import CalibrationError, UnsupportedError, shortened
+from qsync.errors import CalibrationError, FormatError, UnsupportedError, shortened
 from qsync.tracing.replaced_forward import plain_copy
 from qsync.tracing.tracer import call_arguments, check_batch
 
@@ -66,13 +67,19 @@ def verify_expansion(
         The difference, the tolerance and the verdict (`passed`).
 
     Raises:
-        CalibrationError: The batch is empty, or outputs are not finite.
+        FormatError: A model or the tolerance is none.
+        CalibrationError: The batch is empty, the models do not take it, or outputs are not finite.
         UnsupportedError: No outputs have the same shape.
 
     Example:
         >>> print(qsync.verify_expansion(small, big, tokens))
         the same function: difference 2.8e-14, tolerance 1e-09
     """
+    for name, model in (("small", small), ("big", big)):
+        if not isinstance(model, torch.nn.Module):
+            raise FormatError(f"{name} must be a torch.nn.Module, found {shortened(model)}; give that")
+    if tolerance is not None and not (type(tolerance) in (int, float) and 0 <= tolerance < math.inf):
+        raise FormatError(f"tolerance must be a number of at least 0, found {shortened(tolerance)}")
     args, kwargs = call_arguments(inputs)
     check_batch(args, kwargs)
     types = {p.dtype for model in (small, big) for p in model.parameters()} - {torch.float64}
