@@ -175,15 +175,16 @@ def _check_kinds(
     states: object,
 ) -> None:
     """Raise FormatError for an argument of another kind, or an optimizer of another model."""
-    own = set(model.parameters()) if device_of(model) else set()
+    device_of(model)  # which refuses another kind
+    own, is_plan = set(model.parameters()), plan is None or plan is False or isinstance(plan, Plan)
     for name, value, is_right, what in (
         ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "an optimizer of torch's"),
-        ("plan", plan, plan in (None, False) or isinstance(plan, Plan), "a Plan, False or None"),
+        ("plan", plan, is_plan, "a Plan, False or None"),
         ("share", share, isinstance(share, bool), "True or False"),
         ("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "a function"),
         ("states", states, states is None or isinstance(states, Mapping), "a dict of name -> object"),
     ):
-        if not is_right or (value == 0 and not isinstance(value, bool)):
+        if not is_right:
             raise FormatError(f"{name} must be {what}, found {shortened(value)}; give that")
     groups: Any = getattr(optimizer, "param_groups", ())
     if any(parameter not in own for group in groups for parameter in group["params"]):
