@@ -49,7 +49,9 @@ class TensorMap:
 
     `axes` holds one entry per dimension; None leaves a dimension as it is. `factor` multiplies the result.
     `noise` is the standard deviation of the noise that makes copies differ, `rest_noise` that of the noise
-    in a rest that reads zeros. `output_init` is "zero" or "cancel" for an output layer of a new block.
+    in a rest that reads zeros. `noise_dim` is the written axis whose copies differ, in a new block that is
+    silent; None for the axis that is read. `output_init` is "zero" or "cancel" for an output layer of a new
+    block.
     `is_new` marks tensors of new blocks, `tied` names the module that shares the weight.
     """
 
@@ -60,6 +62,7 @@ class TensorMap:
     factor: float = 1.0
     noise: float = 0.0
     rest_noise: float = 0.0
+    noise_dim: int | None = None
     output_init: str = ""
     is_new: bool = False
     tied: str = ""
@@ -106,10 +109,12 @@ class TensorMap:
         return made
 
     def _noise_values(self, seed: int) -> torch.Tensor:
-        """Return the noise in FP64; it sums to 0 over the copies of every coordinate that is read."""
+        """Return the noise in FP64; it sums to 0 over the copies of every coordinate."""
         noise = torch.randn(self.shape, generator=generator(seed, self.name), dtype=torch.float64)
         axes = [
-            (dim, axis.growth) for dim, axis in enumerate(self.axes) if axis is not None and axis.takes_noise
+            (dim, axis.growth)
+            for dim, axis in enumerate(self.axes)
+            if axis is not None and (axis.takes_noise if self.noise_dim is None else dim == self.noise_dim)
         ]
         assert len(axes) == 1, f"{self.name}: one axis can take noise"
         dim, growth = axes[0]

@@ -342,6 +342,9 @@ class _Planner:
     def _with_noise(self, t: Tensor, made: TensorMap) -> TensorMap:
         """Return the map with its noise, as large as the weights themselves; smaller for a norm."""
         loose = [a.growth for a in made.axes if a is not None and a.takes_noise]
+        is_silent = made.is_new and not made.output_init and self.new_blocks == "zero"
+        if is_silent and all(growth.is_identity for growth in loose):
+            return self._with_free_noise(t, made)
         if not loose or made.output_init == "zero" or (self.split == "even" and made.output_init != "cancel"):
             return made
         if t.value.is_meta:  # a plan to print: there are no weights
@@ -358,6 +361,17 @@ class _Planner:
         return replace(
             made, noise=deviation * made.factor * has_copies, rest_noise=deviation * made.factor * has_rest
         )
+
+    def _with_free_noise(self, t: Tensor, made: TensorMap) -> TensorMap:
+        """Return the map of a tensor of a silent block, whose copies along a written axis may be anything."""
+        for dim, axis in enumerate(made.axes):
+            if axis is None or t.roles[dim] != "writes" or t.line.writes[0] in self.recipe.residual:
+                continue
+            has_copies = int(axis.growth.num_copies.max()) > 1 and self.split != "even" and not t.norm
+            if has_copies and not t.value.is_meta and t.value.numel() > 1:
+                deviation = float(t.value.detach().double().std())
+                return replace(made, noise=deviation * made.factor, noise_dim=dim)
+        return made
 
     def _eps(self) -> dict[str, float]:
         """Return the new eps of every norm whose input has a smaller variance."""
