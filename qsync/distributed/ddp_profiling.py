@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -130,8 +131,8 @@ def _profile_together(
     options: ProfileOptions,
 ) -> tuple[Cluster, dict[str, Profile]]:
     """Return the cluster with its link as fast as in steps of the job, and the profiles of all classes."""
-    dynamic = None if options.loader is not None else False  # one batch, whose shapes are those of the graph
-    with api.running(step.model, options.compile, dynamic) as program:
+    # One batch, whose shapes are those of the graph; what a loader gives is not used.
+    with _undrawn(options.loader), api.running(step.model, options.compile, dynamic=False) as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(profile_seconds())
         profile = with_toll(profiler.profile(machine(rank.device)), link)
@@ -140,6 +141,19 @@ def _profile_together(
     del profiler
     gc.collect()  # a DDP that is gone takes its hooks along
     return cluster, profiles
+
+
+@contextmanager
+def _undrawn(loader: object) -> Iterator[None]:
+    """Fetch from a loader inside; the generators that shuffle it are as before afterwards."""
+    places = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    found = [getattr(place, "generator", None) for place in places]
+    states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
+    try:
+        yield
+    finally:
+        for one, state in states:
+            one.set_state(state)
 
 
 class DdpProfiler:

@@ -64,6 +64,14 @@ def test_random_states():
     assert drawn()[:2] == expected[:2]
 
 
+def test_the_order_of_a_shuffling_loader():
+    generator = torch.Generator().manual_seed(3)
+    loader = torch.utils.data.DataLoader(torch.randn(32, 16), batch_size=8, shuffle=True, generator=generator)
+    before = generator.get_state()
+    planned(network(), torch.randn(8, 16), lambda m, b: m(b).square().mean(), loader=loader)
+    assert torch.equal(generator.get_state(), before)
+
+
 SIZES = [(24, 8), (8, 24), (8, 8)]
 
 
