@@ -16,6 +16,7 @@ from qsync import backend
 from qsync.backend.device_detection import default_precisions, detect_class, device_of, machine
 from qsync.errors import CalibrationError, QSyncError, TracingError, UnsupportedError, not_called, shortened
 from qsync.predictor.profiling.clocks import clock_for
+from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.registry import Indicator, indicator_named
@@ -107,7 +108,8 @@ def profile(
     chosen_class = device_class or detect_class(device)
     chosen = precisions_to_profile(chosen_class, precisions)
     loss, trained = loss_of(model, example_inputs, loss_fn), trained_parameters(model)
-    with running(model, compile, dynamic=False) as program:  # one batch, whose shapes are those of the graph
+    # One batch, whose shapes are those of the graph; what a loader gives is not used.
+    with undrawn(loader), running(model, compile, dynamic=False) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         with naming_operators(program, loss, trained):
             options = ProfilerOptions(make_optimizer, progress, save_less, loader)

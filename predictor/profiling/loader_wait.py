@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from qsync.errors import CalibrationError
 from qsync.predictor.profiling.clocks import Clock
@@ -71,3 +74,16 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
                 if given
                 else "the loader gives no batch; pass what the training loop takes its batches from"
             )
+
+
+@contextmanager
+def undrawn(loader: object) -> Iterator[None]:
+    """Fetch from a loader inside; the generators that shuffle it are as before afterwards."""
+    places = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    found = [getattr(place, "generator", None) for place in places]
+    states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
+    try:
+        yield
+    finally:
+        for one, state in states:
+            one.set_state(state)

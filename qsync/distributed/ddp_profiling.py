@@ -13,8 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -30,6 +29,7 @@ from qsync.distributed.agreement import agree, agree_locally
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
+from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
 from qsync.records.cluster import Cluster
@@ -132,7 +132,7 @@ def _profile_together(
 ) -> tuple[Cluster, dict[str, Profile]]:
     """Return the cluster with its link as fast as in steps of the job, and the profiles of all classes."""
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
-    with _undrawn(options.loader), api.running(step.model, options.compile, dynamic=False) as program:
+    with undrawn(options.loader), api.running(step.model, options.compile, dynamic=False) as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(profile_seconds())
         profile = with_toll(profiler.profile(machine(rank.device)), link)
@@ -141,19 +141,6 @@ def _profile_together(
     del profiler
     gc.collect()  # a DDP that is gone takes its hooks along
     return cluster, profiles
-
-
-@contextmanager
-def _undrawn(loader: object) -> Iterator[None]:
-    """Fetch from a loader inside; the generators that shuffle it are as before afterwards."""
-    places = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    found = [getattr(place, "generator", None) for place in places]
-    states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
-    try:
-        yield
-    finally:
-        for one, state in states:
-            one.set_state(state)
 
 
 class DdpProfiler:
