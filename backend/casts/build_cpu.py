@@ -15,7 +15,7 @@ from qsync.errors import BuildError
 
 
 def processor() -> str:
-    """Describe the processor: architecture, model and instruction sets, if Linux lists them."""
+    """Describe the processor: architecture, model, instruction sets (as Linux lists them) and `features`."""
     facts = [platform.machine(), platform.system()]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -23,7 +23,7 @@ def processor() -> str:
         lines = [f"model name: {platform.processor()}"]
     for wanted in ("model name", "flags", "Features"):
         facts += [line.partition(":")[2].strip() for line in lines if line.startswith(wanted)][:1]
-    return "; ".join(facts)
+    return "; ".join([*facts, *features()])
 
 
 def features() -> list[str]:

@@ -18,7 +18,10 @@ def forbidden(*_, **__):
 
 
 @pytest.mark.parametrize("shape", PARTS, ids=str)
-def test_values_and_gradients_are_those_of_fp64(shape, both):
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
+def test_values_and_gradients_are_those_of_fp64(shape, is_compiled, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setattr("qsync.backend.kernels.gelu.compiled_for", lambda *_: None)
     x = (torch.randn(shape) * 3).bfloat16().requires_grad_()
     g = torch.randn(shape).bfloat16()
     y = gelu(forbidden, x, approximate="tanh")
