@@ -2,8 +2,8 @@
 
 A scaled product is `int8_sums` and then `dequantize`. With AMX one compiled program does both: sums stay in
 the cache (`qsync.backend.casts.tvm.int8_products`). ms of y = s_x s_w (x w') + b in BF16, one thread of a
-Xeon 6, by oneDNN's sums and by the program; torch's product in BF16 beside them: 2.5, 1.2 and 2.0 for
-1024x512x2048; 4.4, 2.4 and 4.1 for 1024x768x3072; 12.0, 8.2 and 17.3 for 2048x2048x2048.
+Xeon 6, by oneDNN's sums and by the program; torch's product in BF16 beside them: 3.5, 1.7 and 2.8 for
+1024x512x2048; 6.5, 3.6 and 6.3 for 1024x768x3072; 19.1, 11.0 and 23.4 for 2048x2048x2048.
 """
 
 from __future__ import annotations
