@@ -9,7 +9,8 @@ has made its gradients and bucket k-1 is done. Events are buckets of classes, ne
 operators are only summed.
 
 While any class still computes, an all-reduce runs at `link.overlap_rate` of its speed. The toll of an
-all-reduce on a class is the compute seconds that the class loses if it computes during the whole all-reduce.
+all-reduce on a class is the compute seconds that the class loses if it computes during the whole all-reduce;
+a rank whose peers all wait when the all-reduce starts loses `link.waiting_toll` times as much.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Work:
 
     `lead_s` are the seconds before backward, `ready_s[k]` the seconds of backward until bucket k is complete,
     `backward_s` the seconds of the whole backward. `tolls_s[k]` are the compute seconds lost to all-reduce k.
+    `is_one` says whether the class is one rank, whose peers are all of other classes.
     """
 
     lead_s: float
@@ -69,6 +71,7 @@ class Work:
     backward_s: float
     optimizer_s: float
     tolls_s: tuple[float, ...] = ()
+    is_one: bool = False
 
     @property
     def total_s(self) -> float:
@@ -81,7 +84,7 @@ class Work:
             return self
         ready = tuple(factor * at for at in self.ready_s)
         times = (factor * self.lead_s, ready, factor * self.backward_s, factor * self.optimizer_s)
-        return Work(*times, self.tolls_s)
+        return Work(*times, self.tolls_s, self.is_one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,9 @@ class Step:
 
     Per class: the start of its step (`starts_s`), the end of its backward (`finished_s`), the delay of
     backward by the all-reduces it overlapped (`slowed_s`), and the time for which the class is ready before
-    its step starts (`idle_s`). `flights` are the all-reduces as (start, end). `reduced_s` is the end of the
-    last all-reduce; it equals the period once the drift between classes is steady.
+    its step starts (`idle_s`). `flights` are the all-reduces as (start, end); `rates` has for each of them
+    the part of its full speed at which each class computes beside it. `reduced_s` is the end of the last
+    all-reduce; it equals the period once the drift between classes is steady.
     """
 
     starts_s: tuple[float, ...]
@@ -99,6 +103,7 @@ class Step:
     finished_s: tuple[float, ...]
     flights: tuple[tuple[float, float], ...]
     reduced_s: float
+    rates: tuple[tuple[float, ...], ...] = ()
     idle_s: tuple[float, ...] = ()
 
 
@@ -111,6 +116,7 @@ class Exchange:
 
     def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
         self.link: Link = cluster.link
+        self._single = {device_class.name for device_class in cluster.classes if device_class.count == 1}
         self.buckets: tuple[Bucket, ...] = ()
         self.copied_bytes: FloatArray = np.zeros(len(graph.ops))
         self.unused_bytes = 0
@@ -156,7 +162,8 @@ class Exchange:
         # Position -1, a bucket that waits for the end of backward, is the last entry.
         ready = tuple(np.append(until_s, total_s)[self._ready].tolist())
         tolls = profile.reduce_s_per_call + profile.reduce_s_per_byte * self._sizes
-        return Work(lead_s, ready, total_s, optimizer_s, tuple(tolls.tolist()))
+        is_one = profile.device_class in self._single
+        return Work(lead_s, ready, total_s, optimizer_s, tuple(tolls.tolist()), is_one)
 
     def _launched_work(
         self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts
@@ -200,7 +207,10 @@ def steady_step(
     start together: `broadcast_s` after the last one is ready.
     """
     starts = tuple(work.optimizer_s for work in works)
-    rates = [[compute_rate(work, k, d, link) for work in works] for k, d in enumerate(durations_s)]
+    rates = [
+        [(compute_rate(work, k, d, link), compute_rate(work, k, d, link, peers_wait=True)) for work in works]
+        for k, d in enumerate(durations_s)
+    ]
     step = _step(_met(starts, broadcast_s), works, durations_s, rates, link)
     for _ in range(MAX_STEPS - 1):
         ahead = tuple(
@@ -337,8 +347,7 @@ class Simulation:
 
     def rates(self, c: int) -> list[float]:
         """Return the part of its full speed at which class `c` computes beside each all-reduce."""
-        durations = enumerate(self.exchange.durations_s)
-        return [compute_rate(self.works[c], k, duration, self.exchange.link) for k, duration in durations]
+        return [of_classes[c] for of_classes in self.step.rates]
 
     def events(self) -> list[Event]:
         """Return all events of the step, laid out in time, class by class."""
@@ -500,13 +509,15 @@ def check_levers(plan: Plan, profiles: Mapping[str, Profile]) -> None:
             )
 
 
-def compute_rate(work: Work, bucket: int, duration_s: float, link: Link) -> float:
+def compute_rate(work: Work, bucket: int, duration_s: float, link: Link, peers_wait: bool = False) -> float:
     """Return the part of its full speed at which a class computes beside the all-reduce of a bucket.
 
     `duration_s` are the seconds of the all-reduce with no compute beside it. A class that computes during the
-    whole all-reduce loses the seconds of its toll.
+    whole all-reduce loses the seconds of its toll. `peers_wait` says that no other class computes.
     """
     toll_s = work.tolls_s[bucket] if work.tolls_s else 0.0
+    if peers_wait and work.is_one:
+        toll_s *= link.waiting_toll
     if duration_s <= 0.0:
         return 1.0
     return max(LEAST_RATE, 1.0 - toll_s * link.overlap_rate / duration_s)
@@ -516,24 +527,30 @@ def _step(
     starts: tuple[float, ...],
     works: Sequence[Work],
     durations_s: Sequence[float],
-    rates_of_buckets: Sequence[Sequence[float]],
+    rates_of_buckets: Sequence[Sequence[tuple[float, float]]],
     link: Link,
 ) -> Step:
-    """Simulate one step of all classes from the start of each. O(buckets x classes)."""
+    """Simulate one step of all classes from the start of each. O(buckets x classes).
+
+    Rates are beside peers of which some compute, and beside peers that all wait.
+    """
     now = 0.0
     done = [
         -start - work.lead_s for start, work in zip(starts, works, strict=True)
     ]  # backward work done by `now`
     total = [work.backward_s for work in works]
     slowed = [0.0] * len(works)
-    flights = []
+    flights, rates_used = [], []
     # For each bucket: when each class has filled it, and the rate of each beside its all-reduce.
     ready = zip(*(work.ready_s for work in works), strict=True)
-    for duration, ready_s, rates in zip(durations_s, ready, rates_of_buckets, strict=True):
+    for duration, ready_s, both_rates in zip(durations_s, ready, rates_of_buckets, strict=True):
         gap = max(0.0, *map(sub, ready_s, done))
         now += gap
         done = [one + gap if one + gap < most else most for one, most in zip(done, total, strict=True)]
         left = list(map(sub, total, done))
+        peers_wait = sum(seconds > 0.0 for seconds in left) == 1
+        rates = tuple([waiting if peers_wait else usual for usual, waiting in both_rates])
+        rates_used.append(rates)
         computing = max(map(truediv, left, rates))
         elapsed = duration / link.overlap_rate
         if (
@@ -550,4 +567,5 @@ def _step(
         start + work.lead_s + work.backward_s + more
         for start, work, more in zip(starts, works, slowed, strict=True)
     ]
-    return Step(starts, tuple(slowed), tuple(finished), tuple(flights), now if flights else max(finished))
+    reduced_s = now if flights else max(finished)
+    return Step(starts, tuple(slowed), tuple(finished), tuple(flights), reduced_s, tuple(rates_used))

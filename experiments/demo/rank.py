@@ -162,7 +162,7 @@ class Measuring:
         profile = ddp_profiling.with_toll(self._profiler.profile(here), exchanged)
         profiles = ddp_profiling.first_of_each_class(agree("gathering profiles", profile.to_json))
         cluster = replace(self._links[0][0], link=exchanged.link)
-        cluster = self._profiler.cluster_in_use(self._graph, profiles, cluster)
+        cluster, profiles = self._profiler.in_use(self._graph, profiles, cluster)
         alone, *_ = agree("gathering the profile of the fast rank alone", lambda: (
             self._alone.profile(ALONE, here).to_json() if self._alone else {}))  # fmt: skip
         profiles[ALONE] = Profile.from_json(alone)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,7 +44,8 @@ from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
 
 # The timer takes a few milliseconds a step: beside a timed step shorter than this, one without it is taken.
-LONG_STEP_S = 0.5
+# In a step of half a second it was 1 to 2 %.
+LONG_STEP_S = 1.0
 # The first step after a change of assignment takes a few tenths of a millisecond longer than the next. Before
 # a timed step shorter than this, one is taken to warm up and two without the timer are averaged.
 SHORT_STEP_S = 0.1
@@ -55,6 +56,16 @@ NUM_WARMED_MIXTURES = 2
 GOOD_ENOUGH = 0.005
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class Wait(NamedTuple):
+    """What a step took beyond this rank's own work: `wait_s` in all, `exposed_s` after its last gradient.
+
+    The rest of `wait_s` is what all-reduces beside compute took from it, in seconds of wall time.
+    """
+
+    wait_s: float
+    exposed_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +123,10 @@ class Profiler:
         self._round = [steps[k % len(steps)] for k in range(num)]
         self._samples: list[tuple[str, StepTimes]] = []
         self._ended_at_s: list[float] = []
-        self._waits: list[tuple[int, float]] = []
-        self._wait_s = 0.0  # of the last step: its wall time less this rank's own work
+        self._waits: list[tuple[int, Wait]] = []
+        self._wait = Wait(0.0, 0.0)  # of the last step
+        self._reduced_s = 0.0  # when its backward, and so every all-reduce, was done
+        self._arriving_last: list[torch.Tensor] = []  # the parameter whose gradient comes last, once known
         self._optimizer_s: list[float] = []
         self._bucket_s_per_byte: list[float] = []
         self._held_down: list[str] = []  # by round: why the device ran below its clock
@@ -171,7 +184,7 @@ class Profiler:
         """
         choice, number = self._round[k], len(self._samples) // self.num_choices
         self._progress(f"profile {choice.label}, round {number + 1}")
-        plain_s = wait_s = None
+        plain_s = wait = None
         with _without_collection():
             if self._launches:
                 self._launch_step(choice)
@@ -181,12 +194,13 @@ class Profiler:
             step = self._timed_step(choice) if number % 2 else None
             if self._typical_s[k] < LONG_STEP_S and not self._launches:
                 num = 2 if self._typical_s[k] < SHORT_STEP_S else 1
-                plain = [(self._plain_step(choice), self._wait_s) for _ in range(num)]
-                plain_s, wait_s = (statistics.fmean(values) for values in zip(*plain, strict=True))
+                plain = [(self._plain_step(choice), *self._wait) for _ in range(num)]
+                plain_s, *waited = (statistics.fmean(values) for values in zip(*plain, strict=True))
+                wait = Wait(*waited)
             step = step or self._timed_step(choice)
         self._samples.append((choice.label, step))
         self._ended_at_s.append(time.perf_counter())
-        self._waits.append((k, self._wait_s if wait_s is None else wait_s))
+        self._waits.append((k, wait or self._wait))
         self._plain_s.append(plain_s)
         self._put_weights_back()
         if k == 0:
@@ -209,10 +223,10 @@ class Profiler:
         """Set the seconds of each step for `measure`: the same on all ranks that step together."""
         self._typical_s = list(typical_s)
 
-    def waits(self) -> list[tuple[int, float]]:
-        """Return for every sample its number in the round, and its wait in seconds.
+    def waits(self) -> list[tuple[int, Wait]]:
+        """Return for every sample its number in the round, and its wait.
 
-        A wait is wall time less this rank's own work. It is zero where the clock counts waiting as work.
+        A wait is zero where the clock counts waiting as work.
         """
         return list(self._waits)
 
@@ -316,14 +330,13 @@ class Profiler:
         """Take a whole step with timing hooks; it changes the weights."""
         self._next_batch()
         self._choose(choice, self._timer)
-        begun_s, begun = time.perf_counter(), self._clock.now()
-        step = self._forward_and_backward(self._timer)
-        self._check_operators(choice, step)
-        start = self._clock.now()
-        self._optimizer_step()
-        end = self._clock.now()
-        self._clock.settle()
-        self._wait_s = time.perf_counter() - begun_s - self._clock.seconds(begun, end)
+        with self._waiting():
+            step = self._forward_and_backward(self._timer)
+            self._check_operators(choice, step)
+            start = self._clock.now()
+            self._optimizer_step()
+            end = self._clock.now()
+            self._clock.settle()
         self._optimizer_s.append(self._clock.seconds(start, end))
         return step
 
@@ -361,6 +374,7 @@ class Profiler:
         timer.loss_ready()
         check_scalar(value)
         value.backward()  # type: ignore[no-untyped-call]
+        self._reduced_s = time.perf_counter()
         step = timer.finish()
         check_finite(value)
         self.unused |= {id(parameter) for parameter in self._parameters if parameter.grad is None}
@@ -381,14 +395,31 @@ class Profiler:
         """Take a whole step without timing hooks, and return its seconds without the optimizer's."""
         self._next_batch()
         self._choose(choice, None)
-        begun_s, start = time.perf_counter(), self._clock.now()
-        self._loss().backward()  # type: ignore[no-untyped-call]
-        end = self._clock.now()
-        self._optimizer_step()
-        done = self._clock.now()
-        self._clock.settle()
-        self._wait_s = time.perf_counter() - begun_s - self._clock.seconds(start, done)
+        with self._waiting():
+            start = self._clock.now()
+            self._loss().backward()  # type: ignore[no-untyped-call]
+            end, self._reduced_s = self._clock.now(), time.perf_counter()
+            self._optimizer_step()
+            self._clock.settle()
         return self._clock.seconds(start, end)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Note how the body's step waits, if the clock does not count waiting."""
+        if not isinstance(self._clock, ShareClock):
+            yield
+            return
+        watched, last = self._arriving_last or self._parameters, _Last()
+        hooks = [p.register_post_accumulate_grad_hook(last.arrived) for p in watched]  # type: ignore[no-untyped-call]
+        begun_s, begun = time.perf_counter(), self._clock.now()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        wait_s = time.perf_counter() - begun_s - self._clock.seconds(begun, self._clock.now())
+        self._arriving_last = [last.parameter] if last.parameter is not None else []
+        self._wait = Wait(wait_s, self._reduced_s - last.at_s if self._arriving_last else 0.0)
 
     def _choose(self, choice: RoundStep, observer: NodeTimer | None) -> None:
         self._runner.choose(choice.choose, observer, _all_that_can if choice.saves_less else None)
@@ -410,6 +441,17 @@ class Profiler:
     def _optimizer_bytes(self) -> int:
         state = [v for entry in self._optimizer.state.values() for v in entry.values()]
         return sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
+
+
+class _Last:
+    """The parameter whose gradient came last, and when."""
+
+    parameter: torch.Tensor | None = None
+    at_s = 0.0
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Note a gradient: a hook of a parameter."""
+        self.parameter, self.at_s = parameter, time.perf_counter()
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 A rank that runs alone finds its caches warm. Beside peers that compute, and all-reduces that run on its
 cores, its operators take a few per cent longer; operators bound by memory take up to a quarter longer (CPU,
 gloo, two ranks). Therefore whole steps of the job are timed. The time that communication adds to a step tells
-how fast the links are in use, if every rank has a clock that tells its work from waiting. Where some rank has
-no such clock (GPUs, several threads a rank), the ranks step together without DDP, copies to buckets are timed
-by themselves, and links stay as they were measured between barriers.
+how fast the links are in use and what they take from compute, if every rank has a clock that tells its work
+from waiting. Classes take the steps of a round in orders in which as many as possible arrive together, as
+they will under a plan: an all-reduce takes a third more from compute where its peer only waits (CPU, gloo).
+Where some rank has no such clock (GPUs, several threads a rank), the ranks step together without DDP,
+copies to buckets are timed by themselves, and links stay as they were measured between barriers.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.optimize import linear_sum_assignment
 
 from qsync import api
 from qsync.backend.device_detection import machine
@@ -37,7 +41,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
-from qsync.replayer.link_calibration import with_links_in_use
+from qsync.replayer.exchange_calibration import MeasuredStep, with_exchange_in_use
 from qsync.runtime.program import Program
 
 # Profiling a class takes at most this long, apart from the rounds that are needed in any case.
@@ -46,6 +50,7 @@ PROFILE_S_VARIABLE = "QSYNC_PROFILE_S"  # of the environment, in its place
 # How long ranks wait for the gradients of a rank that failed in the midst of a step: the longer of so many
 # seconds and so many steps.
 MIN_PATIENCE_S, PATIENCE_STEPS = 30.0, 20
+_NEVER = 1e6  # the cost of a pair of steps that is not to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,9 @@ def form_basis(
     """Profile every class on its own ranks, in steps of the job, and gather the sensitivity of the model.
 
     `formed` is what `job.form_cluster` returned. The basis's cluster has the measured link, scaled to
-    its speed in steps of the job. All ranks of a class take the same measurements; the profile of the first
-    rank stands for the class. Each rank gathers the sensitivity on its own batch; the basis has the mean.
+    its speed in steps of the job; its profiles have what an all-reduce takes from compute in them. All ranks
+    of a class take the same measurements; the profile of the first rank stands for the class. Each rank
+    gathers the sensitivity on its own batch; the basis has the mean.
     """
     cluster, link = formed
     if job.world_size() > 1:
@@ -130,14 +136,14 @@ def _profile_together(
     link: LinkMeasurement,
     options: ProfileOptions,
 ) -> tuple[Cluster, dict[str, Profile]]:
-    """Return the cluster with its link as fast as in steps of the job, and the profiles of all classes."""
+    """Return cluster and profiles of all classes, with the exchange as it is in steps of the job."""
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
     with undrawn(options.loader), api.running(step.model, options.compile, dynamic=False) as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(profile_seconds())
         profile = with_toll(profiler.profile(machine(rank.device)), link)
         profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
-        cluster = profiler.cluster_in_use(graph, profiles, cluster)
+        cluster, profiles = profiler.in_use(graph, profiles, cluster)
     del profiler
     gc.collect()  # a DDP that is gone takes its hooks along
     return cluster, profiles
@@ -171,14 +177,22 @@ class DdpProfiler:
         self.profiler = agree_locally("profiling", lambda: Profiler(
             program, lambda: self._loss(), parameters, self.precisions, clock, options.of_profiler(most)
         ))  # fmt: skip
+        self._order = list(range(self.profiler.num_choices))  # by turn of a round, which of this rank's steps
         if job.world_size() > 1:
             self._step_together(step, options)
 
     def _step_together(self, step: job.TrainingStep, options: ProfileOptions) -> None:
         """Time steps on all ranks as the slowest rank would; if `in_ddp`, step through DDP from now on."""
-        everyone = agree("profiling", self.profiler.typical_s)
-        typical_s = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
-        self.profiler.set_typical_s(typical_s)
+        everyone: list[Any] = agree("profiling", lambda: [
+            self._rank.device_class.name, self.profiler.typical_s(),
+            [self.profiler.saves_less(k) for k in range(self.num_choices)],
+        ])  # fmt: skip
+        orders = orders_of_classes(everyone) if self.in_ddp else {}
+        self._order = orders.get(self._rank.device_class.name, self._order)
+        taken = [[times[k] for k in orders.get(name, range(len(times)))] for name, times, _ in everyone]
+        typical_s = [max(of_ranks) for of_ranks in zip(*taken, strict=True)]
+        own_s = dict(zip(self._order, typical_s, strict=True))
+        self.profiler.set_typical_s([own_s[k] for k in range(self.num_choices)])
         if self.in_ddp:
             patience = timedelta(seconds=max(MIN_PATIENCE_S, PATIENCE_STEPS * max(typical_s)))
             ddp_options = dict(options.ddp_options or {})
@@ -211,7 +225,7 @@ class DdpProfiler:
 
     def measure(self, k: int) -> None:
         """Take the k-th step of a round, on all ranks."""
-        agree("profiling", partial(self.profiler.measure, k))
+        agree("profiling", partial(self.profiler.measure, self._order[k]))
 
     def fill(self, seconds: float) -> None:
         """Take steps until every rank knows a step's time to half a per cent, or `seconds` have passed."""
@@ -229,37 +243,68 @@ class DdpProfiler:
         found = self.profiler.profile(own.name, machine, own.emulated_share, drift)
         return replace(found, bucket_s_per_byte=0.0) if self.in_ddp else found
 
-    def cluster_in_use(self, graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster) -> Cluster:
-        """Return the cluster with its link as fast as the profile's steps say; the same on every rank."""
+    def in_use(
+        self, graph: OpGraph, profiles: dict[str, Profile], cluster: Cluster
+    ) -> tuple[Cluster, dict[str, Profile]]:
+        """Return both with links and tolls as the profile's steps say; the same on every rank."""
         if not self.in_ddp:
-            return cluster
+            return cluster, profiles
         samples = zip(self.profiler.waits(), self.profiler.samples(), strict=True)
-        own = [(work_s, wait_s) for (_, wait_s), (_, work_s, _) in samples]
+        own = [(self._order.index(k), work_s, *wait) for (k, wait), (_, work_s, _) in samples]
         everyone = agree("gathering steps", lambda: own)
         classes, plans, plain = self._round()
-        runs = []
-        for (k, _), ranks in zip(self.profiler.waits(), zip(*everyone, strict=True), strict=True):
-            if not plain[k]:
-                continue  # it shows nothing new of the links, and `plans` do not state what saves less
+        measured = []
+        for ranks in zip(*everyone, strict=True):
+            turn = ranks[0][0]
+            if not plain[turn]:
+                continue  # it shows nothing new of the exchange, and `plans` do not state what saves less
             # Use the wait of the rank that works longest: all other ranks wait for it.
-            longest = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
-            runs.append((plans[k], classes[longest], ranks[longest][1]))
-        return with_links_in_use(graph, profiles, cluster, runs, self._bucket_cap_bytes)
+            longest = max(range(len(ranks)), key=lambda rank: ranks[rank][1])
+            _, _, wait_s, exposed_s = ranks[longest]
+            measured.append(MeasuredStep(plans[turn], classes[longest], wait_s, exposed_s))
+        return with_exchange_in_use(graph, profiles, cluster, measured, self._bucket_cap_bytes)
 
     def _round(self) -> tuple[list[str], list[dict[str, dict[str, Precision]]], list[bool]]:
         """Return each rank's class and, by step of a round, assignments and whether nothing saves less."""
-        steps = range(self.num_choices)
         everyone: list[Any] = agree("gathering steps", lambda: [
             self._rank.device_class.name,
-            [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in steps],
-            [self.profiler.saves_less(k) for k in steps],
+            [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in self._order],
+            [self.profiler.saves_less(k) for k in self._order],
         ])  # fmt: skip
-        plans: list[dict[str, dict[str, Precision]]] = [{} for _ in steps]
+        turns = range(self.num_choices)
+        plans: list[dict[str, dict[str, Precision]]] = [{} for _ in turns]
         for name, assignments, _ in everyone:
             for plan, assignment in zip(plans, assignments, strict=True):
                 plan.setdefault(name, {op: Precision(p) for op, p in assignment.items()})
-        plain = [not any(less[k] for _, _, less in everyone) for k in steps]
+        plain = [not any(less[k] for _, _, less in everyone) for k in turns]
         return [name for name, _, _ in everyone], plans, plain
+
+
+def orders_of_classes(
+    everyone: Sequence[tuple[str, Sequence[float], Sequence[bool]]],
+) -> dict[str, list[int]]:
+    """Return for each class the order of its steps in a round, so that as many as possible arrive together.
+
+    `everyone` has each rank's class, the seconds of each step, and whether what is able saves less in it. The
+    slowest class keeps its order. What saves less is paired with what saves less.
+
+    >>> orders_of_classes([("train", [3.0, 1.0], [False, False]), ("infer", [6.0, 3.0], [False, False])])
+    {'train': [1, 0], 'infer': [0, 1]}
+    """
+    first = {name: (np.array(times), np.array(less)) for name, times, less in reversed(everyone)}
+    slowest = max(first, key=lambda name: float(first[name][0].sum()))
+    at_s, saves = first[slowest]
+    orders = {}
+    for name in dict.fromkeys(name for name, _, _ in everyone):
+        times, less = first[name]
+        if name == slowest:
+            orders[name] = list(range(len(times)))
+            continue
+        # The root favours few steps that fit well over many that fit a little.
+        apart = np.sqrt(np.abs(np.log(at_s[:, None] / times[None, :])))
+        _, order = linear_sum_assignment(apart + _NEVER * (saves[:, None] != less[None, :]))
+        orders[name] = order.tolist()
+    return orders
 
 
 def job_clock(device: torch.device, emulated_share: float | None = None) -> Clock:

@@ -195,7 +195,7 @@ class PlanRunner:
         profile = with_toll(self._profiler.profile(machine(self._rank.device), drift), link)
         profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
         cluster = Cluster(cluster.classes, link.link)
-        cluster = self._profiler.cluster_in_use(graph, profiles, cluster)
+        cluster, profiles = self._profiler.in_use(graph, profiles, cluster)
         return Basis(graph, cluster, profiles, Sensitivity(graph.hash, "none", {}, 1))
 
     def _critical(self, drift: Sequence[float]) -> list[float]:

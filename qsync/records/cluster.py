@@ -52,7 +52,8 @@ class Link:
 
     On a CPU communication and compute share the cores: beside compute an all-reduce runs at `overlap_rate` of
     its speed alone (1 where a copy engine does the work). It slows compute by an amount that each class has
-    measured (`Profile.reduce_s_per_byte`).
+    measured (`Profile.reduce_s_per_byte`): by `waiting_toll` times as much where its peers only wait, and so
+    answer every message at once.
 
     `error` is by how much steps that were taken with the link missed their replay, beyond what the profiles
     missed: a standard deviation, as a part of a step; 0 where no steps were compared.
@@ -63,6 +64,7 @@ class Link:
     overlap_rate: float = 1.0
     num_ranks: int | None = None
     error: float = 0.0
+    waiting_toll: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,7 @@ def _from_datasheet(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _link(entry: Mapping[str, Any], where: str) -> Link:
     _check_known(entry, Link, where)
     values = {name: field(entry, name, (int, float), where) for name in ("latency_s", "bytes_per_s")}
-    for name, usual in (("overlap_rate", 1.0), ("error", 0.0)):
+    for name, usual in (("overlap_rate", 1.0), ("error", 0.0), ("waiting_toll", 1.0)):
         values[name] = field({name: usual, **entry}, name, (int, float), where)
     shown = {name: shortened(number) for name, number in values.items()}
     if not 0 <= values["latency_s"] < math.inf:
@@ -232,6 +234,11 @@ def _link(entry: Mapping[str, Any], where: str) -> Link:
         )
     if not 0 <= values["error"] < math.inf:
         raise FormatError(f"{where}: error must be finite and not negative, found {shown['error']}")
+    if not 1 <= values["waiting_toll"] < math.inf:
+        raise FormatError(
+            f"{where}: waiting_toll must be finite and at least 1, found {shown['waiting_toll']}; 1 if an "
+            "all-reduce takes the same beside peers that wait"
+        )
     num_ranks = entry.get("num_ranks")
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
         raise FormatError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from two_ranks import launch, said
 
+from qsync.distributed.ddp_profiling import orders_of_classes
+
 pytestmark = pytest.mark.dist
 
 
@@ -90,3 +92,50 @@ os._exit(0)
 """
     output = launch(tmp_path, body.replace("CALL", str(call)))  # which ends a job that hangs
     assert all("the kernel broke" in text and "rank 1" in text for text in said(output, "broken"))
+
+
+def test_waits_are_told_apart_and_no_hook_stays(tmp_path):
+    """Rank 1 comes late to its backward: rank 0 waits after its last gradient, rank 1 before."""
+    body = """
+import statistics
+
+def late(model, batch):
+    time.sleep(0.1 * rank)
+    return loss_fn(model, batch)
+
+in_use = ddp_profiling.DdpProfiler.in_use
+
+def observed(self, *args):
+    waits = [wait for _, wait in self.profiler.waits()]
+    exposed_s, hidden_s = (statistics.median(values) for values in zip(
+        *((wait.exposed_s, wait.wait_s - wait.exposed_s) for wait in waits)))
+    say(f"late: {exposed_s > 0.09 if rank == 0 else hidden_s > 0.09}")
+    say(f"hooks: {sum(len(p._post_accumulate_grad_hooks or ()) for p in self.model.parameters())}")
+    return in_use(self, *args)
+
+ddp_profiling.DdpProfiler.in_use = observed
+attempt("planned", loss_fn=late, device_class=["strong", "weak"][rank])
+dist.destroy_process_group()
+"""
+    output = launch(tmp_path, body)
+    assert said(output, "late") == ["True", "True"]
+    assert said(output, "hooks") == ["0", "0"]
+    assert said(output, "planned") == ["went through"] * 2
+
+
+def test_classes_take_steps_in_orders_in_which_most_arrive_together():
+    plain = [False] * 4
+    weak, another = ("weak", [8.0, 4.0, 2.0, 6.0], plain), ("weak", [9.0] * 4, plain)
+    orders = orders_of_classes([("strong", [4.0, 1.0, 2.0, 3.0], plain), weak, another])
+    assert orders["weak"] == [0, 1, 2, 3]
+    assert orders["strong"][1] == 0 and orders["strong"][2] == 2  # 4 s beside 4 s, 2 s beside 2 s
+    assert sorted(orders["strong"]) == [0, 1, 2, 3]
+    assert orders_of_classes([("same", [3.0, 1.0, 2.0], plain[:3])] * 2) == {"same": [0, 1, 2]}
+
+
+def test_steps_that_save_less_are_taken_beside_steps_that_save_less():
+    saves = [False, False, True, True]
+    orders = orders_of_classes(
+        [("strong", [4.0, 1.0, 4.1, 1.1], saves), ("weak", [8.0, 4.1, 8.0, 4.0], saves)]
+    )
+    assert orders["strong"] == [1, 0, 3, 2]

@@ -115,17 +115,17 @@ class Deep(torch.nn.Module):
 
 ddp_profiling.PROFILE_S = 0.1
 profiler = ddp_profiling.DdpProfiler
-runs, in_use, cluster_in_use = [], ddp_profiling.with_links_in_use, profiler.cluster_in_use
-ddp_profiling.with_links_in_use = lambda *args: runs.extend(args[3]) or in_use(*args)
+steps, fitted, in_use = [], ddp_profiling.with_exchange_in_use, profiler.in_use
+ddp_profiling.with_exchange_in_use = lambda *args: steps.extend(args[3]) or fitted(*args)
 
 def observed(self, *args):
-    cluster = cluster_in_use(self, *args)
+    found = in_use(self, *args)
     every = [k for k, _ in self.profiler.waits()]
     plain = [k for k in every if not self.profiler.saves_less(k)]
-    say(f"links: {len(runs) == len(plain) < len(every)}")
-    return cluster
+    say(f"links: {len(steps) == len(plain) < len(every)}")
+    return found
 
-profiler.cluster_in_use = observed
+profiler.in_use = observed
 wide = batch(size=1024)
 net, name = Deep(), ["strong", "weak"][rank]
 graph = qsync.capture(net, wide[0])

@@ -1,0 +1,168 @@
+"""Calibration of links and tolls by measured steps, in which compute runs beside all-reduces. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from qsync.records.cluster import Cluster, Link
+from qsync.records.graph import OpGraph
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile
+from qsync.replayer.costs.class_costs import ClassCosts
+from qsync.replayer.simulate import Exchange, Step, Work, checked_lowerings, steady_step
+
+# Factors tried on the seconds of an all-reduce between bare barriers, and on what it takes from compute.
+FACTORS = np.geomspace(1 / 4, 4, 65)
+# Factors tried on what an all-reduce takes from compute where all peers wait.
+WAITING_TOLLS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
+_TURNS = 3  # of fitting the links, then the tolls
+_NORMAL = 1.4826  # the standard deviation of normal errors, in medians of their size
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """What a step under a plan took beyond the own work of the class that works longest.
+
+    Of these `wait_s`, `exposed_s` passed after its last gradient, in all-reduces that no compute hid.
+    All-reduces beside its compute took the rest from it.
+    """
+
+    plan: Mapping[str, Mapping[str, Precision]]
+    device_class: str
+    wait_s: float
+    exposed_s: float
+
+
+def with_exchange_in_use(
+    graph: OpGraph,
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    measured: Sequence[MeasuredStep],
+    bucket_cap_bytes: int | None = None,
+) -> tuple[Cluster, dict[str, Profile]]:
+    """Return cluster and profiles with links and tolls scaled so that replay is right for the mean step.
+
+    The links follow what was exposed, the toll of a class what it waited beyond that where it worked longest.
+    Both are scaled apart: they add up where ranks wait for one, and do not where ranks arrive together.
+    `waiting_toll` is the factor under which tolls fit steps of both kinds best.
+    The mean counts, since a rank paused now and then makes some steps longer. If steps do not depend on
+    the links because compute hides them, the links stay as measured. The links' `error` is how far the mean
+    steps of each plan still lie from their replay.
+
+    >>> step = MeasuredStep({"train": {}, "infer": {}}, "infer", wait_s=0.091, exposed_s=0.013)
+    >>> cluster, profiles = with_exchange_in_use(graph, profiles, cluster, [step])
+    """
+    fit = _Fit(graph, profiles, cluster, measured, bucket_cap_bytes)
+    for _ in range(_TURNS):
+        fit.link = _best(fit.exposed_too_long_s)
+        fit.fit_tolls()
+    error = fit.error()
+
+    def scaled(link: Link) -> Link:
+        latency_s, bytes_per_s = fit.link * link.latency_s, link.bytes_per_s / fit.link
+        found = replace(link, latency_s=latency_s, bytes_per_s=bytes_per_s, error=error)
+        return replace(found, waiting_toll=fit.waiting_toll)
+
+    between = scaled(cluster.between) if cluster.between else None
+    found = {
+        name: replace(
+            profile,
+            reduce_s_per_call=fit.tolls.get(name, 1.0) * profile.reduce_s_per_call,
+            reduce_s_per_byte=fit.tolls.get(name, 1.0) * profile.reduce_s_per_byte,
+        )
+        for name, profile in profiles.items()
+    }
+    return replace(cluster, link=scaled(cluster.link), between=between), found
+
+
+def _best(miss: Callable[[float], float]) -> float:
+    """Return the factor that misses least; the one nearest to 1 of several."""
+    return float(min(FACTORS, key=lambda factor: (round(abs(miss(factor)), 6), abs(math.log(factor)))))
+
+
+class _Fit:
+    """Measured steps beside their replay, under a factor on all links and one on each class's toll."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        profiles: Mapping[str, Profile],
+        cluster: Cluster,
+        measured: Sequence[MeasuredStep],
+        bucket_cap_bytes: int | None,
+    ) -> None:
+        self._measured, self._link = measured, cluster.link
+        self._exchange = Exchange(graph, cluster, bucket_cap_bytes)
+        self._names = [device_class.name for device_class in cluster.classes]
+        self._works: dict[int, list[Work]] = {}
+        for step in measured:
+            if id(step.plan) not in self._works:
+                lowerings = checked_lowerings(graph, step.plan, profiles, cluster)
+                costs = [ClassCosts(lowerings[name], profiles[name]) for name in self._names]
+                self._works[id(step.plan)] = [self._exchange.work(entry) for entry in costs]
+        self.link, self.waiting_toll = 1.0, 1.0
+        self.tolls = dict.fromkeys((step.device_class for step in measured), 1.0)
+
+    def fit_tolls(self) -> None:
+        """Set every class's toll right for its mean step, and the toll beside peers that wait for all."""
+        found: list[tuple[float, float, dict[str, float]]] = []
+        for self.waiting_toll in WAITING_TOLLS:
+            for name in self.tolls:
+                self.tolls[name] = _best(partial(self.waits_too_long_s, name))
+            squares = sum(miss_s**2 for miss_s in self._misses_s().values())
+            found.append((round(squares, 9), self.waiting_toll, dict(self.tolls)))
+        _, self.waiting_toll, self.tolls = min(found, key=lambda one: one[:2])
+
+    def exposed_too_long_s(self, link: float) -> float:
+        """Return the mean seconds by which replay exposes more than was measured."""
+        steps = self._steps(link, self.tolls)
+        return statistics.fmean(
+            max(0.0, steps[id(m.plan)].reduced_s - steps[id(m.plan)].finished_s[self._at(m)]) - m.exposed_s
+            for m in self._measured
+        )
+
+    def waits_too_long_s(self, name: str, toll: float) -> float:
+        """Return the mean seconds that class `name` waits too long in replay, where it works longest."""
+        steps = self._steps(self.link, {**self.tolls, name: toll})
+        return statistics.fmean(self._beyond_s(m, steps) for m in self._measured if m.device_class == name)
+
+    def error(self) -> float:
+        """Return the relative error that the mean step of a plan still has, as a standard deviation."""
+        steps = self._steps(self.link, self.tolls)
+        parts = [abs(miss_s) / steps[key].reduced_s for key, miss_s in self._misses_s().items()]
+        return _NORMAL * statistics.median(parts)
+
+    def _misses_s(self) -> dict[int, float]:
+        """Return by plan the mean seconds that replay waits too long."""
+        steps = self._steps(self.link, self.tolls)
+        by_plan: dict[int, list[float]] = {}
+        for m in self._measured:
+            by_plan.setdefault(id(m.plan), []).append(self._beyond_s(m, steps))
+        return {key: statistics.fmean(found) for key, found in by_plan.items()}
+
+    def _steps(self, link: float, tolls: Mapping[str, float]) -> dict[int, Step]:
+        durations = [link * seconds for seconds in self._exchange.durations_s]
+        broadcast_s = link * self._exchange.broadcast_s
+        factors = [tolls.get(name, 1.0) for name in self._names]
+        beside = replace(self._link, waiting_toll=self.waiting_toll)
+        return {
+            key: steady_step(
+                [replace(work, tolls_s=tuple(factor * s for s in work.tolls_s))
+                 for work, factor in zip(works, factors, strict=True)],
+                durations, beside, broadcast_s,
+            )
+            for key, works in self._works.items()
+        }  # fmt: skip
+
+    def _beyond_s(self, m: MeasuredStep, steps: Mapping[int, Step]) -> float:
+        own_s = self._works[id(m.plan)][self._at(m)].total_s
+        return steps[id(m.plan)].reduced_s - own_s - m.wait_s
+
+    def _at(self, m: MeasuredStep) -> int:
+        return self._names.index(m.device_class)
