@@ -184,7 +184,8 @@ def _train(
             runner.warm_up()
     for turn in range(num_turns):
         for number, (name, runner) in enumerate(runners.items()):
-            show(f"training {name}, seed {seed}", (turn + number / len(runners)) / num_turns)
+            done = f"seed {seed}: {turn * STEPS_A_TURN} of {steps} steps of every run"
+            show(f"{done}, {name}", (turn + number / len(runners)) / num_turns)
             dist.barrier()
             if runner is not None:
                 runner.train(min(STEPS_A_TURN, steps - turn * STEPS_A_TURN))
