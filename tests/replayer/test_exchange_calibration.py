@@ -136,7 +136,7 @@ def test_a_toll_is_higher_only_where_every_peer_waits(plan, num_weak, waits):
         step_s(plan, tolled(2e-9), cluster_of({"train": 1, "infer": num_weak}, link=link))
         for link in (Link(0.01, 1e12, 0.5, 2, 0.0, toll) for toll in (1.0, 2.0))
     )
-    assert (waiting_s > 1.01 * usual_s) == waits
+    assert waiting_s > 1.01 * usual_s if waits else waiting_s == usual_s
 
 
 def test_what_the_timeline_shows_slowed_is_what_the_step_lost():
