@@ -53,6 +53,9 @@ STEADY = 1e-12
 # Nine in ten values of a normal distribution lie within this many standard deviations.
 NINE_IN_TEN = 1.645
 
+# By class, the part of its full speed at which it computes.
+Rates = tuple[float, ...]
+
 # An all-reduce leaves compute at least this part of the core.
 LEAST_RATE = 0.1
 
@@ -103,7 +106,7 @@ class Step:
     finished_s: tuple[float, ...]
     flights: tuple[tuple[float, float], ...]
     reduced_s: float
-    rates: tuple[tuple[float, ...], ...] = ()
+    rates: tuple[Rates, ...] = ()
     idle_s: tuple[float, ...] = ()
 
 
@@ -207,10 +210,14 @@ def steady_step(
     start together: `broadcast_s` after the last one is ready.
     """
     starts = tuple(work.optimizer_s for work in works)
-    rates = [
-        [(compute_rate(work, k, d, link), compute_rate(work, k, d, link, peers_wait=True)) for work in works]
-        for k, d in enumerate(durations_s)
-    ]
+    usual = [tuple([compute_rate(work, k, d, link) for work in works]) for k, d in enumerate(durations_s)]
+    waiting = usual
+    if link.waiting_toll != 1.0:
+        waiting = [
+            tuple([compute_rate(work, k, d, link, peers_wait=True) for work in works])
+            for k, d in enumerate(durations_s)
+        ]
+    rates = list(zip(usual, waiting, strict=True))
     step = _step(_met(starts, broadcast_s), works, durations_s, rates, link)
     for _ in range(MAX_STEPS - 1):
         ahead = tuple(
@@ -527,12 +534,12 @@ def _step(
     starts: tuple[float, ...],
     works: Sequence[Work],
     durations_s: Sequence[float],
-    rates_of_buckets: Sequence[Sequence[tuple[float, float]]],
+    rates_of_buckets: Sequence[tuple[Rates, Rates]],
     link: Link,
 ) -> Step:
     """Simulate one step of all classes from the start of each. O(buckets x classes).
 
-    Rates are beside peers of which some compute, and beside peers that all wait.
+    The rates of a bucket are those beside peers of which some compute, and those beside peers that all wait.
     """
     now = 0.0
     done = [
@@ -543,13 +550,14 @@ def _step(
     flights, rates_used = [], []
     # For each bucket: when each class has filled it, and the rate of each beside its all-reduce.
     ready = zip(*(work.ready_s for work in works), strict=True)
-    for duration, ready_s, both_rates in zip(durations_s, ready, rates_of_buckets, strict=True):
+    for duration, ready_s, (usual, waiting) in zip(durations_s, ready, rates_of_buckets, strict=True):
         gap = max(0.0, *map(sub, ready_s, done))
         now += gap
         done = [one + gap if one + gap < most else most for one, most in zip(done, total, strict=True)]
         left = list(map(sub, total, done))
-        peers_wait = sum(seconds > 0.0 for seconds in left) == 1
-        rates = tuple([waiting if peers_wait else usual for usual, waiting in both_rates])
+        rates = usual
+        if waiting is not usual and sum(seconds > 0.0 for seconds in left) == 1:
+            rates = waiting
         rates_used.append(rates)
         computing = max(map(truediv, left, rates))
         elapsed = duration / link.overlap_rate
