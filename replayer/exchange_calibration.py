@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -82,8 +82,23 @@ def with_exchange_in_use(
 
 
 def _best(miss: Callable[[float], float]) -> float:
-    """Return the factor that misses least; the one nearest to 1 of several."""
-    return float(min(FACTORS, key=lambda factor: (round(abs(miss(factor)), 6), abs(math.log(factor)))))
+    """Return the factor that misses least; of several the one nearest to 1.
+
+    `miss` grows with the factor, or stays: it is asked about a few factors only.
+    """
+
+    @cache
+    def missed(k: int) -> float:
+        return round(miss(float(FACTORS[k])), 6)
+
+    one = len(FACTORS) // 2
+    # Away from 1, towards where less is missed: `k` steps that way.
+    way = -1 if missed(one) > 0.0 else 1
+    ks = range(one + 1)
+    crossed = bisect_left(ks, True, key=lambda k: missed(one + way * k) * way >= 0.0)
+    least, at = min((abs(missed(one + way * k)), k) for k in {max(0, crossed - 1), min(crossed, one)})
+    nearest = bisect_left(ks, True, hi=at, key=lambda k: abs(missed(one + way * k)) <= least)
+    return float(FACTORS[one + way * nearest])
 
 
 class _Fit:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from graphs import cluster_of, mlp, profile_of
 from qsync.records.cluster import Cluster, Link
 from qsync.records.precision import Precision
 from qsync.replayer import replay
-from qsync.replayer.exchange_calibration import MeasuredStep, with_exchange_in_use
+from qsync.replayer.exchange_calibration import FACTORS, MeasuredStep, _best, with_exchange_in_use
 from qsync.replayer.simulate import simulate_step
 
 GRAPH = mlp(4)
@@ -146,3 +148,24 @@ def test_what_the_timeline_shows_slowed_is_what_the_step_lost():
     own_s = sum(e.duration_s for e in timeline.events if (e.device_class, e.phase) == ("infer", "backward"))
     found = simulate_step(WIDE, APART, tolled(2e-9), cluster_of(link=link), CAP)
     assert own_s == pytest.approx(found.works[1].backward_s + found.step.slowed_s[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_few_factors_tried_find_what_all_of_them_would(seed):
+    """Misses that rise with the factor between two of them, and are flat outside, whatever their sign."""
+    draw = random.Random(seed)
+    for _ in range(50):
+        at_one, rise, low = (
+            draw.uniform(-0.05, 0.05),
+            draw.choice([0.0, 0.001, 0.01, 0.1]),
+            draw.uniform(0.2, 4),
+        )
+        high = low * draw.uniform(1, 5)
+
+        def miss(factor, at_one=at_one, rise=rise, low=low, high=high):
+            return at_one + rise * (min(max(factor, low), high) - 1)
+
+        def key(factor, miss=miss):
+            return round(abs(miss(factor)), 6), round(abs(math.log(factor)), 9)
+
+        assert key(_best(miss)) == key(min(FACTORS, key=key))
