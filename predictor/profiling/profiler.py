@@ -44,7 +44,6 @@ from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
 
 # The timer takes a few milliseconds a step: beside a timed step shorter than this, one without it is taken.
-# In a step of half a second it was 1 to 2 %.
 LONG_STEP_S = 1.0
 # The first step after a change of assignment takes a few tenths of a millisecond longer than the next. Before
 # a timed step shorter than this, one is taken to warm up and two without the timer are averaged.
