@@ -35,21 +35,19 @@ from qsync.backend.casts.cast_ops import (
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.int8_products import scaled_product
 from qsync.backend.kernel_cache import rounded_up
+from qsync.backend.kernels.conv_geometry import Geometry, geometry_of, single
 from qsync.backend.kernels.conv_strategy import bf16_windows_pay, int8_gradient_unfolds, int8_windows_pay
+from qsync.backend.kernels.image_order import (
+    channels_first,
+    channels_last,
+    is_channels_first,
+    is_one_channel,
+    lies_channels_last,
+)
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.linear_bf16 import transposed_product
 from qsync.backend.shape_choices import choose
 from qsync.errors import UnsupportedError
-
-
-class _Geometry(NamedTuple):
-    """A convolution's geometry; `extra` is the padding that "same" adds after (width, height)."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    groups: int
-    extra: tuple[int, int]
 
 
 class _Call(NamedTuple):
@@ -58,7 +56,7 @@ class _Call(NamedTuple):
     x: Encoded
     weight: Encoded
     dtype: torch.dtype
-    geometry: _Geometry
+    geometry: Geometry
     integer_gradients: bool
 
 
@@ -88,7 +86,7 @@ def conv2d_int8(
         raise UnsupportedError(
             "conv2d in INT8 needs a batched input (n, C, h, w): add a batch dimension of 1"
         )
-    geometry = _geometry(weight.value, stride, padding, dilation, groups)
+    geometry = geometry_of(weight.value, stride, padding, dilation, groups)
     return _int8_convolution(input, weight, bias, DTYPES[out_type], geometry)
 
 
@@ -117,7 +115,7 @@ def conv2d_int8_all(
         raise UnsupportedError(
             "conv2d in int8_all needs a batched input (n, C, h, w) and one group: run it in int8"
         )
-    geometry = _geometry(weight.value, stride, padding, dilation, groups)
+    geometry = geometry_of(weight.value, stride, padding, dilation, groups)
     return _int8_convolution(input, weight, bias, DTYPES[out_type], geometry, integer_gradients=True)
 
 
@@ -142,11 +140,11 @@ def conv1d_int8(
         raise UnsupportedError(
             "conv1d in INT8 needs a batched input (n, C, length): add a batch dimension of 1"
         )
-    geometry = _geometry(
+    geometry = geometry_of(
         weight.value.unsqueeze(2),
-        (1, *_single(stride)),
-        padding if isinstance(padding, str) else (0, *_single(padding)),
-        (1, *_single(dilation)),
+        (1, *single(stride)),
+        padding if isinstance(padding, str) else (0, *single(padding)),
+        (1, *single(dilation)),
         groups,
     )
     image, filters = (_with_height(operand) for operand in (input, weight))
@@ -174,8 +172,8 @@ def conv2d_bf16(
 
     >>> conv2d_bf16(torch.conv2d, "bf16", x.bfloat16(), w.bfloat16(), padding=1)
     """
-    geometry = _geometry(weight, stride, padding, dilation, groups)
-    if input.ndim == 4 and (_is_channels_first(input) or _is_one_channel(input)):
+    geometry = geometry_of(weight, stride, padding, dilation, groups)
+    if input.ndim == 4 and (is_one_channel(input) or not lies_channels_last(input)):
         input = differentiable(_Image, input)
     shapes = (input.shape, weight.shape)
     plain = input.ndim != 4 or any(geometry.extra)
@@ -191,7 +189,7 @@ def _int8_convolution(
     filters: Operand,
     bias: Tensor | None,
     dtype: torch.dtype,
-    geometry: _Geometry,
+    geometry: Geometry,
     integer_gradients: bool = False,
 ) -> Tensor:
     call = _Call(image.encoded, filters.encoded, dtype, geometry, integer_gradients)
@@ -206,59 +204,18 @@ def _with_height(operand: Operand) -> Operand:
     return Operand(operand.value.unsqueeze(2), flat)
 
 
-def _single(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _pair(value: int | tuple[int, ...]) -> list[int]:
-    return [value, value] if isinstance(value, int) else [int(v) for v in value] * (2 // len(value))
-
-
-def _geometry(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> _Geometry:
-    dilation = _pair(dilation)
-    extra = (0, 0)
-    if padding == "valid":
-        padding = 0
-    elif padding == "same":
-        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        padding, extra = tuple(t // 2 for t in total), (total[1] % 2, total[0] % 2)
-    return _Geometry(_pair(stride), _pair(padding), dilation, groups, extra)
-
-
 class _Image(torch.autograd.Function):
-    """Images unchanged, but marked as channels-last; gradients return in the images' order."""
+    """Images in channels-last order; gradients return in the images' own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.channels_first = _is_channels_first(x)
-        if _is_one_channel(x):
-            return x.view(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
-        return x.view_as(x)
+        ctx.channels_first = is_channels_first(x)
+        return channels_last(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _channels_first(gradient) if ctx.channels_first else gradient
-
-
-def _is_channels_first(x: Tensor) -> bool:
-    """Return whether images lie in contiguous order and in no other."""
-    return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
-
-
-def _is_one_channel(x: Tensor) -> bool:
-    """Return whether images are in both orders; torch treats such ones, and a result, as contiguous."""
-    return x.shape[1] == 1 and x.is_contiguous()
-
-
-def _channels_first(x: Tensor) -> Tensor:
-    """Return images (n, C, h, w) in contiguous order."""
-    last = x.permute(0, 2, 3, 1)
-    if x.is_contiguous() or not last.is_contiguous():
-        return x.contiguous()
-    return transpose_last(last.view(len(last), math.prod(last.shape[1:3]), last.shape[3]), x.dtype).view(
-        x.shape
-    )
+        return channels_first(gradient) if ctx.channels_first else gradient
 
 
 class _Int8Convolution(torch.autograd.Function):
@@ -281,7 +238,7 @@ class _Int8Convolution(torch.autograd.Function):
             *((x_codes, x_scale) if need_w else (None, None)),
             *((call.weight.data, call.weight.code_scale.reshape(-1)) if need_x else (None, None)),
         )
-        ctx.x, ctx.padded_shape = (x.shape, x.dtype, _is_channels_first(x)), x_codes.shape
+        ctx.x, ctx.padded_shape = (x.shape, x.dtype, is_channels_first(x)), x_codes.shape
         ctx.weight = (weight.shape, weight.dtype, weight.is_contiguous())
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.geometry, ctx.integer_gradients = geometry, call.integer_gradients
@@ -306,7 +263,7 @@ class _Int8Convolution(torch.autograd.Function):
             dx, dw = gradients(g, x, weight, *shapes, ctx.geometry)
         if dx is not None:
             dx = dx[:, :, : ctx.x[0][2], : ctx.x[0][3]].to(ctx.x[1])
-            dx = _channels_first(dx) if ctx.x[2] else dx
+            dx = channels_first(dx) if ctx.x[2] else dx
         if dw is not None:
             dw = weight_gradient(dw, *ctx.weight[1:])
         return dx, dw, sums.to(ctx.bias_dtype) if need_b and sums is not None else None, None
@@ -316,7 +273,7 @@ class _Bf16Convolution(torch.autograd.Function):
     """A BF16 convolution that saves input and weight, and unfolds windows again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_w else None, weight if need_x else None)
         ctx.shapes, ctx.geometry = (x.shape, weight.shape), geometry
@@ -341,18 +298,18 @@ class _Bf16Convolution(torch.autograd.Function):
         return None if dx is None else dx.to(g.dtype), dw, db, None
 
 
-def _windows_pay(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) -> bool:
+def _windows_pay(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> bool:
     pixels = _pixels(x_shape, w_shape, geometry)
     return bf16_windows_pay(pixels, w_shape, geometry.groups, max(geometry.stride) > 1)
 
 
-def _pixels(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) -> int:
+def _pixels(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> int:
     """Return the number of the result's pixels, in all images."""
     sizes = zip(x_shape[2:], geometry.padding, geometry.dilation, w_shape[2:], geometry.stride, strict=True)
     return x_shape[0] * math.prod((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, p, d, k, s in sizes)
 
 
-def _windows(x: Tensor, w_shape: torch.Size, geometry: _Geometry) -> Tensor:
+def _windows(x: Tensor, w_shape: torch.Size, geometry: Geometry) -> Tensor:
     images = x.permute(0, 2, 3, 1).contiguous()
     kernel = (w_shape[2], w_shape[3])
     return unfold(images, kernel, geometry.stride, geometry.padding, geometry.dilation)
@@ -369,7 +326,7 @@ def _window_gradients(
     weight: Tensor | None,
     x_shape: torch.Size,
     w_shape: torch.Size,
-    geometry: _Geometry,
+    geometry: Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute dx = fold(W' g) in FP32 and dW = g unfold(x)' in BF16, both channels-last."""
     pixels = g.permute(0, 2, 3, 1).contiguous()
@@ -400,7 +357,7 @@ def _onednn_gradients(
     weight: Tensor | None,
     x_shape: torch.Size,
     w_shape: torch.Size,
-    geometry: _Geometry,
+    geometry: Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the same by torch, but a depthwise dW by a loop where that is faster.
 
@@ -426,13 +383,13 @@ def _onednn_gradients(
     return dx, dw_of_torch if dw is None else dw
 
 
-def _weight_gradient_by_loop(g: Tensor, x: Tensor, w_shape: torch.Size, geometry: _Geometry) -> Tensor:
+def _weight_gradient_by_loop(g: Tensor, x: Tensor, w_shape: torch.Size, geometry: Geometry) -> Tensor:
     images, gradient = (t.permute(0, 2, 3, 1).contiguous() for t in (x, g))
     options = (geometry.stride, geometry.padding, geometry.dilation)
     return depthwise_weight_gradient(images, gradient, (w_shape[2], w_shape[3]), *options).to(x.dtype)
 
 
-def _loop_pays(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) -> bool:
+def _loop_pays(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> bool:
     """Return whether a loop computes a depthwise weight's BF16 gradient faster than oneDNN, timed once."""
     if w_shape[1] != 1 or geometry.groups != w_shape[0]:
         return False
@@ -462,7 +419,7 @@ def _integer_input_gradient(
     scale: Tensor,
     x_shape: torch.Size,
     w_shape: torch.Size,
-    geometry: _Geometry,
+    geometry: Geometry,
     dtype: torch.dtype,
 ) -> Tensor | None:
     """Compute dx (n, C, h, w) in INT8 from g (n, p, q, c) and a weight's codes, channels-last."""
@@ -495,7 +452,7 @@ def _integer_weight_gradient(
     codes: Tensor | None,
     scale: Tensor,
     w_shape: torch.Size,
-    geometry: _Geometry,
+    geometry: Geometry,
 ) -> Tensor | None:
     """Compute dW (c, C, kh, kw) in FP32 by an INT8 product from g (n, p, q, c) and an input's codes."""
     if codes is None:
@@ -513,7 +470,7 @@ def _unfolded(
     weight: Encoded,
     bias: Tensor | None,
     dtype: torch.dtype,
-    geometry: _Geometry,
+    geometry: Geometry,
 ) -> Tensor:
     """Convolve by one product: windows (pixels, kh kw C) times the weight's rows."""
     windows = _windows(x_codes, weight.data.shape, geometry)
@@ -531,7 +488,7 @@ def _through_onednn(
     weight: Encoded,
     bias: Tensor | None,
     dtype: torch.dtype,
-    geometry: _Geometry,
+    geometry: Geometry,
 ) -> Tensor:
     """Convolve by oneDNN, with activations of zero point 128, and scale per image afterwards."""
     shape = tuple(x_codes.shape)

@@ -20,15 +20,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qsync.backend import shape_choices
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import sum_columns
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.kernel_timing import fastest
+from qsync.backend.kernels.conv_geometry import Geometry, geometry_of
+from qsync.backend.kernels.image_order import channels_first, channels_last
 from qsync.backend.kernels.linear import DTYPES
 
 # Of fewer multiply-adds, forward and backward take less time (60 us) than what calls these kernels (70 us).
 _MIN_MULTIPLIES = 2**20
-_ORDERS = (torch.contiguous_format, torch.channels_last)
+_ORDERS = (torch.channels_last, torch.contiguous_format)  # that of the result first
 
 
 def _on_fp32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -107,27 +109,25 @@ def conv2d_fp32_fast(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Run the target on images in the faster memory order, in which the result lies too.
+    """Convolve images in the faster memory order; the result lies channels-last whichever that is.
 
-    The input's gradient returns in the input's own order, the weight's in the weight's.
+    Reordering is part of what is timed. The operators after it find images in the order that lowering says
+    (`Run.channels_last`); they would else be several times slower where orders meet. The input's gradient
+    returns in the input's own order, the weight's in the weight's.
 
     ms forward and backward of 3x3 from contiguous images, as they lie and channels-last: 46 and 41 for
     16x64x32x32, 33 and 49 for 16x512x4x4 (one thread of a Zen 4).
 
     >>> conv2d_fp32_fast(torch.conv2d, "fp32", x, weight, padding=1)
     """
-
-    def convolve(x: Tensor, w: Tensor, b: Tensor | None, order: torch.memory_format) -> Tensor:
-        x, w = (differentiable(_Reordered, t, order) for t in (x, w))
-        return target(x, w, b, stride, padding, dilation, groups)
-
     if input.ndim != 4 or not (input.numel() and weight.numel()):
         return target(input, weight, bias, stride, padding, dilation, groups)
+    geometry = geometry_of(weight, stride, padding, dilation, groups)
+    if any(geometry.extra):
+        input = torch.nn.functional.pad(input, (0, geometry.extra[0], 0, geometry.extra[1]))
     lies = [t.is_contiguous(memory_format=order) for t in (input, weight) for order in _ORDERS]
-    orders = _ORDERS if lies[0] or not lies[1] else _ORDERS[::-1]  # the input's own first
     needs = [t is not None and t.requires_grad for t in (input, weight, bias)] + [torch.is_grad_enabled()]
-    options = str((stride, padding, dilation, groups))
-    key = (rounded_up(input.shape), weight.shape, options, *lies, *needs)
+    key = ("to channels last", rounded_up(input.shape), weight.shape, *map(str, geometry[:4]), *lies, *needs)
 
     def timed(order: torch.memory_format) -> Callable[[], object]:
         values = [
@@ -135,17 +135,14 @@ def conv2d_fp32_fast(
         ]
 
         def run() -> None:
-            x, w, b = values
-            assert x is not None and w is not None
-            y = convolve(x, w, b, order)
+            y = differentiable(_Convolution, *values, order, geometry)
             if y.requires_grad:
                 torch.autograd.grad(y, [t for t in values if t is not None and t.requires_grad], y.detach())
 
         return run
 
-    return convolve(
-        input, weight, bias, orders[shape_choices.choose(key, [timed(order) for order in orders])]
-    )
+    order = _ORDERS[shape_choices.choose(key, [timed(order) for order in _ORDERS])]
+    return differentiable(_Convolution, input, weight, bias, order, geometry)
 
 
 class _Product(torch.autograd.Function):
@@ -188,24 +185,62 @@ class _BatchProduct(torch.autograd.Function):
         return da, None if a is None else multiply(a.mT, gradient)
 
 
-class _Reordered(torch.autograd.Function):
-    """Images, or filters, in a memory order; the gradient returns with the strides of the input.
+class _Convolution(torch.autograd.Function):
+    """y = conv(x, W) + b, computed in a memory order; y lies channels-last.
 
-    DDP requires that of a weight, even where a dimension of size 1 leaves strides open.
+    x is saved as it came, which the operator before it may save as well; W as it was multiplied. Gradients
+    have the strides of x and W: DDP requires that of a weight, even where a dimension of size 1 leaves
+    strides open.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: torch.memory_format) -> Tensor:
-        ctx.order = next((own for own in _ORDERS if x.is_contiguous(memory_format=own)), None)
-        ctx.strides = x.stride()
-        return x.contiguous(memory_format=order).view_as(x)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        order: torch.memory_format,
+        geometry: Geometry,
+    ) -> Tensor:
+        filters = weight.contiguous(memory_format=order)
+        need_x, need_w = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_w else None, filters if need_x else None)
+        ctx.order, ctx.geometry, ctx.bias = order, geometry, None if bias is None else [len(bias)]
+        ctx.like = [(t.shape, t.stride(), _own_order(t)) for t in (x, weight)]
+        return owned(channels_last(torch.conv2d(_ordered(x, order), filters, bias, *geometry[:4])))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.order is not None:
-            gradient = gradient.contiguous(memory_format=ctx.order).as_strided(gradient.shape, ctx.strides)
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, filters = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        absent = gradient.new_zeros(())  # of an operand that is not needed torch reads the shape alone
+        found = torch.ops.aten.convolution_backward(
+            _ordered(gradient, ctx.order),
+            absent.expand(ctx.like[0][0]) if x is None else _ordered(x, ctx.order),
+            absent.expand(ctx.like[1][0]) if filters is None else filters,
+            ctx.bias, *ctx.geometry[:3], False, [0, 0], ctx.geometry.groups, needs,
+        )  # fmt: skip
+        dx, dw = (
+            _laid_out(t, *like) if need else None
+            for t, like, need in zip(found[:2], ctx.like, needs[:2], strict=True)
+        )
+        return dx, dw, found[2] if needs[2] else None, None, None
+
+
+def _own_order(t: Tensor) -> torch.memory_format | None:
+    return next((order for order in _ORDERS if t.is_contiguous(memory_format=order)), None)
+
+
+def _ordered(images: Tensor, order: torch.memory_format) -> Tensor:
+    return channels_last(images) if order is torch.channels_last else channels_first(images)
+
+
+def _laid_out(
+    gradient: Tensor, shape: torch.Size, strides: tuple[int, ...], order: torch.memory_format | None
+) -> Tensor:
+    """Return a gradient with the strides of what it is the gradient of, if that lies in some order."""
+    return gradient if order is None else _ordered(gradient, order).as_strided(shape, strides)
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

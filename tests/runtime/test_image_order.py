@@ -1,0 +1,123 @@
+"""The memory order of images: what a lowered graph says is what the operators of a running model find."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import Block
+from observing import Watcher
+from torch import nn
+from torch.nn import functional as F
+
+import qsync
+from qsync.backend import shape_choices
+from qsync.backend.encoding import Encoded
+from qsync.lowering.lowered_graph import Run
+from qsync.records.precision import Precision
+from qsync.runtime import choosers, planned_forward
+
+PRECISIONS = (
+    Precision.FP32, Precision.FP32_FAST, Precision.BF16, Precision.INT8,
+)  # fmt: skip
+
+
+class Orders(Watcher):
+    """An Observer of the operators that read channels-last images, beside what their nodes say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differ: list[tuple[str, bool]] = []
+        self.num_last = 0
+
+    def seen(self, node, result, operands):
+        super().seen(node, result, operands)
+        images = [t for t in operands if isinstance(t, torch.Tensor) and t.ndim == 4]
+        lie = [t.is_contiguous(memory_format=torch.channels_last) for t in images if not in_both_orders(t)]
+        if isinstance(node, Run) and lie and not any(isinstance(t, Encoded) for t in operands):
+            self.num_last += any(lie)
+            if any(lie) != node.channels_last:
+                self.differ.append((node.op, node.channels_last))
+
+
+def in_both_orders(t: torch.Tensor) -> bool:
+    return t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
+
+
+class Mobile(nn.Module):
+    """Depthwise convolutions, groups and their norms, gates from means, pools, patches put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, stride=2, padding=1)
+        self.expand, self.depthwise = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 32, 3, padding=1, groups=32)
+        self.norm = nn.GroupNorm(4, 32)
+        self.gate = nn.Conv2d(32, 32, 1)
+        self.project, self.down = nn.Conv2d(32, 16, 1), nn.Conv2d(16, 24, 3, stride=2, padding=1)
+        self.grouped = nn.Conv2d(24, 24, 3, padding="same", groups=3)
+        self.merge, self.head = nn.Conv2d(40, 24, 1), nn.Linear(24, 4)
+
+    def forward(self, images):
+        x = F.hardswish(self.stem(images))
+        y = F.silu(self.norm(self.depthwise(F.relu6(self.expand(x)))))
+        y = y * torch.sigmoid(self.gate(F.adaptive_avg_pool2d(y, 1)))
+        x = x + self.project(y)
+        y = F.leaky_relu(self.grouped(F.max_pool2d(self.down(F.pad(x, (0, 1, 0, 1))), 2, 1)))
+        y = F.interpolate(y, size=x.shape[2:], mode="nearest")
+        return self.head(F.relu(self.merge(torch.cat([x, y], 1))).mean((2, 3)))
+
+
+class Residual(nn.Module):
+    """Residual blocks with batch norms and shortcuts, as torchvision writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(32, 4)
+        self.blocks = nn.Sequential(Block(8, 8, 1), Block(8, 16, 2), Block(16, 32, 2))
+
+    def forward(self, images):
+        return self.head(self.blocks(F.relu(self.stem(images))).mean((2, 3)))
+
+
+def residual():
+    return Residual(), torch.randn(4, 3, 16, 16)
+
+
+def mobile():
+    return Mobile(), torch.randn(2, 3, 24, 24)
+
+
+def assignments(graph):
+    """Every precision everywhere, and mixtures in which a convolution often has that of the one before it."""
+    names = [op.name for op in graph.adjustable]
+    yield from ((str(p), dict.fromkeys(names, p)) for p in PRECISIONS)
+    for seed in range(8):
+        draw = random.Random(seed)
+        chosen = {names[0]: draw.choice(PRECISIONS)}
+        for before, name in pairwise(names):
+            chosen[name] = chosen[before] if draw.random() < 0.5 else draw.choice(PRECISIONS)
+        yield f"mixture {seed}", chosen
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["channels last", "contiguous"])
+@pytest.mark.parametrize("make", [residual, mobile])
+def test_operators_find_images_in_the_order_that_their_nodes_say(make, number, monkeypatch):
+    """Whichever order a convolution in fast FP32 computes in."""
+    chosen = SimpleNamespace(get=lambda key: number, decided=lambda key, decide: number)
+    monkeypatch.setattr(shape_choices, "choices", lambda: chosen)
+    torch.manual_seed(0)
+    model, images = make()
+    graph = qsync.capture(model, images)
+    differ = {}
+    for label, assignment in assignments(graph):
+        program = planned_forward.attach(model, choosers.following(assignment))
+        program.choose(choosers.following(assignment), orders := Orders())
+        model(images).square().sum().backward()
+        planned_forward.detach(model)
+        assert not orders.wrong
+        assert bool(orders.num_last) == (label != "fp32")
+        differ |= {label: orders.differ} if orders.differ else {}
+    assert not differ
