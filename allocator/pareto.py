@@ -48,7 +48,7 @@ def frontier(
         if options.get(name):
             raise FormatError(f"a frontier goes through all targets; leave out {name}")
     progress(f"point 1 of {num}")
-    least = allocate(graph, profiles, sensitivity, cluster, **options)
+    least = allocate(graph, profiles, sensitivity, cluster, **{**options, "slack": 0.0})
     # With unlimited time only memory and pins lower anything.
     highest = allocate(graph, profiles, sensitivity, cluster, **{**options, "target_s": 1e6})
     assert least.step_s is not None and highest.step_s is not None
@@ -101,7 +101,8 @@ def fastest_within(
 
     def planned(target_s: float | None) -> Plan:
         progress("least step" if target_s is None else f"a step of {target_s * 1e3:.4g} ms")
-        return allocate(graph, profiles, sensitivity, cluster, **{**options, "target_s": target_s})
+        target = {"target_s": target_s, "slack": 0.0}
+        return allocate(graph, profiles, sensitivity, cluster, **{**options, **target})
 
     fast, slow = planned(None), planned(1e6)
     if _adds(fast) <= max_variance:

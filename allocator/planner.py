@@ -38,6 +38,9 @@ class Options(Constraints):
     strongest class in the base (FP32), times 1 + `slack`. The strongest class is the one whose step in the
     base takes least. It is lowered only with `lower_all`, or where the base does not fit in its memory.
 
+    `slack` None is the error of the lowered classes' profiles (`Profile.error`), but no more than the
+    strongest class waits: of steps that predictions cannot tell apart, that of least variance is taken.
+
     With `margin` the lowered classes reach the target even if their compute takes longer than predicted by
     this part of it. A margin that the fastest start cannot keep is reduced. A step waits for its latest rank,
     and a class planned to the last millisecond is late at every other step.
@@ -47,7 +50,7 @@ class Options(Constraints):
     """
 
     target_s: float | None = None
-    slack: float = 0.0
+    slack: float | None = None
     lower_all: bool = False
     margin: float = 0.0
     solver: str = "milp"
@@ -57,7 +60,7 @@ class Options(Constraints):
     def check(self) -> None:
         """Raise FormatError for a value of another kind, or out of its range."""
         self.check_kinds()
-        if not 0.0 <= self.slack < math.inf:
+        if self.slack is not None and not 0.0 <= self.slack < math.inf:
             raise FormatError(
                 f"slack must not be negative or infinite, found {self.slack}; 0.05 allows steps 5 % longer "
                 "than the least"
@@ -121,7 +124,7 @@ def allocate(
         lowerable = _lowerable(state, given.lower_all)
         for name in lowerable:
             fastest_start(state, name)
-        target_s = state.step_s() * (1 + given.slack) if given.target_s is None else given.target_s
+        target_s = _target_s(state, lowerable, given.slack) if given.target_s is None else given.target_s
         _check_reachable(state, target_s, given.lower_all)
         state.late = dict.fromkeys(lowerable, _affordable_margin(state, lowerable, target_s, given.margin))
         greedy(state, lowerable, target_s)
@@ -135,6 +138,19 @@ def allocate(
         pins={pattern: Precision.parse(text) for pattern, text in (given.pins or {}).items()},
         budgets=given.budgets or {}, together=tuple(tuple(patterns) for patterns in given.together),
     )  # fmt: skip
+
+
+def _target_s(state: State, lowerable: list[str], slack: float | None) -> float:
+    """Return the least step, which is that of the fastest start, and the slack: see `Options`."""
+    least_s = state.step_s()
+    if slack is not None or not lowerable:
+        return least_s * (1 + (slack or 0.0))
+    strongest_s = max(
+        (one.work.total_s for name, one in state.classes.items() if name not in lowerable), default=0.0
+    )
+    waited_s = max(state.classes[name].work.total_s for name in lowerable) - strongest_s
+    error = max(state.classes[name].part.profile.error for name in lowerable)
+    return least_s + max(0.0, min(error * least_s, waited_s))
 
 
 @contextmanager

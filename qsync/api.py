@@ -350,9 +350,14 @@ def wrap(
     return _take_over(model, Wrapping.of(plan, device_class, save_less, base, compile, strict))
 
 
-def wrap_as(model: torch.nn.Module, plan: Plan, device_class: str, speaks: bool) -> torch.nn.Module:
-    """Wrap a model of a job; `speaks`: this rank says how much of it is lowered."""
-    return _take_over(model, replace(Wrapping.of(plan, device_class, False), speaks=speaks))
+def wrap_as(
+    model: torch.nn.Module, plan: Plan, device_class: str, speaks: bool, fits: bool = False
+) -> torch.nn.Module:
+    """Wrap a model of a job.
+
+    `speaks`: this rank says how much of it is lowered. `fits`: the plan was made of this very model.
+    """
+    return _take_over(model, replace(Wrapping.of(plan, device_class, False), speaks=speaks, fits=fits))
 
 
 def _take_over(model: torch.nn.Module, asked: Wrapping) -> torch.nn.Module:

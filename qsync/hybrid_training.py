@@ -31,7 +31,7 @@ from qsync.distributed.drift_monitor import (
 )
 from qsync.distributed.first_steps import Measured, check_first_steps, corrected
 from qsync.distributed.framework_ddp import FirstCall
-from qsync.distributed.gradient_weighting import set_share
+from qsync.distributed.gradient_weighting import set_share, warn_of_batch_norm
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
 from qsync.distributed.step_log import StepLog, new_log
 from qsync.distributed.step_phases import PhaseTimer
@@ -123,8 +123,8 @@ def hybrid(
             number of optimizer steps. Not with a `plan` or `levers`.
         compile: let Inductor compile what stands between the products, where that is faster on a rank, and
             profile and plan with that. Without it as the plan was made, and not without a plan.
-        **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`).
-            Where operators may save less, profiling takes twice as many steps.
+        **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`
+            and their `other`). Where operators may save less, profiling takes twice as many steps.
 
     Returns:
         The model in DistributedDataParallel. With `ddp=False`, and without a job (plain `python script.py`),
@@ -189,7 +189,8 @@ def hybrid(
         agree_locally("checking the plan", lambda: check_plan_compiled(plan, compile))
     own = rank.device_class.name
     is_first = job.is_first_of(own)
-    agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, speaks=is_first))
+    fits = folder is not None  # made here, or kept from a start of the same graph
+    agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, speaks=is_first, fits=fits))
     if report is not None and folder is not None:
         from_rank_zero("writing the report", partial(_write_report, Path(report), plan, folder))
     prediction = Prediction.of(plan, folder) if folder is not None else None
@@ -282,6 +283,8 @@ def _attend(
     share = plan.levers[device_class] if plan.levers else None
     if share is not None and share.samples is not None and dist.is_initialized():
         set_share(called, share.samples, share.passes)
+        if planned.folder is None:  # a plan that was made here has said so
+            warn_of_batch_norm(called)
     in_job = job.world_size() > 1
     check = check and prediction is not None
     if not (in_job or check or log is not None):

@@ -10,7 +10,7 @@ import torch
 from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
 import qsync
-from qsync.errors import FormatError, TracingError
+from qsync.errors import FormatError, MismatchError, TracingError
 
 GRAPH, CLUSTER = mlp(3, width=32, rows=16), cluster_of()
 PROFILES = {name: profile_of(GRAPH, name, slow=s) for name, s in (("train", 1.0), ("infer", 1.4))}
@@ -122,3 +122,20 @@ def test_options_of_plan_of_another_kind(options, words):
 def test_what_replay_cannot_take(plan, options, words):
     with pytest.raises(FormatError, match=words):
         qsync.replay(GRAPH, plan, PROFILES, CLUSTER, **options)
+
+
+@pytest.mark.parametrize(
+    ("levers", "words"),
+    [
+        (["shares"], "unknown lever 'shares': choose from share"),
+        ("share", "levers must be a list of names, found 'share'"),
+        (["share"], r"give other=qsync.replayer.Sized\(qsync.capture\(model, another_batch\), {}\)"),
+    ],
+    ids=str,
+)
+def test_levers_of_hybrid_are_checked_before_anything_is_profiled(levers, words):
+    def loss_fn(model, batch):
+        raise AssertionError("the model ran")
+
+    with pytest.raises((FormatError, MismatchError), match=words):
+        qsync.hybrid(torch.nn.Linear(4, 4), torch.ones(2, 4), loss_fn, levers=levers)

@@ -129,7 +129,8 @@ class Search:
 def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     """Raise FormatError for options of `qsync.plan` that do not exist or are out of their range.
 
-    `also` are more names that the caller has, to suggest for a misspelt one.
+    `also` are more names that the caller has, to suggest for a misspelt one. Where `levers` are among the
+    options, they are checked as far as they can be without a basis: MismatchError for a lack of `other`.
     """
     own = [p.name for p in inspect.signature(search).parameters.values() if p.kind is p.KEYWORD_ONLY]
     of_planner = [field.name for field in fields(Options)]
@@ -142,10 +143,16 @@ def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
             raise FormatError(
                 f"{name} must be a whole number from {least} to {most}, found {shortened(number)}"
             )
+    _check_names(levers := options.get("levers") or ())
+    if options.get("other") is None and not {SHARE, ACCUMULATE}.isdisjoint(levers):
+        raise MismatchError(
+            "shares and passes take other numbers of samples than the batch; give other=qsync.replayer.Sized("
+            "qsync.capture(model, another_batch), {}), or leave share and accumulate out"
+        )
     storage = options.get("storage")
     if storage is not None and not isinstance(storage, (str, Path)):
         raise FormatError(f"storage must be the path of a file of trials, found {shortened(storage)}")
-    check_kind(options.get("other"), (Sized, NoneType), "other", "qsync.levers.Sized")
+    check_kind(options.get("other"), (Sized, NoneType), "other", "qsync.replayer.Sized")
     try:
         Options(**{name: value for name, value in options.items() if name in of_planner}).check()
     except TypeError as error:
@@ -329,13 +336,7 @@ def _check_levers(
     basis: Basis, levers: Sequence[str], other: Sized | None, options: Mapping[str, Any]
 ) -> None:
     """Raise FormatError for unknown levers, MismatchError for levers that lack what they need."""
-    if isinstance(levers, str) or not isinstance(levers, Sequence):
-        raise FormatError(
-            f"levers must be a list of names, found {shortened(levers)}; choose from {', '.join(LEVERS)}"
-        )
-    for lever in levers:
-        if lever not in LEVERS:
-            raise FormatError(f"unknown lever {lever!r}: choose from {', '.join(LEVERS)}")
+    _check_names(levers)
     if not levers:
         raise FormatError(f"no lever to search with: choose from {', '.join(LEVERS)}")
     if other is None and not {SHARE, ACCUMULATE}.isdisjoint(levers):
@@ -353,6 +354,17 @@ def _check_levers(
             raise FormatError("what saves less is given, and to be searched too; leave one of them out")
         if not _saving_is_timed(basis):
             raise MismatchError(f"{_NOT_TIMED}, or leave save_less out")
+
+
+def _check_names(levers: object) -> None:
+    """Raise FormatError for what is no list of levers."""
+    if isinstance(levers, str) or not isinstance(levers, Sequence):
+        raise FormatError(
+            f"levers must be a list of names, found {shortened(levers)}; choose from {', '.join(LEVERS)}"
+        )
+    for lever in levers:
+        if lever not in LEVERS:
+            raise FormatError(f"unknown lever {shortened(lever)}: choose from {', '.join(LEVERS)}")
 
 
 def _saving_is_timed(basis: Basis) -> bool:

@@ -24,7 +24,8 @@ Row = dict[str, Any]
 
 def targets(basis: Basis, parts: Sequence[float]) -> list[tuple[float, float]]:
     """(part, seconds): from the least step to that in FP32, by part. Empty where lowering saves nothing."""
-    least = allocate(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, solver="greedy").target_s
+    options = {"solver": "greedy", "slack": 0.0}
+    least = allocate(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, **options).target_s
     most = uniform(basis.graph, basis.profiles, basis.cluster, {}).step_s
     assert least is not None and most is not None
     if most <= least * (1 + 1e-3):

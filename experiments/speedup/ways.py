@@ -59,7 +59,9 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
         (uniform(basis.graph, profiles, basis.cluster, {}, **kept) for profiles in shares), key=_step_s
     )
     least_s = min(
-        allocate(basis.graph, one, basis.sensitivity, basis.cluster, base=base, solver="greedy").target_s
+        allocate(
+            basis.graph, one, basis.sensitivity, basis.cluster, base=base, solver="greedy", slack=0.0
+        ).target_s
         or math.inf
         for one in shares
     )

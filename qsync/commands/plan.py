@@ -36,7 +36,7 @@ class _Goal:
     """Which step time to plan for: a target or a slack, several of them, or the least under a variance."""
 
     target_s: float | None
-    slack: float
+    slack: float | None
     max_variance: float | None
     num_points: int | None
 
@@ -63,7 +63,12 @@ def plan(
     target_step: Annotated[
         float | None, typer.Option(help="Step time to reach, in seconds.", show_default="the least possible")
     ] = None,
-    slack: Annotated[float, typer.Option(help="How much longer than the least step, as a fraction.")] = 0.0,
+    slack: Annotated[
+        float | None,
+        typer.Option(
+            help="How much longer than the least step, as a fraction.", show_default="the profiles' error"
+        ),
+    ] = None,
     memory: Memory = None,
     pin: Annotated[
         list[str] | None, typer.Option(help="Fix operators: 'PATTERN=PRECISION'. Repeatable.")

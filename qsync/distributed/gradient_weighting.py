@@ -167,7 +167,7 @@ def weigh_gradients(
         )
     set_share(model, samples, passes)
     if passes > 1 or len(set(each)) > 1:
-        _warn_of_batch_norm(model)
+        warn_of_batch_norm(model)
     return model
 
 
@@ -295,7 +295,8 @@ def average_bucket(weights: GradientHook, bucket):  # type: ignore[no-untyped-de
     return weights.reduce(bucket.buffer(), bucket.index() == 0)
 
 
-def _warn_of_batch_norm(model: torch.nn.Module) -> None:
+def warn_of_batch_norm(model: torch.nn.Module) -> None:
+    """Warn where the model holds BatchNorm: its statistics change with shares and passes."""
     norms = [
         name for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)

@@ -44,6 +44,7 @@ class Wrapping:
     path: str | None = None  # of the module, in a model whose blocks are sharded; the model's own is empty
     compile: bool = False  # what stands between products: see `islands`
     strict: bool = False
+    fits: bool = False  # the plan was made of this model, whose first call may take another branch
 
     @classmethod
     def of(
@@ -132,10 +133,8 @@ class Wrapping:
             report = self._report_blocks if self.speaks and block.is_whole else None
             return Program(model, block.choose, block.check, None, report, self.base, True, self.compile)
         less = saving(["*"] if self.save_less else planned.saving_less, self.recomputed)
-        choose = following(planned.assignment)
-        return Program(
-            model, choose, self.plan.check_graph, less, report, self.base, compile_islands=self.compile
-        )
+        choose, check = following(planned.assignment), None if self.fits else self.plan.check_graph
+        return Program(model, choose, check, less, report, self.base, compile_islands=self.compile)
 
     def for_shards(self, model: torch.nn.Module) -> Wrapping:
         """Let every block of a sharded model run its part of the plan; return what the rest runs.

@@ -105,6 +105,20 @@ def test_slack_buys_precision_and_a_long_target_buys_all_of_it():
     assert variance(allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, target_s=10.0)) == 0.0
 
 
+def test_steps_that_a_profile_cannot_tell_apart_are_equally_fast():
+    """As far as the strongest class waits anyway."""
+    least = allocate(GRAPH, far := pair(GRAPH, 8.0), SENSITIVITY, CLUSTER)
+    assert least.target_s == pytest.approx(least.step_s)
+    far = {**far, "infer": replace(far["infer"], error=0.02)}
+    plan = allocate(GRAPH, far, SENSITIVITY, CLUSTER)
+    assert plan.target_s == pytest.approx(1.02 * least.target_s)
+    assert variance(plan) < variance(least)
+    assert allocate(GRAPH, far, SENSITIVITY, CLUSTER, slack=0.0).target_s == pytest.approx(least.target_s)
+    near = {**PROFILES, "infer": replace(PROFILES["infer"], error=0.02)}
+    expected = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER).target_s
+    assert allocate(GRAPH, near, SENSITIVITY, CLUSTER).target_s == pytest.approx(expected)
+
+
 def test_sensitive_operators_keep_their_precision():
     weights = {op.name: 1e6 if op.name.startswith("layer.0") else 1.0 for op in GRAPH.adjustable}
     lowered = allocate(GRAPH, PROFILES, sensitivity_of(GRAPH, weights), CLUSTER, slack=0.4)["infer"].lowered

@@ -91,6 +91,13 @@ attempt("bare", wrapped.module if rank else wrapped, 4)
 normed = DDP(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)))
 attempt("norm", normed, (3, 5)[rank])
 attempt("equal", normed, 4)
+graph = qsync.capture(normed.module, x[:4].float())
+classes = {f"class{r}": ClassPlan({op.name: qsync.Precision.FP32 for op in graph.adjustable}) for r in (0, 1)}
+plan = Plan(graph.model, graph.hash, classes, levers=levers)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    qsync.hybrid(normed.module, plan=plan, device_class=f"class{rank}")
+say(f"given: {[str(w.message) for w in caught if 'BatchNorm' in str(w.message)]}")
 dist.destroy_process_group()
 """
 
@@ -109,7 +116,8 @@ def test_the_gradient_is_that_of_the_mean_over_all_samples(tmp_path):
     }
     for what, sentence in sentences.items():
         assert all(text.startswith(sentence) for text in said(output, what)), said(output, what)
-    assert all("BatchNorm" in text and text.count("'") == 2 for text in said(output, "norm"))
+    for what in ("norm", "given"):
+        assert all("BatchNorm" in text and text.count("'") == 2 for text in said(output, what))
     assert said(output, "equal") == ["[]", "[]"]
 
 

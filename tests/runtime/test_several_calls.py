@@ -137,3 +137,29 @@ def test_shapes_that_were_never_profiled_are_announced_once(model, capsys):
     said = capsys.readouterr().err
     assert said.count("qsync: a batch of 10x32 was never profiled: it runs as planned for 24x32") == 1
     assert qsync.wrap(model, plan) is model and coverage.say_once.cache_info().currsize
+
+
+class Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x, whole):
+        x = self.first(x)
+        return self.last(x + self.extra(x) if whole else x)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_the_first_call_may_take_another_branch_than_the_example_batch(planned, tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_PROFILE_S", "0.2")
+    torch.manual_seed(0)
+    model, x = Branched(), torch.randn(4, 8)
+    expected = {whole: model(x, whole) for whole in (False, True)}
+    model = qsync.hybrid(
+        model, (x, planned), lambda model, batch: model(*batch).square().mean(),
+        base="fp32", precisions=["fp32"], cache_dir=tmp_path,
+    )  # fmt: skip
+    for whole in (not planned, planned):
+        model(x, whole).sum().backward()
+        assert torch.equal(model(x, whole), expected[whole])
+    assert model.extra.weight.grad is not None
