@@ -19,7 +19,7 @@ from qsync.backend.kernels.attention_int8 import attention_int8
 from qsync.backend.kernels.convolution import conv1d_int8, conv2d_bf16, conv2d_int8, conv2d_int8_all
 from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
 from qsync.backend.kernels.fp8 import addmm_fp8, linear_fp8
-from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
+from qsync.backend.kernels.fp16_tf32 import conv2d_fp16, product_fp16, product_tf32
 from qsync.backend.kernels.fp32_fast import (
     addmm_fp32_fast,
     conv2d_fp32_fast,
@@ -27,6 +27,7 @@ from qsync.backend.kernels.fp32_fast import (
     matmul_fp32_fast,
 )
 from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16, grouped_mm_fp32_fast
+from qsync.backend.kernels.image_order import find_channels_last
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.backend.kernels.matmul import matmul_int8
@@ -48,6 +49,11 @@ class Candidate:
 def direct(target: Kernel, out_type: str, *args: Any, **kwargs: Any) -> Tensor:
     """Run the original call on operands already in their type: FP32, and BF16 (oneDNN, cuBLAS)."""
     return target(*args, **kwargs).to(DTYPES[out_type])
+
+
+def direct_images(target: Kernel, out_type: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the original convolution on images in channels-last order, in which the result lies too."""
+    return direct(target, out_type, find_channels_last(input)[0], *args, **kwargs)
 
 
 _INTEGER_KERNELS: dict[tuple[str, Precision], Kernel] = {
@@ -72,7 +78,7 @@ _FAST_KERNELS: dict[str, Kernel] = {
     "grouped_mm": grouped_mm_fp32_fast,
 }
 _FAST_NAMES = {"conv2d": "memory order by shape", "grouped_mm": "torch, uncleared"}
-_FP16_KERNELS: dict[str, Kernel] = {"linear": linear_fp16, "addmm": addmm_fp16}
+_FP16_KERNELS: dict[str, Kernel] = {"linear": linear_fp16, "addmm": addmm_fp16, "conv2d": conv2d_fp16}
 _TF32_KERNELS: dict[str, Kernel] = {"linear": linear_tf32, "addmm": addmm_tf32}
 _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
 
@@ -105,7 +111,8 @@ def _torch_candidates(
     if kind == "attention" and precision is Precision.BF16 and device.type == "cpu":
         return (_candidate("products in pieces, or torch", fastest_attention_bf16, None),)
     if precision in (Precision.FP32, Precision.BF16):
-        return (_candidate("torch", direct, reason),)
+        is_images = kind == "conv2d" and precision is Precision.BF16
+        return (_candidate("torch", direct_images if is_images else direct, reason),)
     if precision is Precision.FP32_FAST:
         name = _FAST_NAMES.get(kind, "MKL or oneDNN by shape")
         return (_candidate(name, _FAST_KERNELS[kind], reason or _why_no_onednn()),)

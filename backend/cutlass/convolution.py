@@ -16,7 +16,8 @@ from qsync.backend.autograd import differentiable, owned
 from qsync.backend.cutlass.linear import to_fp16
 from qsync.backend.cutlass.products import Geometry, Scaling, conv, pad_channels
 from qsync.backend.encoding import Encoded, Operand, encode
-from qsync.backend.kernels.fp16_tf32 import product_fp16
+from qsync.backend.kernels.fp16_tf32 import conv2d_fp16
+from qsync.backend.kernels.image_order import is_channels_first
 from qsync.backend.kernels.linear import DTYPES
 from qsync.records.kernel_support import why_not_in_cutlass
 from qsync.records.precision import Precision
@@ -44,9 +45,8 @@ def conv2d(precision: Precision) -> Callable[..., Tensor]:
     X, W are INT8 codes, with one scale per image and output channel, or FP16 values with no scales. INT8
     tensor cores read operands along the inner dimension only, which for both gradients would require
     transposed copies of images. Gradients are therefore in FP16, scaled by a power of two. Saves the
-    codes and scales only. x (n, C, h, w) and W (k, C, r, s); the result has the memory format of an FP32
-    convolution's. Shapes that `unsupported` names run in FP16 through torch, with a warning, once, if
-    INT8 was asked for.
+    codes and scales only. x (n, C, h, w) and W (k, C, r, s); the result lies in channels-last order. Shapes
+    that `unsupported` names run in FP16 through torch, with a warning, once, if INT8 was asked for.
 
     >>> conv2d(Precision.INT8)(torch.conv2d, "fp32", Operand(x, x8), Operand(w, w8), bias, padding=1)
     """
@@ -68,7 +68,7 @@ def conv2d(precision: Precision) -> Callable[..., Tensor]:
                 _warn_once(
                     f"conv2d in {precision}: {reason}; it runs in FP16: plan it in fp16 to be rid of this"
                 )
-            return product_fp16(
+            return conv2d_fp16(
                 target, out_type, _to_half(input), _to_half(weight), bias, stride, padding, dilation, groups
             )
         bias = bias.value if isinstance(bias, Operand) else bias
@@ -139,9 +139,8 @@ class _Convolution(torch.autograd.Function):
         )
         ctx.plan, ctx.bias_dtype = plan, None if bias is None else bias.dtype
         ctx.x, ctx.weight = (x.shape, x.dtype), (weight.shape, weight.dtype)
-        ctx.last = any(_lies_channels_last(t) for t in (x, weight))
-        # A contiguous model must get contiguous results: it may call `view` on them.
-        return owned(y if ctx.last else y.contiguous())
+        ctx.order = torch.contiguous_format if is_channels_first(x) else torch.channels_last
+        return owned(y)
 
     @staticmethod
     @once_differentiable
@@ -150,8 +149,8 @@ class _Convolution(torch.autograd.Function):
         g = gradient.permute(0, 2, 3, 1).contiguous()
         dx = dw = db = None
         if w_data is not None:
-            dx = _input_gradient(g, w_data, w_scale, ctx.x[0], ctx.plan)
-            dx = dx.to(ctx.x[1]) if ctx.last else dx.to(ctx.x[1]).contiguous()
+            dx = _input_gradient(g, w_data, w_scale, ctx.x[0], ctx.plan).to(ctx.x[1])
+            dx = dx.contiguous(memory_format=ctx.order)
         if x_data is not None:
             dw = _weight_gradient(g, x_data, x_scale, ctx.weight[0], ctx.plan).to(ctx.weight[1])
         if ctx.needs_input_grad[2]:
@@ -220,7 +219,3 @@ def _named(
     ):
         sizes[f"{name}_h"], sizes[f"{name}_w"] = pair
     return sizes
-
-
-def _lies_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()

@@ -39,10 +39,8 @@ from qsync.backend.kernels.conv_geometry import Geometry, geometry_of, single
 from qsync.backend.kernels.conv_strategy import bf16_windows_pay, int8_gradient_unfolds, int8_windows_pay
 from qsync.backend.kernels.image_order import (
     channels_first,
-    channels_last,
+    find_channels_last,
     is_channels_first,
-    is_one_channel,
-    lies_channels_last,
 )
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.linear_bf16 import transposed_product
@@ -173,8 +171,7 @@ def conv2d_bf16(
     >>> conv2d_bf16(torch.conv2d, "bf16", x.bfloat16(), w.bfloat16(), padding=1)
     """
     geometry = geometry_of(weight, stride, padding, dilation, groups)
-    if input.ndim == 4 and (is_one_channel(input) or not lies_channels_last(input)):
-        input = differentiable(_Image, input)
+    input, _ = find_channels_last(input)
     shapes = (input.shape, weight.shape)
     plain = input.ndim != 4 or any(geometry.extra)
     if plain or not (
@@ -202,20 +199,6 @@ def _with_height(operand: Operand) -> Operand:
     flat = Encoded(encoded.data.unsqueeze(2), encoded.code_scale.unsqueeze(2), encoded.layout)
     flat.packed = encoded.packed
     return Operand(operand.value.unsqueeze(2), flat)
-
-
-class _Image(torch.autograd.Function):
-    """Images in channels-last order; gradients return in the images' own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.channels_first = is_channels_first(x)
-        return channels_last(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return channels_first(gradient) if ctx.channels_first else gradient
 
 
 class _Int8Convolution(torch.autograd.Function):

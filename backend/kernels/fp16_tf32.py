@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from qsync.backend.autograd import differentiable, is_replayed
-from qsync.backend.encoding import Operand
+from qsync.backend.encoding import Encoded, Operand
+from qsync.backend.kernels.image_order import find_channels_last
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.sixteen_bit_operands import power_of_two
 
@@ -30,6 +31,18 @@ def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwa
     >>> product_fp16(torch.matmul, "fp32", Operand(a, encode(a, "fp16")), Operand(b, encode(b, "fp16")))
     """
     return _apply(target, out_type, args, kwargs, True)
+
+
+def conv2d_fp16(
+    target: Callable[..., Tensor], out_type: str, input: Operand, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Compute `product_fp16` of images in channels-last order, in which the result lies too.
+
+    >>> conv2d_fp16(torch.conv2d, "fp32", Operand(x, encode(x, "fp16")), Operand(w, encode(w, "fp16")))
+    """
+    value, data = find_channels_last(input.value, input.encoded.data)
+    images = Operand(value, Encoded(data, input.encoded.scale, input.encoded.layout))
+    return product_fp16(target, out_type, images, *args, **kwargs)
 
 
 def product_tf32(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import transpose_last
 
 
@@ -42,3 +45,31 @@ def channels_last(x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last)
     pixels = transpose_last(x.view(*x.shape[:2], math.prod(x.shape[2:])), x.dtype)
     return pixels.view(len(x), *x.shape[2:], x.shape[1]).permute(0, 3, 1, 2)
+
+
+def find_channels_last(images: Tensor, data: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return images, and what is computed with in their place (`data`; else they), in channels-last order.
+
+    The gradient of the images returns in their own order: the operator before is several times slower if its
+    gradient and its saved tensors lie in different orders.
+    """
+    if images.ndim != 4 or (lies_channels_last(images) and not is_one_channel(images)):
+        return images, images if data is None else data
+    if data is None:
+        images = differentiable(_Reordered, images, True)
+        return images, images
+    return differentiable(_Reordered, images, False), channels_last(data)
+
+
+class _Reordered(torch.autograd.Function):
+    """Images in channels-last order, or a view of them where others are computed with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reorders: bool) -> Tensor:
+        ctx.channels_first = is_channels_first(x)
+        return channels_last(x) if reorders else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return channels_first(gradient) if ctx.channels_first else gradient, None

@@ -21,7 +21,7 @@ from qsync.records.precision import Precision
 from qsync.runtime import choosers, planned_forward
 
 PRECISIONS = (
-    Precision.FP32, Precision.FP32_FAST, Precision.BF16, Precision.INT8,
+    Precision.FP32, Precision.FP32_FAST, Precision.BF16, Precision.INT8, Precision.FP16,
 )  # fmt: skip
 
 
