@@ -42,17 +42,20 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str:
-    """Return the commit of this source tree, `unknown` outside of a repository."""
+    """Return the commit of this source tree, `unknown` outside of a repository or without git."""
     return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
 
 
 def uncommitted_changes() -> bool | None:
-    """Return whether tracked files differ from the commit; None outside of a repository."""
+    """Return whether tracked files differ from the commit; None outside of a repository or without git."""
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return None if changes is None else bool(changes.strip())
 
 
 def _git(*arguments: str) -> str | None:
     where = Path(__file__).parent
-    done = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return None
     return done.stdout if done.returncode == 0 else None

@@ -98,6 +98,13 @@ def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
     finish(page=Page(page, picture, "On one thread."))
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+def test_without_git_pieces_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Experiment("one", tmp_path).piece("a", lambda: 1) == 1
+    kept = read_json(tmp_path / "pieces" / "a.json")
+    assert (kept["commit"], kept["uncommitted_changes"]) == ("unknown", None)
+
+
     assert "| a | 1 |" in text and "On one thread." in text and "commit 0123abc." in text
     assert picture.read_text() == (tmp_path / "out" / "figures.png").read_text() == "drawn"
     experiment.keep("b", 1)
