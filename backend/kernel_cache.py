@@ -89,40 +89,45 @@ class Choices:
 
     def __init__(self, name: str, facts: Mapping[str, str]) -> None:
         self._path = folder() / f"{name}-{_digest(facts)}.jsonl"
-        self._found: dict[str, int] = {}
+        self._found: dict[str, list[int]] = {}
         self._used: dict[Hashable, int] = {}
         self._read()
 
-    def get(self, key: Hashable) -> int | None:
-        """Return what was chosen for a key: an object of numbers, texts and tuples."""
+    def get(self, key: Hashable, num_choices: int) -> int | None:
+        """Return what was chosen among so many for a key: an object of numbers, texts and tuples."""
         number = self._used.get(key)
         if number is None:
-            number = self._found.get(str(key))
+            number = next((one for one in self._found.get(str(key), ()) if one < num_choices), None)
             if number is not None:
                 self._used[key] = number
         return number
 
-    def decided(self, key: Hashable, decide: Callable[[], int]) -> int:
+    def decided(self, key: Hashable, num_choices: int, decide: Callable[[], int]) -> int:
         """Return what was chosen for a key, or `decide()`: one process decides for all that ask at once."""
-        number = self.get(key)
+        number = self.get(key, num_choices)
         if number is None:
             with ExitStack() as held:
                 with suppress(OSError):
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     held.enter_context(_locked(self._path.with_suffix(".lock")))
                 self._read()
-                number = self.get(key)
+                number = self.get(key, num_choices)
                 if number is None:
                     number = decide()
                     self.keep(key, number)
         return number
 
     def _read(self) -> None:
-        with suppress(OSError):
-            for line in self._path.read_text().splitlines():
-                with suppress(ValueError):  # of a process that was killed meanwhile
-                    key, number = json.loads(line)
-                    self._found.setdefault(key, number)
+        try:
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return
+        self._found = {}
+        for line in lines:
+            with suppress(ValueError, RecursionError):  # of a process that was killed, or damaged since
+                match json.loads(line):
+                    case [str() as key, int() as number] if number >= 0 and not isinstance(number, bool):
+                        self._found.setdefault(key, []).append(number)
 
     def alias(self, key: Hashable, number: int) -> int:
         """Return a number that this process finds by another key from now on, one that is quicker to make."""

@@ -21,7 +21,7 @@ def choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int
     >>> runs[choose(("depthwise", *x.shape), runs)]()
     """
     known = (*key, torch.get_num_threads())
-    return choices().decided(known, lambda: apart(partial(fastest, runs, tie=TIE)))
+    return choices().decided(known, len(runs), lambda: apart(partial(fastest, runs, tie=TIE)))
 
 
 @cache

@@ -252,13 +252,14 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     rest = (a.stride(-1) == 1, b.stride(-1) == 1, bias is None, torch.get_num_threads())
     exact = (a.shape, b.shape, *rest)  # quicker to look up
-    known = shape_choices.choices()
-    number = known.get(exact)
+    known, kernels = shape_choices.choices(), (_by_torch, _by_onednn)
+    number = known.get(exact, len(kernels))
     if number is None:
-        runs = [partial(kernel, a, b, bias) for kernel in (_by_torch, _by_onednn)]
+        runs = [partial(kernel, a, b, bias) for kernel in kernels]
         key = (rounded_up(a.shape), rounded_up(b.shape), *rest)
-        number = known.alias(exact, known.decided(key, partial(fastest, runs, tie=shape_choices.TIE)))
-    return (_by_torch, _by_onednn)[number](a, b, bias)
+        decide = partial(fastest, runs, tie=shape_choices.TIE)
+        number = known.alias(exact, known.decided(key, len(runs), decide))
+    return kernels[number](a, b, bias)
 
 
 def _by_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

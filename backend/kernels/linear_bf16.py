@@ -80,7 +80,7 @@ def _copies_pay(rows: int, width: int, other: int) -> bool:
     if _num_copied(rows, width, other) > _MOST_COPIED:
         return False
     exact = ("a' b", rows, width, other, torch.get_num_threads())  # quicker to look up
-    number = shape_choices.choices().get(exact)
+    number = shape_choices.choices().get(exact, 2)
     if number is None:
         a, b = (torch.ones(rows, size, dtype=torch.bfloat16) for size in (width, other))
         key = ("a' b", *rounded_up((rows, width, other)))

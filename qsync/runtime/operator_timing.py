@@ -88,14 +88,14 @@ def fastest_precisions(
         if (description := part.description(ops))
     ]
     known, found = _choices(kernels.device), {op: precisions[0] for op, precisions in candidates.items()}
-    new = {key for key, _ in asked if known.get(key) is None}
+    new = {key for key, ops in asked if known.get(key, len(candidates[ops[0]])) is None}
     title = "qsync: timing operators, once a shape"
     with shown_on_rank_zero(title, once=True) if new else nullcontext(str) as progress:
         for key, ops in asked:
             progress(ops[0])
             precisions = candidates[ops[0]]
             trial = partial(part.fastest, ops, precisions, kernels)
-            number = known.decided(key, partial(apart, trial))
+            number = known.decided(key, len(precisions), partial(apart, trial))
             found |= dict.fromkeys(ops, precisions[number])
     return found
 

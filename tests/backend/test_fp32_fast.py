@@ -50,7 +50,7 @@ def small(monkeypatch):
 @pytest.fixture(params=[0, 1], ids=["torch's", "the other"])
 def chosen(request, monkeypatch):
     """Let every product run the kernel of this number, whatever it takes."""
-    chosen = SimpleNamespace(get=lambda key: request.param, decided=lambda key, decide: request.param)
+    chosen = SimpleNamespace(get=lambda *_: request.param, decided=lambda *_: request.param)
     monkeypatch.setattr(shape_choices, "choices", lambda: chosen)
     return request.param
 
@@ -186,7 +186,18 @@ def test_a_choice_cut_short_is_none_and_the_first_of_two_counts(tmp_path, machin
     (kept,) = tmp_path.glob("kernels/shapes-*.jsonl")
     kept.write_text(kept.read_text() + '["a", 0]\n["b", 1]\n["c", ')
     found = machine()
-    assert [found.get(key) for key in "abc"] == [1, 1, None]
+    assert [found.get(key, 2) for key in "abc"] == [1, 1, None]
+
+
+def test_lines_of_a_damaged_disk_are_no_choices(tmp_path, machine):
+    machine().keep("a", 1)
+    (kept,) = tmp_path.glob("kernels/shapes-*.jsonl")
+    flipped = b'["b", 1]'.replace(b"b", b"\xe2")
+    lines = b'5\nnull\n["b", null]\n["b", -1]\n["b", true]\n["b", 1.0]\n["b", 1, 1]\n[["b"], 1]\n["b", 2]'
+    kept.write_bytes(b"\n".join((b"\0" * 9, b"[" * 10**5, flipped, lines, kept.read_bytes())))
+    assert [machine().get(key, 2) for key in "ab"] == [1, None]
+    assert machine().decided("b", 2, lambda: 0) == 0
+    assert machine().get("b", 2) == 0  # the first line of a number that can be
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch):
@@ -194,7 +205,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     choices = Choices("shapes", {})
     choices.keep("a", 1)
-    assert choices.get("a") == 1 and Choices("shapes", {}).get("a") is None
+    assert choices.get("a", 2) == 1 and Choices("shapes", {}).get("a", 2) is None
 
 
 def test_the_error_of_another_order_of_summing_is_what_the_precision_says():

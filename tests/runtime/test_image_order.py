@@ -106,7 +106,7 @@ def assignments(graph):
 @pytest.mark.parametrize("make", [residual, mobile])
 def test_operators_find_images_in_the_order_that_their_nodes_say(make, number, monkeypatch):
     """Whichever order a convolution in fast FP32 computes in."""
-    chosen = SimpleNamespace(get=lambda key: number, decided=lambda key, decide: number)
+    chosen = SimpleNamespace(get=lambda *_: number, decided=lambda *_: number)
     monkeypatch.setattr(shape_choices, "choices", lambda: chosen)
     torch.manual_seed(0)
     model, images = make()

@@ -55,7 +55,7 @@ def found(module: nn.Module) -> list[islands.Island]:
 class NoChoices:
     """No choice of an earlier process."""
 
-    def get(self, key: object) -> None:
+    def get(self, key: object, num_choices: int) -> None:
         """Know nothing."""
 
     def keep(self, key: object, number: int) -> None:

@@ -233,8 +233,8 @@ def test_every_kind_of_operator_is_timed_alone_without_a_trace(on, monkeypatch):
 def test_one_process_decides_for_those_that_ask_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     mine, other = Choices("any", {}), Choices("any", {})
-    assert other.decided("a", lambda: 1) == 1
-    assert mine.decided("a", lambda: 0) == 1 and mine.decided("b", lambda: 0) == 0
+    assert other.decided("a", 2, lambda: 1) == 1
+    assert mine.decided("a", 2, lambda: 0) == 1 and mine.decided("b", 2, lambda: 0) == 0
 
 
 INDEXED = {
