@@ -7,14 +7,17 @@ another compiler is therefore not found, and is built anew.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import json
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from qsync.errors import BuildError
@@ -28,12 +31,28 @@ _SHAPE_BITS = 3
 def folder() -> Path:
     """Return the folder of compiled kernels and tuning results.
 
-    It lies under `$QSYNC_CACHE_DIR`, or `~/.cache/qsync`.
+    It lies under `$QSYNC_CACHE_DIR`, or `~/.cache/qsync`. A user without a home folder has one of this
+    process alone.
     """
     chosen = os.environ.get("QSYNC_CACHE_DIR")
-    if chosen:
-        return Path(chosen) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "qsync" / "kernels"
+    found = Path(chosen) if chosen else user_folder()
+    if found is not None:
+        return found / "kernels"
+    global _why_unusable
+    _why_unusable = "this user has no home folder; set QSYNC_CACHE_DIR to a folder that can be written"
+    return _own_folder()
+
+
+def user_folder() -> Path | None:
+    """Return this user's folder of kernels and plans; None where there is no home folder.
+
+    It is `$XDG_CACHE_HOME/qsync`, or `~/.cache/qsync`.
+    """
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(chosen) if chosen else Path.home() / ".cache") / "qsync"
+    except RuntimeError:
+        return None
 
 
 def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], suffix: str = ".so") -> Path:
@@ -57,13 +76,26 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], su
         )
     # A folder that cannot be written or a full disk costs every process its own build, and nothing more.
     try:
-        return _in(Path(tempfile.mkdtemp(prefix="qsync-kernels-")), f"{name}-{digest}{suffix}", build)
+        return _in(_own_folder(), f"{name}-{digest}{suffix}", build)
     except OSError as error:
         raise BuildError(
             f"cannot store compiled kernels in {folder()} ({first_error.strerror or first_error}) nor in "
             f"a temporary folder ({error.strerror or error}); set QSYNC_CACHE_DIR to a folder that can be "
             "written"
         ) from error
+
+
+@cache
+def _own_folder() -> Path:
+    """Return a folder of this process alone, which is removed when the process ends."""
+    made, process = tempfile.mkdtemp(prefix="qsync-kernels-"), os.getpid()
+
+    @atexit.register
+    def _remove() -> None:
+        if os.getpid() == process:  # and not at the end of a fork
+            shutil.rmtree(made, ignore_errors=True)
+
+    return Path(made)
 
 
 def processor() -> str:

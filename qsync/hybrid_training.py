@@ -353,9 +353,11 @@ def _profile_and_plan(
     is_asked = "base" in options
     if not is_asked:
         able = {p for device_class in formed[0].classes for p in device_class.precisions}
+    # Rank 0 alone reads and writes plans.
+    plans = Path(from_rank_zero("a folder for the plan", lambda: str(cache_folder(cache_dir))))
         chosen = able.intersection(profiling.precisions or able)
         options = {**options, "base": str(default_base(graph, chosen))}
-    folder = cache_folder(cache_dir) / cache_key(graph, formed[0], {
+    folder = plans / cache_key(graph, formed[0], {
         "precisions": profiling.precisions, "optimizer": profiling.make_optimizer,
         "cap": profiling.bucket_cap_bytes,
         **({"loader": "given"} if profiling.loader is not None else {}),

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 import qsync
+from qsync.backend.kernel_cache import user_folder
 from qsync.distributed.agreement import from_rank_zero
 from qsync.errors import QSyncError
 from qsync.records.cluster import Cluster
@@ -21,10 +21,16 @@ from qsync.records.plans import Plan
 
 
 def cache_folder(given: str | Path | None) -> Path:
-    """Return the folder of all cached plans: the given one, or the user's own cache."""
-    if given is not None:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "qsync"
+    """Return the folder of all cached plans: the given one, or the user's own cache.
+
+    Raises QSyncError where a user without a home folder gives none.
+    """
+    found = Path(given) if given is not None else user_folder()
+    if found is None:
+        raise QSyncError(
+            "this user has no home folder to keep plans in; give cache_dir a folder, or set XDG_CACHE_HOME"
+        )
+    return found
 
 
 def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -> str:

@@ -17,7 +17,8 @@ import pytest
 from qsync.backend import kernel_cache
 from qsync.backend.casts import build_cpu
 from qsync.backend.casts import compiled_casts as compiled
-from qsync.errors import BuildError
+from qsync.distributed.plan_cache import cache_folder
+from qsync.errors import BuildError, QSyncError
 
 # Uses the casts, and says what became of the compiled ones. "right" holds whichever ran.
 USE = """
@@ -111,9 +112,38 @@ def test_another_processor_or_compiler_gets_a_file_of_its_own(tmp_path, monkeypa
 
 def test_a_cache_folder_that_cannot_be_used_is_said_and_costs_time_only(tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    verdict, loaded, note = said(use(tmp_path / "file"))
+    verdict, loaded, note = said(use(tmp_path / "file", TMPDIR=str(tmp_path)))
     assert (verdict, loaded) == ("right", True)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # the process's own folder is gone
     assert "every process compiles its casts anew" in note and "set QSYNC_CACHE_DIR" in note
+
+
+@pytest.fixture
+def home(monkeypatch):
+    """A user without a home folder; the call gives one."""
+    for name in ("QSYNC_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # of no entry in the system's list
+    monkeypatch.setattr(kernel_cache, "_why_unusable", None)
+    return lambda path: monkeypatch.setenv("HOME", str(path))
+
+
+def test_a_user_without_a_home_has_kernels_of_this_process_and_no_plans(home):
+    path = kernel_cache.built("casts", {"a": "b"}, lambda path: path.write_bytes(b"whole"))
+    assert path.read_bytes() == b"whole" and path.parent == kernel_cache.folder()
+    assert "no home folder; set QSYNC_CACHE_DIR" in kernel_cache.why_unusable()
+    with pytest.raises(QSyncError, match="give cache_dir a folder, or set XDG_CACHE_HOME"):
+        cache_folder(None)
+    assert cache_folder("mine") == Path("mine")
+
+
+def test_the_user_s_folder_is_absolute_and_a_home_is_needed_only_for_it(home, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(None) == kernel_cache.folder().parent == tmp_path / "qsync"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    home(tmp_path)
+    assert cache_folder(None) == kernel_cache.folder().parent == tmp_path / ".cache" / "qsync"
+    assert kernel_cache.why_unusable() is None
 
 
 def test_without_a_linker_the_casts_are_compiled_in_memory(tmp_path):
