@@ -293,7 +293,7 @@ def save(
     `model.safetensors` has the keys of the plain model. Each rank's random state is saved as well.
 
     Args:
-        folder: a new or empty one, which all ranks see.
+        folder: a new or empty one, or a link to one, which all ranks see.
         model: plain, wrapped, in DDP, compiled, or sharded by fully_shard.
         optimizer: of the model's parameters.
         step: how many optimizer steps were taken.
@@ -315,14 +315,15 @@ def save(
     """
     folder, subject = Path(folder), Subject(model, optimizer, plan, profiles, objects)
 
+    target = Path(os.path.realpath(folder)) if folder.is_symlink() else folder  # no folder replaces a link
     def check() -> None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             raise FormatError(f"{folder} is there already, and nothing is written over; name another folder")
         check_step(step)
         subject.state()
 
     agree_locally("checking what to save", check)
-    saving = Save(folder, subject, step)
+    saving = Save(target, subject, step)
     saving.stage()
     saving.write()
     if saving.is_first:

@@ -251,6 +251,21 @@ def test_the_command_shows_and_verifies(saved, tmp_path, monkeypatch, capsys):
     assert found["path"] == str(tmp_path / "one") and found["objects"] == ["scheduler"]
     assert set(found["files"]) == {"model.safetensors", "optimizer.safetensors"}
     assert "SHA-256" in found["checkpoints"][str(tmp_path / "two")]
+@pytest.mark.parametrize("is_there", [True, False], ids=["an empty folder", "nothing yet"])
+def test_a_link_is_followed(is_there, tmp_path):
+    if is_there:
+        (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    (tmp_path / "loop").symlink_to("loop")
+    model = trained(0)[0]
+    assert qsync.save(tmp_path / "link", model, step=3) == tmp_path / "link"
+    assert (tmp_path / "link").is_symlink() and qsync.load(tmp_path / "disk", model).step == 3
+    for name in ("link", "loop"):
+        with pytest.raises(FormatError, match="is there already"):
+            qsync.save(tmp_path / name, model)
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "link", "loop"}
+
+
     code, out, _ = command(monkeypatch, capsys, tmp_path)
     assert code == 0 and "AdamW" in out and "SHA-256" in out
 
