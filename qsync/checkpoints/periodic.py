@@ -160,7 +160,7 @@ class Checkpoints:
             with contextlib.suppress(OSError):  # renamed first: no half of it is taken for a checkpoint
                 old.rename(old.with_name(f".{old.name}{PARTIAL}"))
         with contextlib.suppress(FileNotFoundError):  # another process has pruned it already
-            remove_partials(self.folder, "step-", before=newest.stat().st_mtime)
+            remove_partials(self.folder, "step-*", before=newest.stat().st_mtime)
 
 
 @atexit.register

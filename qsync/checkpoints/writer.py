@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import itertools
 import json
 import os
@@ -270,9 +271,9 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def remove_partials(folder: Path, start: str, before: float = float("inf")) -> None:
-    """Remove hidden folders of checkpoints that never came to be, or that were pruned."""
-    for path in folder.glob(f".{start}*{PARTIAL}"):
+def remove_partials(folder: Path, pattern: str, before: float = float("inf")) -> None:
+    """Remove hidden folders of checkpoints that never came to be, or that were being pruned."""
+    for path in folder.glob(f".{pattern}{PARTIAL}*"):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < before:  # renamed first: its writer may be about to publish it
                 shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))
@@ -314,8 +315,8 @@ def save(
         >>> qsync.save("checkpoints/last", model, optimizer, step=1000, scheduler=scheduler)
     """
     folder, subject = Path(folder), Subject(model, optimizer, plan, profiles, objects)
-
     target = Path(os.path.realpath(folder)) if folder.is_symlink() else folder  # no folder replaces a link
+
     def check() -> None:
         if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             raise FormatError(f"{folder} is there already, and nothing is written over; name another folder")
@@ -327,5 +328,6 @@ def save(
     saving.stage()
     saving.write()
     if saving.is_first:
-        remove_partials(folder.parent, f"{folder.name}.")
+        # Not those of run1 for run[1], nor those of run.1 for run.
+        remove_partials(target.parent, f"{glob.escape(target.name)}.{'[0-9a-f]' * 32}")
     return folder

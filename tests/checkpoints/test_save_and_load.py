@@ -14,6 +14,7 @@ from graphs import profile_of
 from safetensors.torch import load_file
 
 import qsync
+from qsync.checkpoints.writer import PARTIAL
 from qsync.commands import main
 from qsync.errors import FormatError, MismatchError, QSyncError
 from qsync.experiments.workloads.gpt import Gpt
@@ -225,6 +226,15 @@ def test_another_model_is_refused(saved, number):
     assert arguments[0][0].weight.is_meta or torch.equal(numbers(arguments[0]), before)
 
 
+def test_what_other_saves_have_begun_stays(tmp_path):
+    """Also where the name of the folder reads as a pattern of theirs, or begins it."""
+    left = {name: tmp_path / f".{name}.{'0' * 32}{PARTIAL}" for name in ("run[1]", "run1", "run[1].more")}
+    for path in left.values():
+        path.mkdir()
+    qsync.save(tmp_path / "run[1]", trained(0)[0])
+    assert [name for name, path in left.items() if path.exists()] == ["run1", "run[1].more"]
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path):
     model, optimizer, _ = trained(0)
     sampler = Sampler()
@@ -241,16 +251,6 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"full", "file"}
 
 
-def test_the_command_shows_and_verifies(saved, tmp_path, monkeypatch, capsys):
-    for name in ("one", "two"):
-        shutil.copytree(saved, tmp_path / name)
-    cut_short(tmp_path / "two")
-    code, out, _ = command(monkeypatch, capsys, tmp_path, "--json")
-    found = json.loads(out)
-    assert code == 0 and found["verified"] and found["step"] == 3 and found["optimizer"] == "AdamW"
-    assert found["path"] == str(tmp_path / "one") and found["objects"] == ["scheduler"]
-    assert set(found["files"]) == {"model.safetensors", "optimizer.safetensors"}
-    assert "SHA-256" in found["checkpoints"][str(tmp_path / "two")]
 @pytest.mark.parametrize("is_there", [True, False], ids=["an empty folder", "nothing yet"])
 def test_a_link_is_followed(is_there, tmp_path):
     if is_there:
@@ -266,6 +266,16 @@ def test_a_link_is_followed(is_there, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "link", "loop"}
 
 
+def test_the_command_shows_and_verifies(saved, tmp_path, monkeypatch, capsys):
+    for name in ("one", "two"):
+        shutil.copytree(saved, tmp_path / name)
+    cut_short(tmp_path / "two")
+    code, out, _ = command(monkeypatch, capsys, tmp_path, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["verified"] and found["step"] == 3 and found["optimizer"] == "AdamW"
+    assert found["path"] == str(tmp_path / "one") and found["objects"] == ["scheduler"]
+    assert set(found["files"]) == {"model.safetensors", "optimizer.safetensors"}
+    assert "SHA-256" in found["checkpoints"][str(tmp_path / "two")]
     code, out, _ = command(monkeypatch, capsys, tmp_path)
     assert code == 0 and "AdamW" in out and "SHA-256" in out
 
