@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import re
+import shutil
 import threading
 import weakref
 from collections.abc import Mapping
@@ -158,7 +159,7 @@ class Checkpoints:
         own = [one.path for one in checkpoints_in(self.folder)[0] if _OWN_NAME.fullmatch(one.path.name)]
         for old in own[self.keep :]:
             with contextlib.suppress(OSError):  # renamed first: no half of it is taken for a checkpoint
-                old.rename(old.with_name(f".{old.name}{PARTIAL}"))
+                shutil.rmtree(old.rename(old.with_name(f".{old.name}{PARTIAL}")))
         with contextlib.suppress(FileNotFoundError):  # another process has pruned it already
             remove_partials(self.folder, "step-*", before=newest.stat().st_mtime)
 

@@ -256,6 +256,17 @@ def test_a_clock_that_goes_back_loses_no_checkpoint(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
 
 
+def test_what_is_pruned_goes_though_the_clock_has_gone_back(tmp_path):
+    model, optimizer = linear()
+    with qsync.Checkpoints(tmp_path, model, optimizer, every=1, keep=2) as checkpoints:
+        for _ in range(4):
+            checkpoints.step()
+            checkpoints.finish()
+            for path in tmp_path.iterdir():  # as written by a clock that was an hour ahead
+                os.utime(path, (path.stat().st_mtime + 3600,) * 2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
 @pytest.mark.parametrize("number", ["5", 2.0, -1, True, torch.tensor(3)], ids=str)
 def test_what_is_no_number_of_steps(number, tmp_path):
     model, optimizer = linear()
