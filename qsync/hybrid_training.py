@@ -100,7 +100,8 @@ def hybrid(
         emulated_share: the share of its core that an emulated rank gets, in (0, 1].
         precisions: those to choose from, instead of all that this rank multiplies in hardware.
         make_optimizer: the training loop's optimizer from parameters: its time and memory are part of a step.
-        cache_dir: the folder of cached plans, instead of `~/.cache/qsync`.
+        cache_dir: the folder of cached plans on rank 0, instead of `~/.cache/qsync`. A plan that finds no
+            room there is one warning.
         bucket_cap_mb: the size of DDP's buckets in MiB, instead of the plan's or DDP's own.
         timeout_s: seconds of silence after which a rank counts as dead; at least 1.
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
@@ -117,7 +118,8 @@ def hybrid(
             them too; with `ddp=False` they are those that the framework gives its DDP.
         log_steps: a folder in which every rank logs the phases of its steps, a line of JSON each, for
             `qsync explain --measured`. The same on every rank, or None.
-        report: rank 0 writes the page of `qsync report` about the plan here (.html). Not with a `plan`.
+        report: rank 0 writes the page of `qsync report` about the plan here (.html), or warns that it cannot.
+            Not with a `plan`.
         check: compare the first 20 steps of training with the prediction; where a class computes more than
             3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
             number of optimizer steps. Not with a `plan` or `levers`.
@@ -331,9 +333,12 @@ def _check_report_option(report: object, plan: Plan | None) -> None:
 def _write_report(file: Path, plan: Plan, folder: Path) -> None:
     from qsync.figures import page  # imports matplotlib
 
-    basis = Basis.load(folder)
-    profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
-    page.write(file, plan, replace(basis, profiles=profiles))
+    try:
+        basis = Basis.load(folder)
+        profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
+        page.write(file, plan, replace(basis, profiles=profiles))
+    except (OSError, FormatError) as error:  # as where a full disk took neither profiles nor page
+        logger.warning("qsync: the report is not written: %s; training goes on", shortened(error, 400))
 
 
 def _may_save_less(options: Mapping[str, Any]) -> bool:
@@ -348,13 +353,13 @@ def _profile_and_plan(
     options: Mapping[str, Any],
 ) -> tuple[Plan, Path]:
     """Return the plan of this job, the same on every rank, and its folder: cached, or made now."""
+    # Rank 0 alone reads and writes plans.
+    plans = Path(from_rank_zero("a folder for the plan", lambda: str(cache_folder(cache_dir))))
     graph = job.form_graph(step)
     formed = job.form_cluster(rank, profiling.progress)
     is_asked = "base" in options
     if not is_asked:
         able = {p for device_class in formed[0].classes for p in device_class.precisions}
-    # Rank 0 alone reads and writes plans.
-    plans = Path(from_rank_zero("a folder for the plan", lambda: str(cache_folder(cache_dir))))
         chosen = able.intersection(profiling.precisions or able)
         options = {**options, "base": str(default_base(graph, chosen))}
     folder = plans / cache_key(graph, formed[0], {
@@ -401,8 +406,14 @@ def _plan_and_save(
 
 
 def save_with_warnings(folder: Path, plan: Plan, basis: Basis, budgets: Mapping[str, int] | None) -> None:
-    """Write a plan beside its basis, and log the reasons to doubt it."""
-    save_plan(folder, plan, basis)
+    """Write a plan beside its basis, and log the reasons to doubt it, or why it is not kept."""
+    try:
+        save_plan(folder, plan, basis)
+    except OSError as error:  # a full disk is found after the profiles were measured
+        logger.warning(
+            "qsync: the plan is not kept in %s (%s), so the next start profiles again; make space there, or "
+            "give cache_dir another folder", folder, error.strerror or error,
+        )  # fmt: skip
     profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
     for warning in find_warnings(basis.graph, plan, profiles, basis.cluster, budgets):
         logger.warning("qsync: %s", warning)

@@ -60,6 +60,7 @@ class Basis:
 
 
 def save_plan(folder: str | Path, plan: Plan, basis: Basis) -> None:
-    """Write a plan beside its basis."""
+    """Write a plan beside its basis. It goes first and comes last: no plan lies beside another's basis."""
+    (Path(folder) / "plan.json").unlink(missing_ok=True)
     basis.save(folder)
     plan.save(Path(folder) / "plan.json")

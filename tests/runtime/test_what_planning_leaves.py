@@ -104,3 +104,24 @@ def test_a_compiled_model_is_refused_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr("qsync.api.trace_step", lambda *_, **__: pytest.fail("traced"))
     with pytest.raises(FormatError, match="the model is compiled; give the plain one"):
         planned(torch.compile(network(), backend="eager"), torch.randn(8, 16), lambda m, b: m(b).mean())
+
+
+def test_a_plan_that_finds_no_room_is_trained_by_and_no_half_of_it_is_kept(tmp_path, caplog):
+    """A folder stands where one of its files is to go: as on a full disk, the others can be written."""
+
+    def train():
+        batch, page = torch.randn(8, 16), tmp_path / "page.html"
+        model = planned(network(), batch, lambda m, b: m(b).mean(), report=page)
+        model(batch).mean().backward()
+        assert model[0].weight.grad is not None
+
+    train()
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert not caplog.text
+    (folder / "plan.json").write_text("{")  # so that it is planned again
+    (folder / "sensitivity.json").unlink()
+    (folder / "sensitivity.json").mkdir()
+    train()
+    assert caplog.text.count("the plan is not kept in") == 1 and "next start profiles again" in caplog.text
+    assert caplog.text.count("the report is not written") == 1
+    assert not (folder / "plan.json").exists()
