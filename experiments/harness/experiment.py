@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qsync import QSyncError
-from qsync.errors import MismatchError
+from qsync.errors import FormatError, MismatchError
 from qsync.experiments.harness.processes import end_with_parent
 from qsync.experiments.harness.provenance import folder_of, provenance
 from qsync.experiments.harness.tables import as_markdown, table_of, write_between, yes
@@ -120,7 +120,8 @@ class Experiment:
     def piece(self, name: str, make: Callable[[], Any], **settings: Any) -> Any:
         """Return a piece's result: from the folder if it was finished before, else from `make`, and keep it.
 
-        Raises MismatchError if the piece in the folder was made with other settings.
+        Raises MismatchError if the piece in the folder was made with other settings, and FormatError if it
+        is malformed.
         """
         kept = self.kept(name, **settings)
         if kept is not None:
@@ -134,6 +135,8 @@ class Experiment:
         if self.fresh or not path.is_file():
             return None
         found, wanted = read_json(path), self._settings(settings)
+        if not (isinstance(found.get("settings"), dict) and "commit" in found and "result" in found):
+            raise FormatError(f"{path} is no piece of an experiment; delete it, or use --fresh")
         for key, value in wanted.items():
             if found["settings"].get(key) != value:
                 raise MismatchError(
@@ -146,7 +149,8 @@ class Experiment:
     def keep(self, name: str, result: Any, **settings: Any) -> Any:
         """Write a finished piece, whole or not at all, and return its result as it will be read back."""
         content = {"settings": self._settings(settings), **provenance(self.seed), "result": result}
-        write_json(self._path(name), content)
+        with _writing(self._path(name)) as path:
+            write_json(path, content)
         self._commits.add(content["commit"])
         return json.loads(json.dumps(result))
 
@@ -196,7 +200,8 @@ class Experiment:
             "experiment": self.name, "measured": measured, **provenance(self.seed), **self.settings,
             "commits_of_pieces": sorted(self._commits), "bars": list(bars), **figures,
         }  # fmt: skip
-        write_json(self.out / "figures.json", content)
+        with _writing(self.out / "figures.json") as path:
+            write_json(path, content)
         return content
 
     def finish(
@@ -220,7 +225,8 @@ class Experiment:
         text = "\n".join([*map(as_markdown, [*promises, *tables]), _origin(content, page)])
         if picture is not None:
             picture(content, self.out / "figures.png")
-        write_text(self.out / "figures.md", text)
+        with _writing(self.out / "figures.md") as path:
+            write_text(path, text)
         if page is not None:
             write_between([page.path], page.marker, text)
             if picture is not None and page.picture is not None:
@@ -234,6 +240,17 @@ class Experiment:
     def _settings(self, more: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps({**self.settings, "seed": self.seed, **more}))
         return found
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    """Say in one sentence why a file of results cannot be written, as on a full disk."""
+    try:
+        yield path
+    except OSError as error:
+        raise QSyncError(
+            f"{path} cannot be written ({error.strerror or error}); make space there, or name another --out"
+        ) from error
 
 
 def _origin(content: Mapping[str, Any], page: Page | None) -> str:

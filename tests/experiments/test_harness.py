@@ -17,7 +17,7 @@ from qsync.experiments.harness.experiment import Experiment, Page, bar, show
 from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.harness.tables import markdown_table, table_of
-from qsync.records.json_files import read_json
+from qsync.records.json_files import read_json, write_json
 
 
 def test_an_interrupted_run_continues_with_what_is_missing(tmp_path):
@@ -60,6 +60,27 @@ def test_a_piece_of_other_settings_is_refused(tmp_path):
         Experiment("one", tmp_path, seed=0, settings={"turns": 4}).piece("a", lambda: 1, plans=5)
     with pytest.raises(MismatchError, match="plans = 5, not 6"):
         Experiment("one", tmp_path, seed=0, settings={"turns": 3}).piece("a", lambda: 1, plans=6)
+
+
+@pytest.mark.parametrize("lost", ["settings", "commit", "result"])
+def test_a_piece_that_lacks_a_field_is_named(lost, tmp_path):
+    Experiment("one", tmp_path).piece("a", lambda: 1)
+    path = tmp_path / "pieces" / "a.json"
+    write_json(path, {name: value for name, value in read_json(path).items() if name != lost})
+    with pytest.raises(QSyncError, match="a.json is no piece of an experiment; delete it, or use --fresh"):
+        Experiment("one", tmp_path).piece("a", lambda: 2)
+    assert Experiment("one", tmp_path, fresh=True).piece("a", lambda: 2) == 2
+
+
+def test_results_that_find_no_room_are_one_sentence(tmp_path):
+    experiment = Experiment("one", tmp_path)
+    for name in ("pieces", "figures.json"):
+        file = tmp_path / name
+        file.touch() if name == "pieces" else file.mkdir()
+    with pytest.raises(QSyncError, match="pieces/a.json cannot be written .*; make space there, or name"):
+        experiment.keep("a", 1)
+    with pytest.raises(QSyncError, match="figures.json cannot be written"):
+        experiment.finish({})
 
 
 def test_figures_say_where_they_are_from_and_what_was_promised(tmp_path):
