@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import qsync
-from qsync import QSyncError
 from qsync.backend.device_detection import machine
+from qsync.records.json_files import check_folder
 
 _PACKAGES = ("torch", "torchao", "transformers", "apache-tvm", "numpy", "scipy")
 
 
 def folder_of(out: Path) -> Path:
-    """Return the folder of results. Raises QSyncError for a file."""
-    if out.exists() and not out.is_dir():
-        raise QSyncError(f"--out {out} is a file; name a folder")
+    """Return the folder of results. Raises FormatError for one that cannot be written."""
+    check_folder("--out", out)
     return out
 
 

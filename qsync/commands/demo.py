@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qsync.commands.options import MAX_SEED, Json, WeakShare, check_folder, console, print_json
+from qsync.commands.options import MAX_SEED, Json, WeakShare, console, print_json
+from qsync.records.json_files import check_folder
 
 
 def demo(

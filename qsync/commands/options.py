@@ -80,13 +80,6 @@ def _bytes(text: str) -> int:
     return number
 
 
-def check_folder(option: str, folder: Path) -> None:
-    """Raise QSyncError unless the folder is there or can be made: a long run would fail at its end."""
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
-    if there.exists() and not there.is_dir():
-        raise QSyncError(f"{option} {folder} cannot be made: {there} is a file; name a folder")
-
-
 @contextmanager
 def working(title: str) -> Iterator[Callable[[str], None]]:
     """Show on stderr that the command is at work; what is given replaces the title."""

@@ -89,6 +89,21 @@ def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:
         raise FormatError(
             f"this {kind} file has version {shortened(value.get('version'))}, this qsync reads "
             f"version {version}; write it anew, or use the qsync that wrote it"
+def check_folder(option: str, folder: Path) -> None:
+    """Raise FormatError unless files can be made in a folder, or it can: a long run would fail at its end."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    if there.exists() and not there.is_dir():
+        what = "is" if there == folder else f"cannot be made: {there} is"
+        raise FormatError(f"{option} {folder} {what} a file; name a folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise FormatError(
+            f"{option} {folder} cannot be written ({error.strerror or error}); name another folder"
+        ) from error
+
+
         )
 
 

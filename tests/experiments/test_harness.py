@@ -98,6 +98,13 @@ def test_figures_say_where_they_are_from_and_what_was_promised(tmp_path):
     assert bar("equal", False, True)["holds"] is False and bar("missing", None, 1.0)["holds"] is None
 
 
+def test_without_git_pieces_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Experiment("one", tmp_path).piece("a", lambda: 1) == 1
+    kept = read_json(tmp_path / "pieces" / "a.json")
+    assert (kept["commit"], kept["uncommitted_changes"]) == ("unknown", None)
+
+
 def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
     page, picture = tmp_path / "page.md", tmp_path / "picture.png"
     page.write_text("before\n<!-- results:begin -->\nstale\n<!-- results:end -->\nafter\n")
@@ -119,13 +126,6 @@ def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
     finish(page=Page(page, picture, "On one thread."))
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
-def test_without_git_pieces_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert Experiment("one", tmp_path).piece("a", lambda: 1) == 1
-    kept = read_json(tmp_path / "pieces" / "a.json")
-    assert (kept["commit"], kept["uncommitted_changes"]) == ("unknown", None)
-
-
     assert "| a | 1 |" in text and "On one thread." in text and "commit 0123abc." in text
     assert picture.read_text() == (tmp_path / "out" / "figures.png").read_text() == "drawn"
     experiment.keep("b", 1)
@@ -141,6 +141,13 @@ def test_a_file_is_no_folder_of_results(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(QSyncError, match="is a file; name a folder"):
         Experiment("one", tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(QSyncError, match="--out /proc/results cannot be written"):
+        Experiment("one", Path("/proc/results"))  # where root makes no file either
+    Experiment("one", tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_table_is_the_same_in_the_terminal_and_in_markdown():
