@@ -36,7 +36,17 @@ def write_bytes(path: str | Path, data: bytes) -> Path:
 
 def write_text(path: str | Path, text: str) -> Path:
     """Write `text` as UTF-8, whole or not at all."""
-    return write_bytes(path, text.encode("utf-8"))
+    return write_bytes(path, _encoded(text, f"the text of {path}"))
+
+
+def _encoded(text: str, place: str) -> bytes:
+    """Return a text as UTF-8. Raises FormatError for half of a pair of surrogates, which JSON can hold."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise FormatError(
+            f"{place} has half of a character, {text[error.start]!r}; write the file that it is from anew"
+        ) from error
 
 
 def _umask() -> int:
@@ -79,16 +89,6 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return value
 
 
-def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:
-    """Refuse a record of another kind or of a version this code does not read."""
-    if value.get("kind") != kind:
-        raise FormatError(
-            f"expected a {kind} file, found {shortened(value.get('kind', 'no kind'))}; give a {kind} file"
-        )
-    if value.get("version") != version:
-        raise FormatError(
-            f"this {kind} file has version {shortened(value.get('version'))}, this qsync reads "
-            f"version {version}; write it anew, or use the qsync that wrote it"
 def check_folder(option: str, folder: Path) -> None:
     """Raise FormatError unless files can be made in a folder, or it can: a long run would fail at its end."""
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
@@ -104,6 +104,16 @@ def check_folder(option: str, folder: Path) -> None:
         ) from error
 
 
+def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:
+    """Refuse a record of another kind or of a version this code does not read."""
+    if value.get("kind") != kind:
+        raise FormatError(
+            f"expected a {kind} file, found {shortened(value.get('kind', 'no kind'))}; give a {kind} file"
+        )
+    if value.get("version") != version:
+        raise FormatError(
+            f"this {kind} file has version {shortened(value.get('version'))}, this qsync reads "
+            f"version {version}; write it anew, or use the qsync that wrote it"
         )
 
 
@@ -166,6 +176,8 @@ def _check(value: Any, expected: Any, place: str) -> None:
             raise FormatError(
                 f"{place} must be {expected.__name__}, found {shortened(value)}; write the file anew"
             )
+        if isinstance(value, str):
+            _encoded(value, place)
         if is_dataclass(value):
             check_fields(value, place)
 

@@ -116,7 +116,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
     path = write_text(tmp_path / "deep" / "file.json", "old")
     with pytest.raises(TypeError):
         write_json(path, {"not": object()})
-    with pytest.raises(UnicodeEncodeError):
+    with pytest.raises(FormatError, match=r"file.json has half of a character, '\\ud800'; write the file"):
         write_text(path, "\ud800")
     assert path.read_text() == "old"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
@@ -124,6 +124,15 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
 
 
 # Fields.
+
+
+def test_half_of_a_character_is_refused_where_it_is_read():
+    plan = plan_of().to_json()
+    for changed in ({**plan, "model": "\ud800"}, {**plan, "pins": {"\udfff*": "fp32"}}):
+        with pytest.raises(FormatError, match=r"plan: field '\w+' has half of a character"):
+            Plan.from_json(through_text(changed))
+    whole = {**plan, "model": "\U0001f600"}
+    assert Plan.from_json(through_text(whole)).model == "\U0001f600"
 
 
 @pytest.mark.parametrize(
