@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import numpy as np
 import torch
 import torch._dynamo
 import torch.fx
-from torch._dynamo import eval_frame, trace_rules
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import convert_frame, eval_frame, trace_rules
 from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils._python_dispatch import (
@@ -113,14 +115,30 @@ def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int
     """Return why the tracer gave up a frame of a model; empty if it did not.
 
     `breaks` and `num_skipped` are from before the model ran. The tracer gives a frame up once and for all, so
-    that the reason is kept for later models of this class.
+    that the reason is kept with its code, for later models that run it. Frames of torch's own layers are
+    traced anew for every model (`compile_forward`).
     """
+    codes = [code for code in _codes_of(model) if _is_given_up(code)]
     if num_skipped_frames() > num_skipped:
-        _SKIPPED[type(model)] = _reason("\n".join(_breaks_since(breaks)))
-    return _SKIPPED.get(type(model), "")
+        reason = _reason("\n".join(_breaks_since(breaks)))
+        _SKIPPED.update(dict.fromkeys(codes, reason))
+        return reason
+    return next((_SKIPPED[code] for code in codes if code in _SKIPPED), "")
 
 
-_SKIPPED: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+_SKIPPED: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
+
+
+def _codes_of(model: torch.nn.Module) -> list[CodeType]:
+    """Return the code of the forward of each of a model's modules, but of torch's own layers."""
+    forwards = dict.fromkeys(type(module).forward for module in model.modules())
+    codes = [code for forward in forwards if (code := getattr(forward, "__code__", None)) is not None]
+    return [code for code in codes if code.co_filename not in LAYER_FILES]
+
+
+def _is_given_up(code: CodeType) -> bool:
+    """Return whether the tracer met a frame of this code and has no graph of any."""
+    return code in convert_frame.input_codes and not _debug_get_cache_entry_list(code)
 
 
 def why_untraced() -> str | None:

@@ -18,6 +18,7 @@ import qsync
 from qsync import api
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
+from qsync.runtime.planned_forward import program_of
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.tracer import trace
 
@@ -660,6 +661,24 @@ def test_layers_of_a_frame_that_is_skipped_are_lowered_and_the_rest_is_told(caps
     assert not torch.equal(qsync.wrap(model, "bf16", strict=True)(X.abs()), expected)
     said = capsys.readouterr().err
     assert "of code that torch.compile gives up only layers are lowered: Data-dependent branching" in said
+
+
+def test_a_frame_that_was_skipped_is_told_of_the_models_that_run_it_alone():
+    def why(model: nn.Module) -> str:
+        qsync.wrap(model, "fp32")(X.abs())
+        return program_of(model).skipped
+
+    torch._dynamo.reset()
+    assert why(BreaksInALoop(has_layer=True)).startswith("Data-dependent branching")
+    assert why(BreaksInALoop(has_layer=True)).startswith("Data-dependent branching")
+    inside = nn.Sequential(nn.Linear(8, 8), BreaksInALoop(has_layer=True))
+    assert why(inside).startswith("Data-dependent branching")
+    assert not why(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    given_up = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8))
+    assert why(given_up).startswith("Unsupported Tensor.item")
+    assert not why(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    torch._dynamo.reset()
+    assert not why(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
 
 
 def test_a_frame_that_is_skipped_names_what_the_tracer_met_in_it():
