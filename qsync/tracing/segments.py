@@ -51,6 +51,13 @@ DTYPES = {
 _CHECKPOINT = "tag_activation_checkpoint"
 # Products whose operands have encodings of their own.
 _PRODUCTS_OF_TWO = ("linear", "addmm", "matmul", "conv1d", "conv2d")
+# Calls between which torch.vmap or another transform of torch.func runs, on a level of its own.
+_ENTER_LEVEL = (
+    "_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level",
+)  # fmt: skip
+_LEAVE_LEVEL = (
+    "_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting", "_exit_dual_level",
+)  # fmt: skip
 # Kinds of which torch has a module.
 _MODULES_OWN = ("linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose", "rnn")
 
@@ -179,6 +186,7 @@ class _Reader:
         # Values that are somebody's data, at most seen in another shape: their numbers are not known here.
         self._given: set[str] = set()
         self._depth: dict[str, int] = {}
+        self._num_levels = 0  # of torch.vmap and torch.func, around the node that is read
 
     def enter(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
         """Record a tensor that enters the outermost graph."""
@@ -202,6 +210,7 @@ class _Reader:
             if node.op == "get_attr":
                 self._read_constant(segment, node)
             elif node.op in ("call_function", "call_method"):
+                self._num_levels += (call_name(node) in _ENTER_LEVEL) - (call_name(node) in _LEAVE_LEVEL)
                 if str(node.target).endswith(_CHECKPOINT):
                     self._read_nested(segment, node)
                 elif (value := _example(node)) is not None and node.args and node.args[0] in segment.nested:
@@ -301,7 +310,9 @@ class _Reader:
         in_bf16 = role is Role.ADJUSTABLE and kind not in ROUNDS_WHAT_IT_READS and set(types) == {"bf16"}
         if other is not None and not in_bf16:  # their author's choice
             return f"the model has it in {other}"
-        if is_functorch_wrapped_tensor(value):  # kernels do not see torch.vmap's hidden dimension
+        # Kernels do not see torch.vmap's hidden dimension, and torch refuses their autograd functions there,
+        # also on values that have none.
+        if self._num_levels or is_functorch_wrapped_tensor(value):
             return "it runs under torch.vmap"
         if role is not Role.ADJUSTABLE:
             return ""

@@ -707,6 +707,18 @@ class Mapped(nn.Module):
         return self.fc(torch.vmap(self.inner)(x))
 
 
+class MappedBeside(nn.Module):
+    """A layer under torch.vmap that does not depend on what is mapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fc = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weights = nn.Parameter(torch.randn(3, 8, 8) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.vmap(lambda weight: self.inner(x).relu() @ weight)(self.weights))
+
+
 class Unbatched(nn.Module):
     """A convolution without a batch dimension has no samples to scale one by one."""
 
@@ -719,14 +731,14 @@ class Unbatched(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:qsync. . of . products in int8")
-@pytest.mark.parametrize("make", [Mapped, Unbatched])
+@pytest.mark.parametrize("make", [Mapped, MappedBeside, Unbatched])
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_what_kernels_cannot_take_stays_in_fp32_beside_what_they_can(make, precision):
     torch.manual_seed(0)
     model = make()
     expected = model(X)
     assert [op.name for op in qsync.capture(model, X).adjustable] == ["fc"]
-    found = qsync.wrap(model, precision, strict=True)(X)
+    found = qsync.wrap(model, precision, save_less=True, strict=True)(X)
     found.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     if precision == "fp32":
