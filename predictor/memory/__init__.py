@@ -4,6 +4,7 @@
 `vectorized_peak`  the same peak of a whole lowered graph, by lookups
 `lifetimes`        from when to when each tensor of a step lives
 `saved_tensors`    the tensors that each kind of operator saves for backward
+`expanded_operands`  the operands that torch.matmul expands
 `workspaces`       the memory that kernels need while they run
 `recomputation`    lifetimes where blocks run forward again in backward
 `spans`            the record of one tensor's life

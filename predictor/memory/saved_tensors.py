@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from qsync.backend.block_sizes import saves_weights
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
+from qsync.predictor.memory.expanded_operands import expanded
 from qsync.records.graph import Op, OpGraph, num_elements
 from qsync.records.precision import CONVOLUTIONS, LARGEST, Precision, type_bytes
 
@@ -32,6 +33,7 @@ SCALED = ("mul", "div")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 # Modes in which a linear layer is torch's own, on values as they lie.
 PLAIN = ("fp32", "bf16")
+INT8_MODES = (Precision.INT8, Precision.INT8_ALL)
 FP32_BYTES = 4
 _LSTM_GATES = 4
 # Forms in which an operator and the one in its epilogue save the same as apart: a product its operands, gelu
@@ -82,7 +84,9 @@ def saved_by_op(
             return Saved(pair)
         if op.kind == "linear" and op.copies and mode in PLAIN:  # a copy of its input: `made_for_backward`
             return Saved((1,) if requires_grad[op.inputs[0]] else ())
-        return Saved(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
+        copied = dict(copied_operands(op, mode, shapes, requires_grad))  # `made_for_backward`
+        saved = (a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]])
+        return Saved(tuple(a for a in saved if a not in copied))
     if op.kind == "div" and len(op.inputs) == 2:  # of the divisor's gradient both are factors
         return Saved((0, 1) if requires_grad[op.inputs[1]] else (1,))
     if op.kind == "attention" and writes_scores(op, mode, shapes, requires_grad, device):
@@ -130,6 +134,9 @@ def made_for_backward(
         yield sum(type_bytes(mode, num_elements(shapes[value])) for value in op.inputs)
     elif op.kind == "linear" and op.copies and mode in PLAIN and requires_grad[op.inputs[1]]:
         yield type_bytes(mode, num_elements(shapes[op.inputs[0]]))
+    elif op.kind == "matmul":
+        for _, elements in copied_operands(op, mode, shapes, requires_grad):
+            yield type_bytes(mode, elements)
     elif op.kind == "reciprocal":  # of which a multiple is the result
         yield type_bytes(mode, op.num_elements)
     elif op.kind in ("max_pool1d", "max_pool2d", "max_pool3d"):
@@ -161,6 +168,19 @@ def made_for_backward(
             yield FP32_BYTES * op.num_elements * (bool(op.kept) + (mode != "fp32"))
     elif op.kind in NORMS:
         yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
+
+
+def copied_operands(
+    op: Op, mode: str, shapes: Mapping[str, tuple[int, ...]], requires_grad: Mapping[str, bool]
+) -> Iterator[tuple[int, int]]:
+    """Yield the operands of a product of which it saves expanded copies, by number, with their elements.
+
+    INT8 saves codes, which are not expanded.
+    """
+    if op.kind == "matmul" and len(op.inputs) == 2 and mode not in INT8_MODES:
+        for each in expanded(*(shapes[value] for value in op.inputs)):
+            if each.is_copied and requires_grad[op.inputs[1 - each.operand]]:
+                yield each.operand, each.num_elements
 
 
 def _recurrent(op: Op, mode: str, shapes: list[tuple[int, ...]], device: str) -> Iterator[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from qsync.backend.block_sizes import SCORES_PER_BLOCK, SLOPES_PER_BLOCK, saves_weights, scores_per_block
 from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds, windows_bytes
 from qsync.lowering.lowered_graph import Run
+from qsync.predictor.memory.expanded_operands import expanded
 from qsync.records.graph import Op, num_elements
 from qsync.records.precision import Precision, is_encoded, type_bytes
 
@@ -71,6 +72,8 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return _convolution_forward(op, run, context)
     if op.kind == "embedding" and run.mode != Precision.FP32:  # the rows in FP32 before they are rounded
         return type_bytes("fp32", elements) + type_bytes("int8", elements) * (run.mode == Precision.INT8)
+    if op.kind == "matmul" and len(op.inputs) == 2:
+        return _matmul_forward(op, run, context)
     return 0
 
 
@@ -89,6 +92,8 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
     if op.kind in _CONVOLUTIONS and context.device == "cpu" and run.mode in _CONVOLVED:
         return _convolution_backward(op, run, context)
     workspace = sum(_gradient_of(j, taken, context) for j, taken in enumerate(run.operands))
+    if op.kind == "matmul" and len(op.inputs) == 2:
+        return workspace + _matmul_backward(run, context)
     if op.kind == "cross_entropy":  # the gradient of its log-probabilities
         return workspace + _FP32 * num_elements(context.shapes[0])
     if op.kind == "attention" and run.mode == Precision.BF16 and context.device == "cpu":
@@ -185,6 +190,31 @@ def _product_int8(op: Op, run: Run, context: OpContext) -> int:
     then = made + cast_dx + _BF16 * weight  # dx is cast to the input's type
     last = passed_on + _BF16 * weight + bucket
     return gradient_16bit + max(first, then, last) - passed_on
+
+
+def _matmul_forward(op: Op, run: Run, context: OpContext) -> int:
+    """Return the bytes of expanded operands that are not saved; in INT8 those of codes, with their scales."""
+    num_bytes = 0
+    for each in expanded(*context.shapes):
+        if each.is_copied and run.mode in _INT8:
+            num_bytes += each.num_elements + _FP32 * each.num_elements // max(context.shapes[0][-1], 1)
+        elif each.is_copied and not (op.requires_grad and context.has_gradient[1 - each.operand]):
+            num_bytes += type_bytes(run.mode, each.num_elements)
+    return num_bytes
+
+
+def _matmul_backward(run: Run, context: OpContext) -> int:
+    """Return the bytes of expanded gradients, before they are summed.
+
+    INT8 makes them one after the other, from the other operand, decoded and expanded, and sums in FP32.
+    """
+    found = {each.operand: each for each in expanded(*context.shapes)}
+    elements = [found[j].num_elements if j in found and context.has_gradient[j] else 0 for j in (0, 1)]
+    if run.mode not in _INT8:
+        return sum(type_bytes(run.mode, count) for count in elements)
+    copied = [found[j].num_elements if j in found and found[j].is_copied else 0 for j in (0, 1)]
+    made = [_BF16 * (elements[j] + copied[1 - j]) if context.has_gradient[j] else 0 for j in (0, 1)]
+    return max(*made, *((_BF16 + _FP32) * count for count in elements))
 
 
 def _operands(op: Op) -> tuple[int, int]:

@@ -59,6 +59,22 @@ class Grouped(nn.Module):
         return self.out(y.permute(2, 0, 1, 3).reshape(10, 4, 32))
 
 
+class Product(nn.Module):
+    """A product of two layers' results of these shapes, of which one may have no gradient."""
+
+    def __init__(self, left, right, fixed=None):
+        super().__init__()
+        self.left, self.right, self.fixed = nn.Linear(6, left[-1]), nn.Linear(6, right[-1]), fixed
+        self.register_buffer("a", torch.randn(*left[:-1], 6))
+        self.register_buffer("b", torch.randn(*right[:-1], 6))
+
+    def forward(self, x):
+        y = {name: layer(of) for name, layer, of in (("a", self.left, self.a), ("b", self.right, self.b))}
+        if self.fixed:
+            y[self.fixed] = y[self.fixed].detach()
+        return (y["a"] @ y["b"]) + x
+
+
 class Padded(nn.Module):
     """torch's encoder, or its attention alone, under a padding mask."""
 
@@ -78,6 +94,10 @@ class Padded(nn.Module):
 def encoder(**options):
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, **options)
     return Padded(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)), torch.randn(4, 10, 16)
+
+
+def product(*batches, fixed=None):
+    return Product((*batches[0], 4, 7), (*batches[1], 7, 9), fixed), torch.randn(1)
 
 
 def linear(call, inner=24, width=24):
@@ -121,6 +141,15 @@ FORMS = {
         torch.randn(4, 10, 16),
     ),
     "attention that drops over values that heads share": lambda: (Grouped(), torch.randn(10, 4, 16)),
+    "a product of batches, both broadcast": lambda: product((5, 1), (1, 3)),
+    "a product of batches, one broadcast": lambda: product((1, 3), (5, 3)),
+    "a product of batches, one broadcast beside one without a gradient": lambda: product(
+        (3,), (5, 3), fixed="b"
+    ),
+    "a product of batches, one broadcast without a gradient": lambda: product((5, 3), (3,), fixed="b"),
+    "a product of a batch and one of all ones": lambda: product((1, 1), (5, 3)),
+    "a product of batches of three dimensions": lambda: product((1,), (5,)),
+    "a product of a matrix and a batch": lambda: product((), (5, 3)),
     "attention with a mask of three dimensions": lambda: (Attention(False), torch.randn(2, 24, 32)),
 }
 

@@ -96,6 +96,19 @@ class Scaled(nn.Module):
         return self.second(y * y).sum(-1, keepdim=True)
 
 
+class Expanded(nn.Module):
+    """A product that broadcasts an operand, as votes of capsules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.last = nn.Linear(64, 64), nn.Linear(4, 4)
+        self.votes = nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.votes(x[:1]).view(1, -1, 4, 64), self.seen(x).unsqueeze(-1)
+        return self.last((left @ right).squeeze(-1)).sum(-1, keepdim=True)
+
+
 class Tied(nn.Module):
     """Two products of one large weight."""
 
@@ -183,6 +196,7 @@ MODELS = {
     "block": (block, (1024, 256)),
     "vocabulary": (Vocabulary, (512, 64)),
     "scaled": (Scaled, (1024, 256)),
+    "expanded": (Expanded, (64, 64, 64)),
     "tied": (Tied, (64, 1024)),
     "queries in order": (lambda: QueriesInOrder(4), TOKENS),
     "broken": (Broken, (512, 256)),
@@ -227,6 +241,9 @@ CASES = [
     ("vocabulary", FP32, False, EXACT),
     ("vocabulary", BF16, False, EXACT),
     ("scaled", FP32, False, EXACT),
+    ("expanded", FP32, False, 0.01),
+    ("expanded", BF16, False, 0.01),
+    ("expanded", INT8, False, 0.08),
     ("tied", FP32, False, 0.025),  # and the gradient of an activation that is freed before
     ("queries in order", FP32, False, 0.01),
     ("queries in order", INT8, False, 0.03),
