@@ -20,6 +20,7 @@ import torch.fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo import convert_frame, eval_frame, trace_rules
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.nn import functional
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
@@ -78,7 +79,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
         segments.clear()
         # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
         plain = compiled_by(model, record, dynamic=False)
-        with undisturbed(model), without_autocast(device), dynamo_settings(), plain:
+        with undisturbed(model), without_autocast(device), dynamo_settings(), _constants_of(device), plain:
             try:
                 model(*args, **kwargs)
             except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -333,6 +334,21 @@ def dynamo_settings() -> Iterator[None]:
         if rule is not None:
             del in_graph[torch.Tensor.unflatten]
             in_graph[functional.multi_head_attention_forward] = rule
+
+
+@contextmanager
+def _constants_of(device: torch.device) -> Iterator[None]:
+    """Let the tracer take the constants that a model on the meta device makes, inside.
+
+    torch.tensor makes those of the meta device past the tracer, which then refuses them as foreign:
+    `torch.tensor([], device="meta")` is the empty cache of a Hugging Face model.
+    """
+    before = fake_tensor_tls.allow_non_fake_inputs_override
+    fake_tensor_tls.allow_non_fake_inputs_override = True if device.type == "meta" else before
+    try:
+        yield
+    finally:
+        fake_tensor_tls.allow_non_fake_inputs_override = before
 
 
 def _check_mask(key_padding_mask: torch.Tensor, src_len: int, bsz: int) -> None:

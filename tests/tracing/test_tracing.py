@@ -319,6 +319,17 @@ def test_the_meta_device_gives_the_same_graph():
         assert on_meta.hash == on_cpu.hash and on_meta.shapes_hash == on_cpu.shapes_hash
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_meta_device_gives_the_same_graph_of_a_model_that_fills_a_cache(family):
+    """As Hugging Face models do by default: a fresh cache begins with `torch.tensor([], device=...)`."""
+    model, batch = build(family)
+    model.config.use_cache = True
+    on_cpu = qsync.capture(model, batch)
+    on_meta = qsync.capture(model.to("meta"), {name: tensor.to("meta") for name, tensor in batch.items()})
+    assert any(op.kind == "cat" for op in on_cpu.ops)
+    assert on_meta.hash == on_cpu.hash and on_meta.shapes_hash == on_cpu.shapes_hash
+
+
 LARGE = """
 import json, time, torch, qsync
 from qsync.experiments.harness.processes import peak_resident_bytes
