@@ -14,6 +14,7 @@ from qsync.expansion.recipe.sizes import first_few
 
 def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
     """Return the grown model of a map; the implementation of `expand`."""
+    plan.check_small(model)
     if any(value.is_meta for value in model.parameters()):
         raise UnsupportedError(
             f"the weights of this {type(model).__name__} are on the meta device, where there is nothing to "

@@ -21,7 +21,7 @@ from qsync.expansion.derivation.table_writer import (
     name_spaces,
     stream_of,
 )
-from qsync.expansion.recipe.recipe import Recipe, Sizes
+from qsync.expansion.recipe.recipe import Recipe, Sizes, check_unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,13 @@ def derive_recipe(model: nn.Module, example_inputs: Any) -> Derived:
 
     Raises:
         TracingError: The model cannot run on the inputs.
+        UnsupportedError: The model is in DDP, FSDP, torch.compile or AveragedModel.
         CalibrationError: The inputs hold no tensor, or an empty batch.
 
     Example:
         >>> print(qsync.derive_recipe(Gpt(), torch.zeros(1, 8, dtype=torch.int64)))
     """
+    check_unwrapped(model)
     findings = Findings(trace_axes(model, example_inputs, ALL_RULES))
     entries = list(findings.entries())
     names = name_spaces(entries, findings.blocks)

@@ -10,8 +10,9 @@ import torch
 from qsync.errors import MismatchError
 from qsync.expansion.maps.depth import Depth
 from qsync.expansion.maps.tensor_maps import TensorMap
-from qsync.expansion.recipe.recipe import Recipe
+from qsync.expansion.recipe.recipe import Recipe, check_unwrapped
 from qsync.expansion.recipe.sizes import first_few
+from qsync.records.json_files import check_kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,19 +46,47 @@ class ModelMap:
 
         Raises:
             MismatchError: The state belongs to another model.
+            FormatError: The state is no mapping of tensors.
 
         Example:
             >>> average = plan.grown(ema.state_dict())
         """
+        check_kind(state, Mapping, "state", "model.state_dict()")
         missing = [m.source for m in self.tensors.values() if m.source not in state]
         if missing:
             raise MismatchError(
                 f"the state to grow lacks {first_few(missing)}; give that of the model that was planned for"
             )
         for m in self.tensors.values():
+            check_kind(state[m.source], torch.Tensor, m.source, "model.state_dict()")
             if tuple(state[m.source].shape) != m.source_shape:
                 raise MismatchError(
                     f"{m.source} has shape {tuple(state[m.source].shape)}, and {m.source_shape} in the model "
                     "that was planned for; give that model's state"
                 )
         return {name: m.grown(state[m.source], self.seed) for name, m in self.tensors.items()}
+
+    def check_small(self, model: torch.nn.Module) -> None:
+        """Raise MismatchError for a model of other tensors than the one that was planned for."""
+        wanted = {m.source: m.source_shape for m in self.tensors.values()}
+        _check_tensors(model, wanted, "the small model", "give the model that was planned for")
+
+    def check_grown(self, big: torch.nn.Module) -> None:
+        """Raise MismatchError for a model of other tensors than this plan grows."""
+        wanted = {name: m.shape for name, m in self.tensors.items()}
+        _check_tensors(big, wanted, "the grown model", "give what plan.expand(model) returned")
+
+
+def _check_tensors(
+    model: torch.nn.Module, wanted: Mapping[str, tuple[int, ...]], which: str, instead: str
+) -> None:
+    """Raise MismatchError unless a model has the wanted tensors, and no parameters beside them."""
+    check_unwrapped(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = {**dict(model.named_buffers(remove_duplicate=False)), **parameters}
+    for name in (*wanted, *parameters):
+        shape = tuple(found[name].shape) if name in found else None
+        if shape != wanted.get(name):
+            has = f"{name} of shape {shape}" if shape is not None else f"no {name}"
+            planned = f"shape {wanted[name]}" if name in wanted else "no such parameter"
+            raise MismatchError(f"{which} has {has}, and the expansion plan has {planned}; {instead}")

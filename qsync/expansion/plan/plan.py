@@ -19,7 +19,11 @@ class ExpansionPlan(ModelMap):
     """
 
     def expand(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the grown model of this plan, as `qsync.expand` does."""
+        """Return the grown model of this plan, as `qsync.expand` does.
+
+        Raises:
+            MismatchError: `model` is not the one that was planned for.
+        """
         return grow(model, self)
 
     def __str__(self) -> str:

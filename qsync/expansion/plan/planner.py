@@ -67,6 +67,8 @@ def plan_expansion(
     for what, given, known in (("split", split, SPLITS), ("depth", depth, DEPTHS)):
         if given not in known:
             raise FormatError(f"unknown {what} {shortened(given)}: choose from {', '.join(known)}")
+    if type(seed) is not int:
+        raise FormatError(f"seed must be a whole number, found {shortened(seed)}")
     if not isinstance(recipe, Recipe):
         raise FormatError(
             f"a recipe is a qsync.Recipe, found {type(recipe).__name__}; take qsync.recipe_of(model).to(...)"

@@ -129,6 +129,11 @@ class Recipe:
         Raises:
             FormatError: A line cannot be parsed.
         """
+        if not isinstance(self.table, str):
+            raise FormatError(
+                f"the table of the recipe {self.name} is text, found {shortened(self.table)}; write one line "
+                "for every kind of module"
+            )
         rows = (row.partition("#")[0].strip() for row in self.table.splitlines())
         return tuple(_line(row, self.name) for row in rows if row)
 
@@ -162,8 +167,11 @@ def check_unwrapped(model: torch.nn.Module) -> None:
     """Raise UnsupportedError for a wrapped model, FormatError for something else than a module."""
     if not isinstance(model, torch.nn.Module):
         raise FormatError(f"a model to grow is a torch.nn.Module, found {type(model).__name__}; give that")
-    inner = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
-    inner["FullyShardedDataParallel"] = "module"
-    kind = type(model).__name__
-    if kind in inner and isinstance(getattr(model, inner[kind], None), torch.nn.Module):
-        raise UnsupportedError(f"a model in {kind} is grown without it; give model.{inner[kind]}")
+    inner = {"DistributedDataParallel": "module", "DataParallel": "module", "AveragedModel": "module"}
+    inner |= {"FullyShardedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+    for kind in type(model).__mro__:  # what qsync.hybrid returns is a DistributedDataParallel of its own
+        name = inner.get(kind.__name__, "")
+        if name and isinstance(getattr(model, name, None), torch.nn.Module):
+            raise UnsupportedError(
+                f"a model in {type(model).__name__} is grown without it; give model.{name}"
+            )
