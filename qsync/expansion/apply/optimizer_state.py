@@ -11,6 +11,7 @@ import torch
 from qsync.errors import MismatchError, UnsupportedError, shortened
 from qsync.expansion.maps.model_map import ModelMap
 from qsync.expansion.maps.tensor_maps import TensorMap, along
+from qsync.records.json_files import check_kind
 
 # State of torch's optimizers per element: averages of gradients, and of squared gradients.
 _LINEAR = ("exp_avg", "momentum_buffer", "grad_avg")
@@ -26,7 +27,8 @@ class GrownState:
 
     `exact` lists parameters whose gradient is a known multiple of the small model's, in every element that is
     a copy. `approximate` lists those whose gradient is mixed by norms (writers of a normed stream, embeddings
-    with a tied head): the moments of all copies sum to the small model's. `fresh` lists the parameters of new
+    with a tied head): the moments of all copies sum to the small model's. It also lists those whose weights
+    are added to their gradients (weight decay that is not decoupled). `fresh` lists the parameters of new
     blocks, which have no state and count steps from 0.
     """
 
@@ -45,9 +47,9 @@ def expand_optimizer(
     """Expand the state of an optimizer to the grown model.
 
     With one share a per copy, a copy's gradient is g* = a g. Its moments are therefore m* = a m and v* = a^2
-    v. Elements that are no copies start with m = 0 and the mean of v over their tensor: with v = 0 at a late
-    step Adam's first update would exceed 3 times the learning rate. Parameters of new blocks have no state,
-    and so count their own steps.
+    v. The momentum of RMSprop averages g / sqrt(v), which stays as it is. Elements that are no copies start
+    with m = 0 and the mean of v over their tensor: with v = 0 at a late step Adam's first update would exceed
+    3 times the learning rate. Parameters of new blocks have no state, and so count their own steps.
 
     Args:
         plan: The plan that grew the model, with split="scalar" or "even".
@@ -60,8 +62,9 @@ def expand_optimizer(
 
     Raises:
         UnsupportedError: The plan has split="random", which mixes gradients, or the optimizer keeps an
-            unknown kind of state.
-        MismatchError: The optimizer belongs to another model.
+            unknown kind of state, or a model is in DDP, FSDP, torch.compile or AveragedModel.
+        MismatchError: The optimizer belongs to another model, or a model is not the plan's.
+        FormatError: An argument is of another kind.
 
     Example:
         >>> plan = qsync.plan_expansion(small, recipe, split="scalar")
@@ -69,6 +72,9 @@ def expand_optimizer(
         >>> grown = qsync.expand_optimizer(plan, optimizer, small, big)
         >>> new = torch.optim.AdamW(big.parameters()); new.load_state_dict(grown.state_dict)
     """
+    check_kind(plan, ModelMap, "plan", "qsync.plan_expansion")
+    plan.check_small(model)
+    plan.check_grown(big)
     if plan.split == "random":
         raise UnsupportedError(
             'with split="random" gradients of copies are no multiples of the small model\'s; grow with '
@@ -88,8 +94,9 @@ def expand_optimizer(
             if m.is_new or not known.get(m.source):
                 found["fresh"].append(name)
             else:
-                state[number] = _grown(m, known[m.source], value)
-                found["exact" if is_exact(m) else "approximate"].append(name)
+                state[number] = _grown(m, known[m.source], value, options)
+                is_known = is_exact(m) and (m.is_identity or not _adds_weights(options))
+                found["exact" if is_known else "approximate"].append(name)
             number += 1
         grown.append({**options, "params": list(range(first, number))})
     return GrownState({"state": state, "param_groups": grown}, *(tuple(found[k]) for k in found))
@@ -111,7 +118,9 @@ def _by_name(
         listed = [(group, [ids[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
         state = {ids[id(p)]: dict(values) for p, values in optimizer.state.items()}
     else:
-        if not {"state", "param_groups"} <= optimizer.keys():
+        check_kind(optimizer, Mapping, "optimizer", "torch.optim.AdamW or its state_dict()")
+        kinds = isinstance(optimizer.get("state"), Mapping), isinstance(optimizer.get("param_groups"), list)
+        if not all(kinds):
             raise MismatchError(
                 "this is no optimizer's state dict: it lacks state or param_groups; give "
                 "optimizer.state_dict()"
@@ -132,6 +141,11 @@ def _by_name(
         name_of = dict(
             zip((k for group in optimizer["param_groups"] for k in group["params"]), order, strict=True)
         )
+        if strange_keys := sorted(optimizer["state"].keys() - name_of.keys(), key=str):
+            raise MismatchError(
+                f"the optimizer's state has an entry {shortened(strange_keys[0])} that no group names; give "
+                "optimizer.state_dict() as it is"
+            )
         listed = [(group, [name_of[k] for k in group["params"]]) for group in optimizer["param_groups"]]
         state = {name_of[k]: dict(values) for k, values in optimizer["state"].items()}
     handled = ("params", "param_names")
@@ -144,7 +158,7 @@ def is_exact(m: TensorMap) -> bool:
 
 
 def grown_gradient(m: TensorMap, gradient: torch.Tensor, power: int = 1) -> torch.Tensor:
-    """Return the gradient of the grown tensor, 0 outside of copies; with power 2 its square.
+    """Return a power of the gradient of the grown tensor from that of the small one, 0 outside of copies.
 
     A copy along a written axis gets the share of its readers, divided by the scale of the copy. A copy along
     a read axis gets the whole gradient of the source, because it reads the same values.
@@ -157,18 +171,34 @@ def grown_gradient(m: TensorMap, gradient: torch.Tensor, power: int = 1) -> torc
         part = axis.growth.is_copy.double() if axis.is_read else axis.shares
         if axis.growth.scale is not None and not axis.is_read:
             part = part / axis.growth.scale
-        made = made * along(part**power, dim, made)
+        made = made * along(torch.where(axis.growth.is_copy, part**power, 0.0), dim, made)
     return made / m.factor**power
 
 
-def _grown(m: TensorMap, known: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
+def _adds_weights(options: Mapping[str, Any]) -> bool:
+    """Return whether a group adds its weights to their gradients, as weight decay that is not decoupled."""
+    return bool(options.get("weight_decay")) and not options.get("decoupled_weight_decay", False)
+
+
+def _power_of(key: str, known: Mapping[str, Any]) -> int | None:
+    """Return the power of the gradient that an entry averages; None for an unknown entry."""
+    if key == "momentum_buffer" and "square_avg" in known:
+        return 0  # RMSprop: of g / sqrt(v)
+    return 1 if key in _LINEAR else 2 if key in _SQUARED else None
+
+
+def _grown(
+    m: TensorMap, known: Mapping[str, Any], like: torch.Tensor, options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Expand the state of one parameter."""
     found: dict[str, Any] = {}
     for key, value in known.items():
         if value is None or key == "step" or not isinstance(value, torch.Tensor) or value.ndim == 0:
             found[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        elif key in _LINEAR or key in _SQUARED:
-            found[key] = _moment(m, key, value).to(dtype=value.dtype, device=like.device)
+        elif (power := _power_of(key, known)) is not None:
+            start = float(options.get("initial_accumulator_value", 0.0)) if key == "sum" else 0.0  # Adagrad
+            grown = _moment(m, key, value.double() - start, power) + start
+            found[key] = grown.to(dtype=value.dtype, device=like.device)
         else:
             raise UnsupportedError(
                 f"the optimizer keeps {shortened(key)} for {m.source}, and how that grows is not known; "
@@ -177,16 +207,16 @@ def _grown(m: TensorMap, known: Mapping[str, Any], like: torch.Tensor) -> dict[s
     return found
 
 
-def _moment(m: TensorMap, key: str, value: torch.Tensor) -> torch.Tensor:
-    """Expand one moment."""
+def _moment(m: TensorMap, key: str, value: torch.Tensor, power: int) -> torch.Tensor:
+    """Expand one moment: an average of a power of the gradient."""
     if tuple(value.shape) != m.source_shape:
         raise MismatchError(
             f"the optimizer's {key} of {m.source} has shape {tuple(value.shape)}, the model's "
             f"{m.source_shape}; give the optimizer of this model"
         )
-    if key in _LINEAR:
-        return grown_gradient(m, value.double())
-    grown = grown_gradient(m, value.double(), power=2)
+    grown = grown_gradient(m, value, power)
+    if power < 2:
+        return grown
     is_copy = torch.ones(m.shape, dtype=torch.bool, device=grown.device)
     for dim, axis in enumerate(m.axes):
         if axis is not None:
