@@ -227,6 +227,43 @@ def test_nothing_is_written_over(tmp_path):
     assert (tmp_path / "big" / "notes.txt").read_text() == "mine"
 
 
+class Bare(torch.nn.Module):
+    """A class without a recipe."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.inp, self.out = torch.nn.Linear(4, width), torch.nn.Linear(width, 3)
+
+
+BARE = qsync.Recipe(
+    "bare", "inp _ -> hidden\nout hidden -> _", build=lambda small, sizes: type(small)(sizes["hidden"])
+)
+
+
+def test_a_model_that_could_not_be_loaded_is_not_saved(tmp_path):
+    class Local(Bare):
+        recipe = BARE
+
+    gpt = small()
+    others = {
+        "by its recipe, and the class has none": (Bare(), BARE.to(hidden=24), {}),
+        "could not import the class": (Local(), BARE.to(hidden=24), {}),
+        "Gpt does not take these arguments .*'wide'": (gpt, Gpt.recipe.to(width=24), {"wide": 3}),
+    }
+    for said, (model, recipe, arguments) in others.items():
+        plan = qsync.plan_expansion(model, recipe)
+        with pytest.raises((FormatError, UnsupportedError), match=said):
+            qsync.save_expanded(plan.expand(model), tmp_path / "big", plan, arguments)
+    plan = plan_of(gpt)
+    with pytest.raises(MismatchError, match="the grown model has .*; give what plan.expand"):
+        qsync.save_expanded(gpt, tmp_path / "big", plan, ARGUMENTS)
+    with pytest.raises(FormatError, match="plan is a NoneType"):
+        qsync.save_expanded(gpt, tmp_path / "big", None, ARGUMENTS)
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(FormatError, match="folder is a NoneType"):
+        qsync.load_expanded(None)
+
+
 def test_a_process_killed_while_it_writes_leaves_no_folder(tmp_path):
     own_folder(tmp_path / "small")
     code = f"""

@@ -22,7 +22,7 @@ from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.shipped_recipes import recipe_of
 from qsync.expansion.recipe.sizes import first_few
-from qsync.records.json_files import check_header, field, read_json
+from qsync.records.json_files import check_header, check_kind, field, read_json
 
 CONFIG, WEIGHTS, EXPANSION = "config.json", "model.safetensors", "expansion.json"
 VERSION = 1
@@ -45,6 +45,7 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
     Example:
         >>> model = qsync.load_expanded("big")
     """
+    check_kind(folder, (str, Path), "folder", "qsync.save_expanded")
     folder = Path(folder)
     config = read_json(folder / CONFIG)
     growth = _read_expansion(folder)

@@ -6,8 +6,10 @@ beside the weights; they are expanded as well. `qsync.expansion.io.load` describ
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,14 +19,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
 
-from qsync.errors import FormatError, MismatchError, shortened
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.expansion.apply.optimizer_state import expand_optimizer
 from qsync.expansion.io.load import CONFIG, EXPANSION, VERSION, WEIGHTS, quiet_transformers
 from qsync.expansion.maps.describe import as_json
 from qsync.expansion.plan.plan import ExpansionPlan
 from qsync.expansion.recipe import module_kinds
+from qsync.expansion.recipe.recipe import Recipe
 from qsync.expansion.recipe.sizes import first_few
-from qsync.records.json_files import read_json, write_json
+from qsync.records.json_files import check_kind, read_json, write_json
 
 AVERAGE, OPTIMIZER = "ema.safetensors", "optimizer.pt"
 
@@ -45,12 +48,51 @@ def save_expanded(
         The path of the folder.
 
     Raises:
-        FormatError: The folder is not empty, or JSON cannot hold the arguments.
+        FormatError: The folder is not empty, JSON cannot hold the arguments, the class does not take them, or
+            an argument of this function is of another kind.
+        MismatchError: `big` is not what the plan grew.
+        UnsupportedError: `load_expanded` could not find the class or its recipe, or the model is in DDP,
+            FSDP, torch.compile or AveragedModel.
 
     Example:
         >>> qsync.save_expanded(big, "big", plan, arguments={"num_layers": 6, "width": 384})
     """
+    check_kind(folder, (str, Path), "folder", "pathlib.Path")
+    check_kind(plan, ExpansionPlan, "plan", "qsync.plan_expansion")
+    plan.check_grown(big)
+    _check_loadable(big, arguments)
     return _write_atomically(Path(folder), lambda into: _save(big, into, plan, arguments))
+
+
+def _check_loadable(big: torch.nn.Module, arguments: Mapping[str, Any] | None) -> None:
+    """Raise UnsupportedError or FormatError for a model that `load_expanded` could not build."""
+    kind = type(big)
+    if hasattr(big, "save_pretrained"):
+        import transformers
+
+        if not hasattr(transformers, kind.__name__):
+            raise UnsupportedError(
+                f"load_expanded finds no class {kind.__name__} in transformers; save its "
+                "state_dict() and the eps of its norms yourself"
+            )
+        return
+    if getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is not kind:
+        raise UnsupportedError(
+            f"load_expanded could not import the class {kind.__module__}:{kind.__qualname__}; define it at "
+            "the top of a module"
+        )
+    if not isinstance(getattr(kind, "recipe", None), Recipe):
+        raise UnsupportedError(
+            f"load_expanded builds a {kind.__name__} by its recipe, and the class has none; give it an "
+            "attribute `recipe`"
+        )
+    try:
+        inspect.signature(kind).bind(**dict(arguments or {}))
+    except (TypeError, ValueError) as error:
+        raise FormatError(
+            f"{kind.__name__} does not take these arguments ({shortened(error)}); give arguments=, those of "
+            "the small model"
+        ) from error
 
 
 def expand_folder(
