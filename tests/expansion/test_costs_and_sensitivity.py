@@ -10,7 +10,7 @@ import torch
 from scipy.stats import spearmanr
 
 import qsync
-from qsync.errors import MismatchError
+from qsync.errors import FormatError, MismatchError
 from qsync.expansion.plan.plan import ExpansionPlan
 from qsync.expansion.transfer.costs_and_sensitivity import NEW_BLOCK_ERROR_SHARE
 from qsync.expansion.transfer.scaling import gradient_gain, rounding_gain
@@ -205,3 +205,25 @@ def test_another_models_figures_are_refused(small):
         qsync.carry_sensitivity(lacking, graph, target, plan)
     with pytest.raises(MismatchError, match="measured for another model"):
         qsync.carry_profile(profiled(target), graph, target, plan)
+
+
+def test_other_records_are_refused_by_name(small):
+    model, graph, sensitivity = small
+    big, plan = grown(model, width=48)
+    target, profile = qsync.capture(big, TOKENS), profiled(graph)
+    for wrong, said in (
+        ((profile, graph, target, plan), "sensitivity is a Profile, .*; give what qsync.sensitivity"),
+        ((None, graph, target, plan), "sensitivity is a NoneType"),
+        ((sensitivity, model, target, plan), "small_graph is a Gpt, .*; give what qsync.capture"),
+        ((sensitivity, graph, big, plan), "big_graph is a Gpt"),
+        ((sensitivity, graph, target, plan.recipe), "plan is a Recipe, .*; give what qsync.plan_expansion"),
+    ):
+        with pytest.raises(FormatError, match=said):
+            qsync.carry_sensitivity(*wrong)
+    for wrong, said in (
+        ((sensitivity, graph, target, plan), "profile is a Sensitivity, .*; give what qsync.profile"),
+        ((profile, graph, target, None), "plan is a NoneType"),
+        ((profile, graph, target, plan, 3), "model is a int, 3; give what CostModel.learn"),
+    ):
+        with pytest.raises(FormatError, match=said):
+            qsync.carry_profile(*wrong)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import NoneType
 
 from qsync.errors import MismatchError
 from qsync.expansion.plan.plan import ExpansionPlan
@@ -15,6 +16,7 @@ from qsync.expansion.transfer.scaling import gradient_gain, rounding_gain
 from qsync.predictor.cost_model.fill_profile import carry
 from qsync.predictor.cost_model.model import CostModel
 from qsync.records.graph import Op, OpGraph
+from qsync.records.json_files import check_kind
 from qsync.records.profiles import Profile, Sensitivity
 
 # Of the three products y = x W, x'g and g W', a branch that adds nothing has errors only in x'g.
@@ -66,10 +68,13 @@ def carry_sensitivity(
 
     Raises:
         MismatchError: Graphs, plan and sensitivity do not belong together.
+        FormatError: An argument is of another kind.
 
     Example:
         >>> guess = qsync.carry_sensitivity(sensitivity, small_graph, qsync.capture(big, batch), plan)
     """
+    check_kind(sensitivity, Sensitivity, "sensitivity", "qsync.sensitivity")
+    _check_kinds(small_graph, big_graph, plan)
     if sensitivity.graph_hash != small_graph.hash:
         raise MismatchError(
             f"the sensitivity was gathered for graph {sensitivity.graph_hash}, and the small model is "
@@ -117,12 +122,16 @@ def carry_profile(
 
     Raises:
         MismatchError: Graphs, plan and profile do not belong together.
+        FormatError: An argument is of another kind.
 
     Example:
         >>> guess = qsync.carry_profile(profile, small_graph, big_graph, plan)
         >>> first = qsync.plan(big_graph, {"train": guess}, carried_sensitivity, cluster)
         >>> big = qsync.hybrid(big, batch, plan=first)      # no second measurement
     """
+    check_kind(profile, Profile, "profile", "qsync.profile")
+    _check_kinds(small_graph, big_graph, plan)
+    check_kind(model, (CostModel, NoneType), "model", "CostModel.learn")
     profile.check_graph(small_graph)
     origins = _origins(small_graph, big_graph, plan)
     values = {
@@ -140,6 +149,13 @@ def carry_profile(
         optimizer_bytes=round(profile.optimizer_bytes * parameters),
         host_s=profile.host_s * len(big_graph.ops) / max(len(small_graph.ops), 1),
     )
+
+
+def _check_kinds(small_graph: object, big_graph: object, plan: object) -> None:
+    """Raise FormatError for other things than two graphs and a plan."""
+    check_kind(small_graph, OpGraph, "small_graph", "qsync.capture")
+    check_kind(big_graph, OpGraph, "big_graph", "qsync.capture")
+    check_kind(plan, ExpansionPlan, "plan", "qsync.plan_expansion")
 
 
 def _before(sensitivity: Sensitivity, origin: Origin) -> Iterator[tuple[str, float]]:
