@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import llama
 
 import qsync
-from qsync.errors import FormatError, InfeasibleError, UnsupportedError
+from qsync.errors import FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
@@ -80,6 +81,59 @@ def test_billions_are_asked_about_on_the_meta_device():
     assert needed > 16 * num  # weights, gradients and two moments
 
 
+def test_a_model_of_hugging_face_is_checked_as_it_comes():
+    """With the cache that it fills by default."""
+    model, batch = llama()
+    model.config.use_cache = True
+    (fit,) = qsync.check_growth(model, planned(model, width=64), {"here": 2**40}, batch)
+    model.config.use_cache = False
+    (without,) = qsync.check_growth(model, planned(model, width=64), {"here": 2**40}, batch)
+    assert fit.fp32_bytes >= without.fp32_bytes > 0
+
+
+def test_an_optimizer_that_reads_values_takes_its_step():
+    """Adafactor scales by the norms of weights and updates: its state is smaller than the weights."""
+    model = small()
+    plan = planned(model, width=128)
+    found = {}
+    for make in (torch.optim.SGD, torch.optim.Adafactor, torch.optim.AdamW):
+        (fit,) = qsync.check_growth(model, plan, {"here": 2**40}, TOKENS, make_optimizer=make)
+        found[make] = fit.fp32_bytes
+    big = plan.expand(model)
+    optimizer = torch.optim.Adafactor(big.parameters())
+    big(TOKENS).sum().backward()
+    optimizer.step()
+    state = sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values())
+    wanted = peak_memory(lower(qsync.capture(big, TOKENS), {}), optimizer_bytes=state).peak_bytes
+    assert found[torch.optim.Adafactor] == wanted
+    assert found[torch.optim.SGD] < wanted < found[torch.optim.AdamW]
+
+
+BUDGETS = {
+    "a number": 16 * 2**30, "text": {"t4": "16G"}, "less than nothing": {"t4": -1}, "a name": {3: 2**30},
+    "no number": {"t4": float("nan")}, "no end": {"t4": float("inf")}, "a flag": {"t4": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+def test_budgets_are_bytes_by_class(budgets):
+    model = small()
+    with pytest.raises(FormatError, match='budget.* found .*; give ."t4": 16'):
+        qsync.check_growth(model, planned(model, width=128), BUDGETS[budgets], TOKENS)
+
+
+def test_other_things_than_a_model_and_its_plan_are_refused():
+    model = small()
+    plan = planned(model, width=128)
+    for wrong in (None, plan.recipe):
+        with pytest.raises(FormatError, match="plan is a .*; give what qsync.plan_expansion returns"):
+            qsync.check_growth(model, wrong, {"here": 2**40}, TOKENS)
+    with pytest.raises(MismatchError, match="the small model has no blocks.1.*; give the model that was"):
+        qsync.check_growth(Gpt(1, 64, 4, 64, 50), plan, {"here": 2**40}, TOKENS)
+    with pytest.raises(FormatError, match="make_optimizer's result is a int"):
+        qsync.check_growth(model, plan, {"here": 2**40}, TOKENS, make_optimizer=lambda parameters: 3)
+
+
 def test_an_optimizer_that_cannot_step_there_and_no_budgets_are_refused():
     model = small()
     plan = planned(model, width=128)
@@ -88,7 +142,7 @@ def test_an_optimizer_that_cannot_step_there_and_no_budgets_are_refused():
 
     class Own(torch.optim.SGD):
         def step(self, closure=None):
-            return [value.grad.sum().item() for group in self.param_groups for value in group["params"]]
+            return [value.grad.numpy() for group in self.param_groups for value in group["params"]]
 
     with pytest.raises(UnsupportedError, match="cannot take a step on the meta device"):
         qsync.check_growth(model, plan, {"here": 2**40}, TOKENS, make_optimizer=lambda p: Own(p, lr=0.1))

@@ -231,7 +231,13 @@ def test_batch_norm_lets_nothing_cancel():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"split": "rnd"}, "random, scalar, even"), ({"depth": "0"}, "zero, c")]
+    ("options", "said"),
+    [
+        ({"split": "rnd"}, "random, scalar, even"),
+        ({"depth": "0"}, "zero, c"),
+        ({"seed": "x"}, "seed must be a whole number, found 'x'"),
+        ({"seed": None}, "seed must be a whole number"),
+    ],
 )
 def test_unknown_options(options, said):
     refused(Net(), NET.to(width=32), FormatError, said, **options)
@@ -246,6 +252,7 @@ def test_a_size_is_a_whole_number(size):
 def test_what_is_no_recipe_or_says_nothing():
     refused(Net(), NET, FormatError, "does not say what to grow to")
     refused(Net(), {"width": 32}, FormatError, "a recipe is a qsync.Recipe, found dict")
+    refused(Net(), replace(NET, table=3).to(width=32), FormatError, "the table of the recipe net is text")
     with pytest.raises(FormatError, match=r"torch.nn.Module, found int"):
         qsync.expand(3, NET.to(width=32))
     with pytest.raises(UnsupportedError, match="no recipe for Net; it has those of gpt2"):
@@ -472,8 +479,52 @@ def test_a_model_in_ddp_is_grown_without_it():
         ):
             qsync.recipe_of(model)
         refused(model, Gpt.recipe.to(width=32), UnsupportedError, "give model.module")
+        check_wrapped(model, "DistributedDataParallel")
     finally:
         torch.distributed.destroy_process_group()
+
+
+def check_wrapped(wrapped, kind):
+    """Whatever takes a model must refuse this one in one sentence."""
+    small, batch = wrapped.module, torch.zeros(1, 8, dtype=torch.int64)
+    plan = qsync.plan_expansion(small, Gpt.recipe.to(width=32), split="scalar")
+    big, optimizer = plan.expand(small), torch.optim.AdamW(small.parameters())
+    for call in (
+        lambda: qsync.recipe_of(wrapped),
+        lambda: plan.expand(wrapped),
+        lambda: qsync.plan_expansion(wrapped, plan.recipe),
+        lambda: qsync.derive_recipe(wrapped, batch),
+        lambda: qsync.check_growth(wrapped, plan, {"t4": 2**30}, batch),
+        lambda: qsync.expand_optimizer(plan, optimizer, wrapped, big),
+        lambda: qsync.expand_optimizer(plan, optimizer, small, wrapped),
+        lambda: qsync.save_expanded(wrapped, "nowhere", plan, {}),
+    ):
+        with pytest.raises(UnsupportedError, match=f"in {kind} is grown without it; give model.module"):
+            call()
+
+
+def test_an_average_and_kinds_of_ddp_of_ones_own_are_grown_without_it():
+    """`qsync.hybrid` returns a DDP of its own."""
+
+    class Own(nn.DataParallel):
+        pass
+
+    check_wrapped(torch.optim.swa_utils.AveragedModel(Gpt(1, 16, 2, 8, 50)), "AveragedModel")
+    check_wrapped(Own(Gpt(1, 16, 2, 8, 50)), "Own")
+
+
+def test_a_plan_grows_the_model_that_it_was_made_for():
+    plan = qsync.plan_expansion(Gpt(2, 16, 2, 8, 50), Gpt.recipe.to(width=32))
+    for layers, said in (
+        (1, "has no blocks.1.norm1.weight, .* has shape"),
+        (3, "has blocks.2.* no such parameter"),
+    ):
+        with pytest.raises(MismatchError, match=said):
+            plan.expand(Gpt(layers, 16, 2, 8, 50))
+    with pytest.raises(FormatError, match="torch.nn.Module, found NoneType"):
+        plan.expand(None)
+    with pytest.raises(FormatError, match="torch.nn.Module, found NoneType"):
+        qsync.derive_recipe(None, tokens())
 
 
 def test_the_state_of_another_model_does_not_grow_by_a_plan():
@@ -486,3 +537,8 @@ def test_the_state_of_another_model_does_not_grow_by_a_plan():
         MismatchError, match=r"fc.weight has shape \(25, 16\), and \(24, 16\) in the model that was"
     ):
         plan.grown(Net(16, 25).state_dict())
+    for wrong in (None, Net()):
+        with pytest.raises(FormatError, match="state is a .*; give what model.state_dict"):
+            plan.grown(wrong)
+    with pytest.raises(FormatError, match="inp.weight is a int, 1; give what model.state_dict"):
+        plan.grown(dict.fromkeys(Net().state_dict(), 1))

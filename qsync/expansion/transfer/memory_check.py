@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from qsync.backend.device_detection import detect_class, device_of
@@ -17,6 +19,7 @@ from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph
+from qsync.records.json_files import check_kind
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.tracing.tracer import capture
 
@@ -76,7 +79,8 @@ def check_growth(
 
     Raises:
         InfeasibleError: A class cannot hold the step. The message states class, need and budget.
-        FormatError: No budget is given.
+        FormatError: No budget is given, or an argument is of another kind.
+        MismatchError: `model` is not the one that was planned for.
         TracingError: The grown model cannot be traced.
         UnsupportedError: The optimizer cannot step on the meta device.
 
@@ -84,6 +88,8 @@ def check_growth(
         >>> print(*qsync.check_growth(model, plan, {"t4": 16 * 2**30}, batch), sep="\n")
         t4: 21.3 GiB in FP32, 15.1 GiB in int8, of 16.0 GiB
     """
+    check_kind(plan, ExpansionPlan, "plan", "qsync.plan_expansion")
+    plan.check_small(model)
     cluster = budgets if isinstance(budgets, Cluster) else _cluster_like_here(model, budgets)
     graph, optimizer_bytes = _traced(model, plan, example_inputs, make_optimizer)
     found = tuple(_fit(one, graph, optimizer_bytes, cluster.num_ranks) for one in cluster.classes)
@@ -122,9 +128,11 @@ def _optimizer_bytes(model: torch.nn.Module, make_optimizer: Callable[[Any], tor
     trained = [value for value in model.parameters() if value.requires_grad]
     try:
         optimizer = make_optimizer(trained)
+        check_kind(optimizer, torch.optim.Optimizer, "make_optimizer's result", "torch.optim.AdamW")
         for value in trained:
             value.grad = torch.empty_like(value)
-        optimizer.step()
+        with _ZerosOnMeta():
+            optimizer.step()
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise UnsupportedError(
             f"make_optimizer's optimizer cannot take a step on the meta device ({shortened(error)}); "
@@ -132,6 +140,15 @@ def _optimizer_bytes(model: torch.nn.Module, make_optimizer: Callable[[Any], tor
         ) from error
     state = [value for entry in optimizer.state.values() for value in entry.values()]
     return sum(value.numel() * value.element_size() for value in state if isinstance(value, torch.Tensor))
+
+
+class _ZerosOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Read 0 from tensors on the meta device, which have no values: Adafactor reads the norms of weights."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
 
 
 def _fit(device_class: DeviceClass, graph: OpGraph, optimizer_bytes: int, num_ranks: int) -> Fit:
@@ -162,9 +179,20 @@ def _cluster_like_here(model: torch.nn.Module, budgets: Mapping[str, int]) -> Cl
     """
     if not budgets:
         raise FormatError("there is no budget to check; give a cluster, or bytes by device class")
+    if not isinstance(budgets, Mapping):
+        raise FormatError(
+            f"budgets are a cluster or bytes by device class, found {shortened(budgets)}; give "
+            '{"t4": 16 * 2**30}'
+        )
+    for name, num in budgets.items():
+        if not isinstance(name, str) or type(num) not in (int, float) or not 0 < num < math.inf:
+            raise FormatError(
+                f"the budget of {shortened(name)} must be a positive number of bytes, found "
+                f'{shortened(num)}; give {{"t4": 16 * 2**30}}'
+            )
     device = device_of(model)
     here = detect_class(torch.device("cpu") if device.type == "meta" else device)
-    classes = tuple(replace(here, name=name, memory_bytes=num) for name, num in budgets.items())
+    classes = tuple(replace(here, name=name, memory_bytes=int(num)) for name, num in budgets.items())
     return Cluster(classes, Link(0.0, 1e12))
 
 
