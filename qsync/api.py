@@ -371,6 +371,8 @@ def _take_over(model: torch.nn.Module, asked: Wrapping) -> torch.nn.Module:
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Make a wrapped model run as torch runs it, without recomputation; in place, weights and hooks stay.
 
+    A forward that another library put around the plan (Accelerate's autocast) stays, too.
+
     Args:
         model: what was given to `qsync.wrap`, a copy of it, or what `qsync.hybrid` returned (whose
             DistributedDataParallel goes too).

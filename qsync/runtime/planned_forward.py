@@ -99,6 +99,8 @@ class PlannedForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
+        if self.instead is not None:
+            return self.instead(*args, **kwargs)
         if torch.compiler.is_compiling():
             if not torch.compiler.is_dynamo_compiling():
                 return self._export(*args, **kwargs)
@@ -148,7 +150,7 @@ class PlannedForward(ReplacedForward):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "own": self.own, "make": self.make}
+        return {"module": self.module, "own": self.own, "instead": self.instead, "make": self.make}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _compiled=None, _kind=None)

@@ -20,10 +20,10 @@ from qsync.records.profiles import shown_shapes
 from qsync.runtime import coverage, islands
 from qsync.runtime.choosers import Chooser, at_base, following, saving, uniform
 from qsync.runtime.coverage import listed
-from qsync.runtime.planned_forward import programs, take_over
+from qsync.runtime.planned_forward import PlannedForward, programs, take_over
 from qsync.runtime.program import Program
 from qsync.runtime.sharded_blocks import Block, blocks_apart
-from qsync.tracing.replaced_forward import NO_DATA_PARALLEL
+from qsync.tracing.replaced_forward import NO_DATA_PARALLEL, standing_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def plan_of(model: torch.nn.Module) -> Plan | None:
 
 def wrapping_of(module: torch.nn.Module) -> Wrapping | None:
     """Return what a module was wrapped as; None if it was not."""
-    found = getattr(module.__dict__.get("forward"), "make", None)
+    found = getattr(standing_forward(module), "make", None)
     return found if isinstance(found, Wrapping) else None
 
 
@@ -255,8 +255,8 @@ def swap_plan(model: torch.nn.Module, plan: Plan, device_class: str) -> None:
     a precision; the model then runs as before.
     """
     module = wrapped_module(model)
-    forward, before = module.__dict__["forward"], wrapping_of(module)
-    assert before is not None, "the model is not wrapped"
+    forward, before = standing_forward(module), wrapping_of(module)
+    assert isinstance(forward, PlannedForward) and before is not None, "the model is not wrapped"
     check_plan_base(plan, before.base)
     wrapping = replace(Wrapping.of(plan, device_class, before.save_less), speaks=before.speaks)
     wrapping.check(module)

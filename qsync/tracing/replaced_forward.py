@@ -24,6 +24,8 @@ NO_DATA_PARALLEL = (
     "DataParallel runs copies of a model that have no plan; use DistributedDataParallel, a process a device"
 )
 _REPLICATE = "_replicate_for_data_parallel"  # what DataParallel calls on every module
+# The replacement that a module was given, which other libraries' forwards around it call.
+_HELD = "_qsync_forward"
 # The files of torch's layers that hold products, and of those that hold such layers.
 LAYER_FILES = {
     f"{trace_rules._module_dir(torch)}nn/modules/{name}.py"
@@ -40,13 +42,14 @@ def untraced(reason: str, recursive: bool = True) -> Callable[[F], F]:
 class ReplacedForward:
     """A callable that stands where a module's forward stood.
 
-    `own` is the `forward` that the instance itself had before, if it had one.
+    `own` is the `forward` that the instance itself had before, if it had one. `instead` is what runs in its
+    place once it was replaced: a forward that another library put around it calls it still.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        before = module.__dict__.get("forward")
-        self.own: Callable[..., Any] | None = before.own if isinstance(before, ReplacedForward) else before
+        self.own = own_forward(module)
+        self.instead: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run what stands in place of the module's forward."""
@@ -62,23 +65,48 @@ class ReplacedForward:
         """Return the code of the module's forward: torch.export reads the names of arguments from it."""
         return plain_forward(self.module).__code__
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """Return a function of the module and its inputs, as methods have one.
+
+        Accelerate decorates it and binds it to the module; a copy of the module then runs its own forward.
+        """
+
+        def forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            return getattr(module, _HELD)(*args, **kwargs)
+
+        module = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+        own = self.__signature__
+        signature = own.replace(parameters=[module, *own.parameters.values()])
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        return forward
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{name}: the forward of this module is replaced by qsync's; call qsync.unwrap(model) first"
         )
 
 
+def standing_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return what stands in place of a module's forward, also inside of what a library put around it."""
+    outer, held = module.__dict__.get("forward"), module.__dict__.get(_HELD)
+    return outer if outer is None or held is None else held.instead or held
+
+
+def own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that the instance itself had before a replacement; None if it had none."""
+    outer, held = module.__dict__.get("forward"), module.__dict__.get(_HELD)
+    return outer if outer is None or held is None else held.own
+
+
 def is_replaced(module: torch.nn.Module) -> bool:
     """Return whether a module runs a replacement of its forward."""
-    return isinstance(module.__dict__.get("forward"), ReplacedForward)
+    return isinstance(standing_forward(module), ReplacedForward)
 
 
 def plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
     """Return the forward that a module would run without a replacement."""
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, ReplacedForward):
-        forward = forward.own
-    return forward or MethodType(type(module).forward, module)
+    return own_forward(module) or MethodType(type(module).forward, module)
 
 
 def compile_forward(
@@ -131,13 +159,29 @@ def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def replace_forward(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Let a module run this forward; None stands for its class's. Replicas of a replaced one are refused."""
-    for name in ("forward", _REPLICATE):
-        module.__dict__.pop(name, None)
-    if forward is not None:
-        module.__dict__["forward"] = forward
+    """Let a module run this forward; None stands for its class's. Replicas of a replaced one are refused.
+
+    What another library put around a replacement stays: it calls this forward from now on.
+    """
+    attributes = module.__dict__
+    outer, held = attributes.get("forward"), attributes.get(_HELD)
+    if held is not None:
+        held.instead = forward or MethodType(type(module).forward, module)
+    if held is None or outer is None or outer is held:
+        _forget(module)
+        if forward is not None:
+            attributes["forward"] = forward
+        if isinstance(forward, ReplacedForward):
+            attributes[_HELD] = forward
+    attributes.pop(_REPLICATE, None)
     if isinstance(forward, ReplacedForward):
-        module.__dict__[_REPLICATE] = _refuse_replicas
+        attributes[_REPLICATE] = _refuse_replicas
+
+
+def _forget(module: torch.nn.Module) -> dict[str, Any]:
+    """Let a module run its class's forward; return the attributes by which it ran another."""
+    names = [name for name in ("forward", _HELD, _REPLICATE) if name in module.__dict__]
+    return {name: module.__dict__.pop(name) for name in names}
 
 
 def _refuse_replicas() -> None:
@@ -146,9 +190,8 @@ def _refuse_replicas() -> None:
 
 def restore_forward(module: torch.nn.Module) -> None:
     """Let a module run its plain forward again."""
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, ReplacedForward):
-        replace_forward(module, forward.own)
+    if is_replaced(module):
+        replace_forward(module, own_forward(module))
 
 
 def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -161,14 +204,19 @@ def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def running_plain(module: torch.nn.Module) -> Iterator[None]:
-    """Run a module without a replacement, and without what `module.compile()` made; then as before."""
-    before, compiled = module.__dict__.get("forward"), module._compiled_call_impl
+    """Run a module without a replacement and what is around it, and without what `module.compile()` made.
+
+    Afterwards it is as before.
+    """
+    own, compiled = own_forward(module), module._compiled_call_impl
+    before = _forget(module)
     try:
-        restore_forward(module)
+        replace_forward(module, own)
         module._compiled_call_impl = None
         yield
     finally:
-        replace_forward(module, before)
+        _forget(module)
+        module.__dict__.update(before)
         module._compiled_call_impl = compiled
 
 

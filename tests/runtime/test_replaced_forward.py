@@ -14,7 +14,7 @@ import qsync
 from qsync.errors import UnsupportedError
 from qsync.runtime.activation_recomputation import recompute
 from qsync.runtime.planned_forward import program_of
-from qsync.tracing.replaced_forward import plain_copy, plain_forward, running_plain
+from qsync.tracing.replaced_forward import is_replaced, plain_copy, plain_forward, running_plain
 
 
 def modes_of(model: nn.Module) -> set[str]:
@@ -44,6 +44,23 @@ def test_a_forward_of_the_instance_is_lowered_and_given_back():
     qsync.wrap(model, "int8", strict=True)
     assert plain_forward(model) is twice
     assert torch.equal(qsync.unwrap(model)(x), expected) and model.forward is twice
+
+
+def test_a_forward_put_around_it_calls_what_stands_there_now():
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
+    expected, graph = model(x), qsync.capture(model, x)
+    inner = qsync.wrap(model, "bf16", strict=True).forward
+    model.forward = around = lambda value: inner(value) + 1
+    planned = model(x)
+    assert is_replaced(model) and not torch.equal(planned, expected + 1)
+    with running_plain(model):
+        assert torch.equal(model(x), expected) and not is_replaced(model)
+    assert torch.equal(model(x), planned) and qsync.capture(model, x) == graph
+    assert torch.equal(qsync.unwrap(model)(x), expected + 1) and not is_replaced(model)
+    qsync.wrap(model, "bf16", strict=True)
+    assert torch.equal(model(x), planned) and model.forward is around
+    model.forward = inner
+    assert torch.equal(qsync.unwrap(model)(x), expected) and "forward" not in vars(model)
 
 
 def test_replicas_for_data_parallel_are_refused_while_wrapped():
