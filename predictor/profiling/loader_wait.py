@@ -79,7 +79,8 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 @contextmanager
 def undrawn(loader: object) -> Iterator[None]:
     """Fetch from a loader inside; the generators that shuffle it are as before afterwards."""
-    places = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    batches = getattr(loader, "batch_sampler", None)
+    places = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(place, "generator", None) for place in places]
     states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
     try:

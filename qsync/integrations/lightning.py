@@ -21,8 +21,10 @@ from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.hybrid_training import hybrid
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
+from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of, wrapping_of
+from qsync.tracing.tracer import undisturbed
 
 _PLAN_KEY = "qsync_plan"  # in a checkpoint
 _BASES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -108,9 +110,13 @@ class QSyncStrategy(DDPStrategy):
     def _example_batch(self, module: pl.LightningModule) -> Any:
         """Return a batch of the training data, the same on every rank, as training_step gets it."""
         source = module.trainer.fit_loop._data_source
-        with torch.random.fork_rng():
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(module))
             torch.manual_seed(0)
-            batch, *_ = next(iter(CombinedLoader(source.dataloader(), "max_size_cycle")))
+            loaders = CombinedLoader(source.dataloader(), "max_size_cycle")
+            for loader in loaders.flattened:
+                stack.enter_context(undrawn(loader))
+            batch, *_ = next(iter(loaders))
             return self.batch_to_device(batch)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -151,7 +157,7 @@ class _TrainingStep:
             nonlocal depth
             depth -= 1
 
-        with ExitStack() as hooks, torch.random.fork_rng():
+        with ExitStack() as hooks, undisturbed(self._module):
             for name, one in self._module.named_modules():
                 before = one.register_forward_pre_hook(lambda *_, name=name, one=one: enter(name, one))
                 after = one.register_forward_hook(lambda *_: leave(), always_call=True)

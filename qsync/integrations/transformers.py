@@ -25,6 +25,7 @@ from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of
 from qsync.tracing.replaced_forward import is_replaced
+from qsync.tracing.tracer import undisturbed
 
 _PLAN_FILE = "qsync_plan.json"  # in a checkpoint
 # What the batches of a step depend on: ranks that differ in it would wait for each other for ever.
@@ -122,7 +123,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         """Return a batch of this rank's training data."""
         loader = self.callback_handler.train_dataloader or self._loader
         dataset, size = loader.dataset, self._train_batch_size
-        with torch.random.fork_rng():
+        with undisturbed(self.model):
             if isinstance(dataset, IterableDataset):
                 if iter(dataset) is iter(dataset):
                     raise FormatError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -104,3 +106,13 @@ def test_planning_leaves_nothing_behind_in_a_module():
         assert len(losses) == 2 and module.steps == 6
     assert module.losses is losses and losses == [1.0] and module.steps == 5 and not module.seen.any()
     assert module.accuracy._update_count == 0 and "log" not in vars(module)
+
+
+def test_planning_leaves_buffers_and_random_states():
+    module = Holding()
+    module.parts["net"].append(nn.BatchNorm1d(3)).append(nn.Dropout())
+    module.loss.register_forward_hook(lambda layer, batch, loss: loss * random.random())
+    states = random.getstate(), torch.get_rng_state()
+    _TrainingStep(module).network(BATCH)
+    assert module.parts["net"][2].num_batches_tracked == 0 and random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
