@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from qsync.distributed.agreement import agree_locally, check_same
@@ -103,7 +104,7 @@ class QSyncStrategy(DDPStrategy):
                 "with manual optimization training_step returns no loss to profile; give "
                 'hybrid_options={"loss_fn": lambda module, batch: ...}'
             )
-        step = _TrainingStep(module)
+        step = _TrainingStep(module, self.precision_plugin.train_step_context)
         network, found["loss_fn"] = step.network(batch), step
         return network, found
 
@@ -117,6 +118,7 @@ class QSyncStrategy(DDPStrategy):
             for loader in loaders.flattened:
                 stack.enter_context(undrawn(loader))
             batch, *_ = next(iter(loaders))
+            batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch))
             return self.batch_to_device(batch)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -138,8 +140,10 @@ class QSyncStrategy(DDPStrategy):
 class _TrainingStep:
     """The loss that a LightningModule's training_step returns, as `qsync.hybrid` takes a loss."""
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
+    def __init__(
+        self, module: pl.LightningModule, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self._module, self._context = module, context
         self._path = ""  # of the network in the module
 
     def network(self, batch: Any) -> nn.Module:
@@ -182,8 +186,11 @@ class _TrainingStep:
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Run training_step with `model`, the network or DDP around it, in the network's place."""
-        with self._in_place(model) as step:
-            found = step(batch, 0)
+        arguments = [batch]
+        if is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2):
+            arguments.append(0)
+        with self._in_place(model) as step, self._context():
+            found = step(*arguments)
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if not isinstance(loss, torch.Tensor):
             raise FormatError(

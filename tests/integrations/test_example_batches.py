@@ -83,3 +83,13 @@ def test_a_loader_s_own_generator_is_as_before(is_inside):
         loader = DataLoader(rows, batch_size=4, shuffle=True, generator=generator)
     lightning_s_batch([loader])
     assert torch.equal(generator.get_state(), before)
+
+
+def test_a_batch_comes_in_the_type_and_form_that_training_gets():
+    class Halving(Network):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return {**batch, "x": batch["x"][:2]}
+
+    batch, _ = lightning_s_batch(DataLoader(Augmented(), batch_size=4), Halving(), precision="bf16-true")
+    assert batch["x"].shape == (2, 8) and batch["x"].dtype is torch.bfloat16
+    assert batch["labels"].dtype is torch.int64

@@ -7,6 +7,7 @@ import random
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -65,19 +66,19 @@ def test_what_stands_in_the_network_s_place_is_called_and_gone_afterwards(kind):
 
 def test_a_training_step_without_a_loss_or_with_two_networks_is_refused():
     module = Holding()
-    module.training_step = lambda batch, index: None
+    module.training_step = lambda batch, batch_idx: None
     with pytest.raises(FormatError, match="training_step of Holding returns no loss"):
         _TrainingStep(module).network(BATCH)
     module = Holding()
     module.other = nn.Linear(3, 3)
-    module.training_step = lambda b, index: module.other(module.parts["net"](b[0])).sum()
+    module.training_step = lambda b, batch_idx: module.other(module.parts["net"](b[0])).sum()
     with pytest.raises(UnsupportedError, match="calls parts.net and other"):
         _TrainingStep(module).network(BATCH)
 
 
 def test_a_training_step_that_needs_what_training_makes_is_refused_in_one_sentence():
     module = Holding()
-    module.training_step = lambda batch, index: (
+    module.training_step = lambda batch, batch_idx: (
         module.parts["net"](batch[0]).sum() * module.made_on_train_start
     )
     with pytest.raises(UnsupportedError, match="training_step of Holding fails while it is planned.*loss_fn"):
@@ -106,6 +107,17 @@ def test_planning_leaves_nothing_behind_in_a_module():
         assert len(losses) == 2 and module.steps == 6
     assert module.losses is losses and losses == [1.0] and module.steps == 5 and not module.seen.any()
     assert module.accuracy._update_count == 0 and "log" not in vars(module)
+
+
+def test_training_step_gets_the_arguments_and_the_context_that_lightning_gives_it():
+    class OfOneArgument(Holding):
+        def training_step(self, batch):
+            assert torch.get_default_dtype() is torch.float64
+            return super().training_step(batch, 0)
+
+    step = _TrainingStep(OfOneArgument(), DoublePrecision().train_step_context)
+    network = step.network(BATCH)
+    assert step(network, BATCH).ndim == 0 and torch.get_default_dtype() is torch.float32
 
 
 def test_planning_leaves_buffers_and_random_states():
