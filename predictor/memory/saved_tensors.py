@@ -19,14 +19,23 @@ SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rs
 SAVES_NOTHING = (
     "add", "sub", "neg", "mean", "sum", "cumsum", "contiguous", "clone", "cat", "stack", "pad", "roll",
     "float", "interpolate", "einsum", "input", "output", "view", "dropout", "embedding", "where",
-    "masked_fill", "cross_entropy", "reciprocal",
+    "masked_fill", "cross_entropy", "reciprocal", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+    "unfold", "flip", "rot90", "tril", "triu", "sign", "round", "floor", "ceil", "fftn", "scatter",
+    "scatter_add", "index_put", "index_select", "sort", "embedding_bag", "unsaved_function",
 )  # fmt: skip
 # Kinds that save those of their inputs that are no floats: indices and masks.
-SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
+SAVES_INDICES = (
+    "embedding", "where", "masked_fill", "view", "cross_entropy", "scatter", "scatter_add", "index_put",
+    "index_select", "embedding_bag",
+)  # fmt: skip
+# Kinds that save all of their inputs and their result, and those that save all inputs but the first.
+SAVES_BOTH = ("rnn", "scatter_reduce", "amax", "amin", "logsumexp", "prod")
+SAVES_REST = ("index_add", "index_copy")
 # The two factors of a product: each is saved if the other one has a gradient.
 FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
-    "grouped_mm": (0, 1), "conv3d": (0, 1), "conv_transpose": (0, 1), "baddbmm": (1, 2),
+    "grouped_mm": (0, 1), "conv3d": (0, 1), "conv_transpose": (0, 1), "baddbmm": (1, 2), "dot": (0, 1),
+    "mv": (0, 1), "outer": (0, 1),
 }  # fmt: skip
 # Kinds that save nothing where they scale by a number.
 SCALED = ("mul", "div")
@@ -97,8 +106,12 @@ def saved_by_op(
         bools = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] == "bool")
         floats = tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST)
         return Saved(floats, indices=bools) if mode == "int8" else Saved(floats, output=True)
-    if op.kind == "rnn":
+    if op.kind in SAVES_BOTH:
         return Saved(everything, output=True)
+    if op.kind == "fft":  # of several dimensions ("fftn") torch makes a real input complex first
+        return Saved(tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST))
+    if op.kind in SAVES_REST:
+        return Saved(everything[1:])
     if op.kind in SAVES_OUTPUT:
         return Saved(output=True)
     if op.kind in SAVES_NOTHING or _is_mean(op):
@@ -162,6 +175,16 @@ def made_for_backward(
         yield from _recurrent(op, mode, [shapes[value] for value in op.inputs], device)
     elif op.kind == "cross_entropy":
         yield FP32_BYTES * num_elements(shapes[op.inputs[0]])  # log-probabilities
+    elif op.kind == "sort":
+        yield type_bytes("int64", op.num_elements)
+    elif op.kind == "log_sigmoid" and device == "cpu":
+        yield type_bytes(mode, op.num_elements)
+    elif op.kind == "instance_norm":
+        yield 2 * FP32_BYTES * num_elements(op.shape[:2])  # mean and deviation
+    elif op.kind == "embedding_bag":  # offsets, sizes, and the bag of each element (those of a mean)
+        yield type_bytes("int64", 3 * op.shape[0] + num_elements(shapes[op.inputs[0]]) + 1)
+    elif op.kind == "weight_norm":
+        yield FP32_BYTES * num_elements(shapes[op.inputs[1]])  # the norms that the weight is divided by
     elif op.kind == "rms_norm":
         yield FP32_BYTES * _rows(op)  # deviation
         if device == "cpu":  # where it is written out in FP32: what the weight multiplies, and the input
@@ -199,6 +222,10 @@ def _recurrent(op: Op, mode: str, shapes: list[tuple[int, ...]], device: str) ->
         if device == "cpu" and gates == _LSTM_GATES:
             per_hidden, per_width = (22, 20) if mode == "bf16" else (36, 24)
             yield (per_hidden * hidden + per_width * max(own[1], hidden)) * (tokens + rows)
+        elif device == "cpu" and gates == 1:  # its states; in BF16 also casts of those of the layer before
+            yield type_bytes(mode, hidden * tokens)
+            if mode == "bf16" and last is not None:
+                yield type_bytes(mode, hidden * (tokens + 2 * rows))
         else:
             yield type_bytes(mode, (2 * gates + 2) * hidden * tokens)
         if last is not None:

@@ -60,9 +60,26 @@ _ELEMENTWISE = (
     "mul", "div", "neg", "pow", "where", "clone", "reciprocal",
 )  # fmt: skip
 _GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # forward and backward
+UNSAVED_FUNCTION = "unsaved_function"  # one that saves nothing for backward
 
 # Products without a low-precision kernel: they run as traced, and `wrap` says so.
 UNWRITTEN_PRODUCTS = ("addbmm", "bilinear", "grouped_mm", "_grouped_mm")
+
+# Fixed kinds of which the memory model knows what they save for backward, as "other" ones in all else.
+_KNOWN_SAVES: dict[str, str] = {
+    **{name: name for name in (
+        "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "unfold", "flip", "rot90", "tril", "triu",
+        "sign", "round", "floor", "ceil", "dot", "mv", "outer", "scatter", "scatter_add", "scatter_reduce",
+        "index_add", "index_copy", "index_put", "index_select", "amax", "amin", "logsumexp", "prod",
+        "embedding_bag", "instance_norm", "log_sigmoid",
+    )},
+    **{f"fft_{i}{name}": "fft" for i in ("", "i") for name in ("fft", "rfft", "rfft2", "rfftn", "hfft")},
+    **{f"fft_{name}": "fftn" for name in ("fft2", "ifft2", "fftn", "ifftn")},
+    "_weight_norm": "weight_norm", "tile": "clone", "broadcast_to": "view",
+}  # fmt: skip
+# Fixed calls that choose elements, and return their indices too; and attributes that are views.
+_SORTS, _SORT = ("sort", "topk", "max", "min", "median", "kthvalue", "mode"), "sort"
+_VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 
 # Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
 FIXED: dict[str, str] = {
@@ -72,6 +89,7 @@ FIXED: dict[str, str] = {
     },
     **{name: name for name in ("cross_entropy", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax")},
     **{name: "float" for name in ("to", "float", "type_as", "type")},
+    **_KNOWN_SAVES,
 }
 
 # Calls that save other tensors for backward than others of their name: a batch norm in evaluation, pads that
@@ -84,7 +102,7 @@ NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", FROZEN_NORM)
 PASSES_MAGNITUDE = (
     "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
     "clone", "interpolate", "float", "input", "other", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax",
-    PAD_OF_INPUT, RECIPROCAL,
+    PAD_OF_INPUT, RECIPROCAL, UNSAVED_FUNCTION, _SORT, *_KNOWN_SAVES.values(),
 )  # fmt: skip
 
 # The namespaces of registered operators that are known by their names.
@@ -122,13 +140,18 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
     if name == _FUNCTION:
         results, bodies = tree_leaves(node.meta.get("example_value")), _bodies(node)
         follows = len(results) == 1 and len(bodies) == _WAYS and all(map(_computes_elements, bodies))
-        return ("function", Role.FOLLOWING) if follows else ("other", Role.FIXED)
+        kind, role = ("function", Role.FOLLOWING) if follows else ("other", Role.FIXED)
+        return (kind if len(bodies) < _WAYS or _saves_values(bodies[0]) else UNSAVED_FUNCTION), role
     if not _is_torch(node.target):
         return "other", Role.FIXED
     if name in PRODUCTS:
         return PRODUCTS[name][0], Role.ADJUSTABLE
     if name in FOLLOWING:
         return _by_arguments(node, FOLLOWING[name]), Role.FOLLOWING
+    if name in _SORTS and isinstance(node.meta.get("example_value"), tuple):
+        return _SORT, Role.FIXED
+    if name == "getattr" and node.args[1] in _VIEWS:
+        return "view", Role.FIXED
     return FIXED.get(name, "other"), Role.FIXED
 
 
@@ -152,6 +175,13 @@ def _bodies(node: torch.fx.Node) -> list[torch.fx.Graph]:
     ]
     found = [getattr(node.graph.owning_module, str(argument.target), None) for argument in named]
     return [body.graph for body in found if isinstance(body, torch.fx.GraphModule)]
+
+
+def _saves_values(forward: torch.fx.Graph) -> bool:
+    """Return whether the forward of a user's function saves anything: it returns its results and that."""
+    (returned,) = forward.output_node().args
+    is_known = isinstance(returned, (tuple, list)) and len(returned) == 2
+    return not is_known or not isinstance(returned[1], (tuple, list)) or len(returned[1]) > 0  # type: ignore[index]
 
 
 def _computes_elements(body: torch.fx.Graph) -> bool:

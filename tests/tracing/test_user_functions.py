@@ -10,6 +10,7 @@ from torch import nn
 
 import qsync
 from qsync.lowering.lowered_graph import Run
+from qsync.predictor.memory.peak import peak_memory
 from qsync.runtime import planned_forward
 
 pytestmark = pytest.mark.filterwarnings(  # torch.compile does it when a model has a function of its own
@@ -70,6 +71,18 @@ class Two(Curve):
         return gradient * 0.5 + other * ctx.saved_tensors[0]
 
 
+class Sign(Curve):
+    """Its gradient needs nothing that forward had."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
 class Net(nn.Module):
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
@@ -111,3 +124,12 @@ def test_any_other_function_runs_as_traced(function):
     wrapped(x).sum().backward()
     assert ran(wrapped).operands == ("fp32",)
     assert model.first.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("function", "num_values"), [(Curve, 2), (Sign, 1)])
+def test_a_function_that_saves_nothing_is_known(function, num_values):
+    wrapped = qsync.wrap(Net(function), "fp32", strict=True)
+    wrapped(torch.randn(16, 32))
+    (lowered,) = planned_forward.program_of(wrapped).lowered
+    # What the function returns is kept by the second layer.
+    assert sum(peak_memory(lowered).saved_by.values()) == num_values * 4 * 16 * 48
