@@ -336,7 +336,7 @@ from qsync.experiments.harness.processes import peak_resident_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(
     vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
-    num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+    num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192,
 )
 with torch.device("meta"):
     model, tokens = LlamaForCausalLM(config), torch.zeros(1, 128, dtype=torch.int64)

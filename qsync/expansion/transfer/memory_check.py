@@ -131,7 +131,7 @@ def _optimizer_bytes(model: torch.nn.Module, make_optimizer: Callable[[Any], tor
         check_kind(optimizer, torch.optim.Optimizer, "make_optimizer's result", "torch.optim.AdamW")
         for value in trained:
             value.grad = torch.empty_like(value)
-        with _ZerosOnMeta():
+        with _ZerosOnMeta():  # type: ignore[no-untyped-call]
             optimizer.step()
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise UnsupportedError(
