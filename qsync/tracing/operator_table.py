@@ -47,8 +47,8 @@ FOLLOWING: dict[str, str] = {
     "truediv": "div", "concat": "cat", "repeat_interleave": "clone", "repeat": "clone",
     **{name: "view" for name in (
         "view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
-        "expand_as", "getitem", "chunk", "split", "unbind", "t", "view_as", "movedim", "narrow", "select",
-        "swapaxes",
+        "expand_as", "getitem", "chunk", "split", "unbind", "t", "view_as", "reshape_as", "movedim", "narrow",
+        "select", "swapaxes",
     )},
 }  # fmt: skip
 

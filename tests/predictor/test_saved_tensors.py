@@ -200,6 +200,7 @@ FORMS = {
     "a largest element": lambda: linear(lambda y: y.max(1)[0] + y.amin(1)),
     "a sum of exponentials": lambda: linear(lambda y: y.logsumexp(1) + y.prod(1)),
     "elements in another order": lambda: linear(lambda y: y.flip(0).rot90(2).tril(3)),
+    "rows in the shape of another value": lambda: linear(lambda y: F.relu(y.flatten(0, 1)).reshape_as(y)),
     "attributes that are views": lambda: linear(lambda y: F.relu(y).mT.mT),
     "a Fourier transform of one dimension": lambda: linear(
         lambda y: torch.fft.irfft(torch.fft.rfft(y), n=24)
