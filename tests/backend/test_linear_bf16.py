@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qsync
-from qsync.backend import shape_choices
+from qsync.backend import kernel_selection, shape_choices
 from qsync.backend.kernels import linear_bf16 as kernels
 from qsync.backend.kernels.linear_bf16 import addmm_bf16, linear_bf16, transposed_product
 
@@ -30,7 +30,8 @@ def from_copies(monkeypatch):
         made.append((a.shape, b.shape))
         return product(a, b)
 
-    monkeypatch.setattr(kernels, "has_amx", lambda device: device.type == "cpu")
+    for module in (kernels, kernel_selection):
+        monkeypatch.setattr(module, "has_amx", lambda device: device.type == "cpu")
     monkeypatch.setattr(kernels, "_copies_pay", lambda *sizes: True)
     monkeypatch.setattr(kernels, "_from_copies", noted)
     return made
