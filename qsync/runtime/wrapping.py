@@ -258,7 +258,8 @@ def swap_plan(model: torch.nn.Module, plan: Plan, device_class: str) -> None:
     forward, before = standing_forward(module), wrapping_of(module)
     assert isinstance(forward, PlannedForward) and before is not None, "the model is not wrapped"
     check_plan_base(plan, before.base)
-    wrapping = replace(Wrapping.of(plan, device_class, before.save_less), speaks=before.speaks)
+    fits = before.fits and before.plan is not None and plan.graph_hash == before.plan.graph_hash
+    wrapping = replace(Wrapping.of(plan, device_class, before.save_less), speaks=before.speaks, fits=fits)
     wrapping.check(module)
     forward.program().adopt(wrapping(module))
     forward.make = wrapping

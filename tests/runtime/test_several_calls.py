@@ -20,6 +20,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.runtime import choosers, coverage, planned_forward
+from qsync.runtime.wrapping import plan_of, swap_plan
 
 
 class Encoder(nn.Module):
@@ -163,3 +164,7 @@ def test_the_first_call_may_take_another_branch_than_the_example_batch(planned, 
         model(x, whole).sum().backward()
         assert torch.equal(model(x, whole), expected[whole])
     assert model.extra.weight.grad is not None
+    plan = plan_of(model)
+    model(x, not planned)
+    swap_plan(model, plan.pin("*", "fp32"), next(iter(plan.classes)))
+    assert torch.equal(model(x, planned), expected[planned])
