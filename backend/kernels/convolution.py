@@ -41,6 +41,7 @@ from qsync.backend.kernels.image_order import (
     channels_first,
     find_channels_last,
     is_channels_first,
+    with_own_strides,
 )
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.linear_bf16 import transposed_product
@@ -177,6 +178,8 @@ def conv2d_bf16(
     if plain or not (
         _windows_pay(*shapes, geometry) or (weight.requires_grad and _loop_pays(*shapes, geometry))
     ):
+        if input.ndim == 4 and 1 in weight.shape:
+            weight = with_own_strides(weight)
         return target(input, weight, bias, stride, padding, dilation, groups).to(DTYPES[out_type])
     return differentiable(_Bf16Convolution, input, weight, bias, geometry).to(DTYPES[out_type])
 

@@ -25,12 +25,11 @@ from qsync.backend.casts.cast_ops import sum_columns
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.kernel_timing import fastest
 from qsync.backend.kernels.conv_geometry import Geometry, geometry_of
-from qsync.backend.kernels.image_order import channels_first, channels_last
+from qsync.backend.kernels.image_order import ORDERS, channels_last, laid_out, ordered, own_order
 from qsync.backend.kernels.linear import DTYPES
 
 # Of fewer multiply-adds, forward and backward take less time (60 us) than what calls these kernels (70 us).
 _MIN_MULTIPLIES = 2**20
-_ORDERS = (torch.channels_last, torch.contiguous_format)  # that of the result first
 
 
 def _on_fp32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -125,7 +124,7 @@ def conv2d_fp32_fast(
     geometry = geometry_of(weight, stride, padding, dilation, groups)
     if any(geometry.extra):
         input = torch.nn.functional.pad(input, (0, geometry.extra[0], 0, geometry.extra[1]))
-    lies = [t.is_contiguous(memory_format=order) for t in (input, weight) for order in _ORDERS]
+    lies = [t.is_contiguous(memory_format=order) for t in (input, weight) for order in ORDERS]
     needs = [t is not None and t.requires_grad for t in (input, weight, bias)] + [torch.is_grad_enabled()]
     key = ("to channels last", rounded_up(input.shape), weight.shape, *map(str, geometry[:4]), *lies, *needs)
 
@@ -141,7 +140,7 @@ def conv2d_fp32_fast(
 
         return run
 
-    order = _ORDERS[shape_choices.choose(key, [timed(order) for order in _ORDERS])]
+    order = ORDERS[shape_choices.choose(key, [timed(order) for order in ORDERS])]
     return differentiable(_Convolution, input, weight, bias, order, geometry)
 
 
@@ -206,8 +205,8 @@ class _Convolution(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_w else None, filters if need_x else None)
         ctx.order, ctx.geometry, ctx.bias = order, geometry, None if bias is None else [len(bias)]
-        ctx.like = [(t.shape, t.stride(), _own_order(t)) for t in (x, weight)]
-        return owned(channels_last(torch.conv2d(_ordered(x, order), filters, bias, *geometry[:4])))
+        ctx.like = [(t.shape, t.stride(), own_order(t)) for t in (x, weight)]
+        return owned(channels_last(torch.conv2d(ordered(x, order), filters, bias, *geometry[:4])))
 
     @staticmethod
     @once_differentiable
@@ -216,31 +215,16 @@ class _Convolution(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         absent = gradient.new_zeros(())  # of an operand that is not needed torch reads the shape alone
         found = torch.ops.aten.convolution_backward(
-            _ordered(gradient, ctx.order),
-            absent.expand(ctx.like[0][0]) if x is None else _ordered(x, ctx.order),
+            ordered(gradient, ctx.order),
+            absent.expand(ctx.like[0][0]) if x is None else ordered(x, ctx.order),
             absent.expand(ctx.like[1][0]) if filters is None else filters,
             ctx.bias, *ctx.geometry[:3], False, [0, 0], ctx.geometry.groups, needs,
         )  # fmt: skip
         dx, dw = (
-            _laid_out(t, *like) if need else None
+            laid_out(t, *like) if need else None
             for t, like, need in zip(found[:2], ctx.like, needs[:2], strict=True)
         )
         return dx, dw, found[2] if needs[2] else None, None, None
-
-
-def _own_order(t: Tensor) -> torch.memory_format | None:
-    return next((order for order in _ORDERS if t.is_contiguous(memory_format=order)), None)
-
-
-def _ordered(images: Tensor, order: torch.memory_format) -> Tensor:
-    return channels_last(images) if order is torch.channels_last else channels_first(images)
-
-
-def _laid_out(
-    gradient: Tensor, shape: torch.Size, strides: tuple[int, ...], order: torch.memory_format | None
-) -> Tensor:
-    """Return a gradient with the strides of what it is the gradient of, if that lies in some order."""
-    return gradient if order is None else _ordered(gradient, order).as_strided(shape, strides)
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import transpose_last
 
+ORDERS = (torch.channels_last, torch.contiguous_format)  # that of lowered convolutions' results first
+
 
 def lies_channels_last(x: Tensor) -> bool:
     """Return whether images lie in channels-last order, be it in contiguous order as well."""
@@ -47,6 +49,31 @@ def channels_last(x: Tensor) -> Tensor:
     return pixels.view(len(x), *x.shape[2:], x.shape[1]).permute(0, 3, 1, 2)
 
 
+def own_order(t: Tensor) -> torch.memory_format | None:
+    """Return an order in which images or filters lie; None if they lie in neither."""
+    return next((order for order in ORDERS if t.is_contiguous(memory_format=order)), None)
+
+
+def ordered(images: Tensor, order: torch.memory_format) -> Tensor:
+    """Return images in an order."""
+    return channels_last(images) if order is torch.channels_last else channels_first(images)
+
+
+def laid_out(
+    gradient: Tensor, shape: torch.Size, strides: tuple[int, ...], order: torch.memory_format | None
+) -> Tensor:
+    """Return a gradient with the strides of what it is the gradient of, if that lies in some order."""
+    return gradient if order is None else ordered(gradient, order).as_strided(shape, strides)
+
+
+def with_own_strides(weight: Tensor) -> Tensor:
+    """Return a weight whose gradient has its strides, where dimensions of size 1 leave them open.
+
+    DDP's buckets have a parameter's own strides. Those of larger dimensions torch restores by itself.
+    """
+    return differentiable(_OwnStrides, weight)
+
+
 def find_channels_last(images: Tensor, data: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return images, and what is computed with in their place (`data`; else they), in channels-last order.
 
@@ -73,3 +100,15 @@ class _Reordered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return channels_first(gradient) if ctx.channels_first else gradient, None
+
+
+class _OwnStrides(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = (x.shape, x.stride(), own_order(x))
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return laid_out(gradient, *ctx.like)

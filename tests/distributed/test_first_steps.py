@@ -27,7 +27,7 @@ say("plan: " + digest(plan_of(model.module).to_json()))
 say("drift: " + str(monitors[model].drift))
 say("weights: " + digest(parameters(model).tolist()))
 attempt("no bool", check="yes")
-attempt("levers", check=True, levers=["samples"])
+attempt("levers", check=True, levers=["buckets"])
 attempt("a plan", check=True, plan=plan_of(model.module))
 """
 

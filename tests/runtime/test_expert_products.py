@@ -151,10 +151,10 @@ def test_exported_groups_are_those_of_the_call():
 
 
 class Undecided:
-    def get(self, _):
+    def get(self, key, num_choices):
         return None
 
-    def decided(self, _, trial):
+    def decided(self, key, num_choices, trial):
         return trial()
 
 
