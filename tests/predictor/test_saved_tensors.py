@@ -64,15 +64,14 @@ class Product(nn.Module):
 
     def __init__(self, left, right, fixed=None):
         super().__init__()
-        self.left, self.right, self.fixed = nn.Linear(6, left[-1]), nn.Linear(6, right[-1]), fixed
+        self.left, self.right = nn.Linear(6, left[-1]), nn.Linear(6, right[-1])
+        for layer in {"a": [self.left], "b": [self.right], None: []}[fixed]:
+            layer.requires_grad_(False)
         self.register_buffer("a", torch.randn(*left[:-1], 6))
         self.register_buffer("b", torch.randn(*right[:-1], 6))
 
     def forward(self, x):
-        y = {name: layer(of) for name, layer, of in (("a", self.left, self.a), ("b", self.right, self.b))}
-        if self.fixed:
-            y[self.fixed] = y[self.fixed].detach()
-        return (y["a"] @ y["b"]) + x
+        return self.left(self.a) @ self.right(self.b) + x
 
 
 class Gathered(nn.Module):
