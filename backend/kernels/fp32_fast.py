@@ -114,9 +114,6 @@ def conv2d_fp32_fast(
     (`Run.channels_last`); they would else be several times slower where orders meet. The input's gradient
     returns in the input's own order, the weight's in the weight's.
 
-    ms forward and backward of 3x3 from contiguous images, as they lie and channels-last: 46 and 41 for
-    16x64x32x32, 33 and 49 for 16x512x4x4 (one thread of a Zen 4).
-
     >>> conv2d_fp32_fast(torch.conv2d, "fp32", x, weight, padding=1)
     """
     if input.ndim != 4 or not (input.numel() and weight.numel()):
