@@ -26,7 +26,7 @@ _MEMORY_PARTS = {
     "throughout": ("parameters, gradients, optimizer, batch", "#a9b4c2"),
     "casts": ("copies of weights", "#e69f00"),
     "saved": ("saved for backward", "#0072b2"),
-    "transient": ("for a moment", "#d55e00"),
+    "transient": ("temporary", "#d55e00"),
 }
 _PATH = "critical path"
 

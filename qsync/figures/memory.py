@@ -15,7 +15,7 @@ _PARTS = {
     "throughout": ("#d5dae0", "parameters, gradients, optimizer, batch"),
     "casts": ("#e69f00", "copies of weights"),
     "saved": ("#0072b2", "saved for backward"),
-    "transient": ("#d55e00", "for a moment"),
+    "transient": ("#d55e00", "temporary"),
 }
 
 
