@@ -52,31 +52,30 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def learn(
-    known: Iterable[tuple[OpGraph, Profile]] = (),
     device: str | torch.device = "cpu",
     *,
     wanted: Iterable[Call] = (),
     num: int = NUM_SAMPLES,
-    precisions: Sequence[Precision] | None = None,
-    rounds: int = 3,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CostModel:
     """Learn a cost model of this device, from `num` single operators that are measured now.
 
-    The operators represent the `wanted` ones and those of common models (KMeans over features). The `known`
-    profiles, measured on this device, are learned from as well. The model's stated error is measured on
-    held-out shapes, and saved with it.
+    The operators represent the `wanted` ones and those of common models (KMeans over features). The model's
+    stated error is measured on held-out shapes, and saved with it.
 
-    >>> qsync.cost_learning.learn([(graph, profile)]).save("costs.json")
+    >>> qsync.cost_learning.learn("cpu").save("costs.json")
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
         raise QSyncError(f"costs are learned on cpu or cuda, found {shortened(str(device))}")
     target = torch.device(device)
     progress("peaks of this device")
     sheet = measure_sheet(target)
-    samples = measure(choose_calls(num, sheet, wanted), sheet, target, precisions, rounds, progress)
-    for graph, profile in known:
-        samples += samples_of(graph, profile, sheet)
+    calls = choose_calls(num, sheet, wanted)
+    samples: list[Sample] = []
+    for start in range(0, len(calls), NUM_PER_PROFILE):
+        some = calls[start : start + NUM_PER_PROFILE]
+        progress(f"measuring operators {start + 1} to {start + len(some)} of {len(calls)}")
+        samples += samples_of(*profile_calls(some, target), sheet)
     progress("fitting, and holding out")
     return CostModel.learn(samples)
 
@@ -87,25 +86,6 @@ def choose_calls(num: int, sheet: DataSheet, wanted: Iterable[Call] = ()) -> lis
     found = choose(able, num // 2, sheet) if able else []
     usual = [call for call in pool(_POOL_SIZE) if can_measure(call) and call.flops <= _MAX_FLOPS]
     return found + choose(usual, num - len(found), sheet)
-
-
-def measure(
-    calls: Sequence[Call],
-    sheet: DataSheet,
-    device: torch.device,
-    precisions: Sequence[Precision] | None = None,
-    rounds: int = 3,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Sample]:
-    """Measure every call in every precision and direction on this device, with casts and neighbours."""
-    samples: list[Sample] = []
-    for start in range(0, len(calls), NUM_PER_PROFILE):
-        progress(
-            f"measuring operators {start + 1} to {min(start + NUM_PER_PROFILE, len(calls))} of {len(calls)}"
-        )
-        graph, profile = profile_calls(calls[start : start + NUM_PER_PROFILE], device, precisions, rounds)
-        samples += samples_of(graph, profile, sheet)
-    return samples
 
 
 def profile_calls(
@@ -205,9 +185,8 @@ class _Cell(nn.Module):
                 self.values.append(_Value(argument, call.kind in _ON_IMAGES and len(argument.shape) == 4))
         if call.kind in ("layer_norm", "batch_norm"):
             shape = call.inputs[0].shape
-            flat = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d}.get(len(shape), nn.BatchNorm1d)
+            flat = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
             self.norm: nn.Module = nn.LayerNorm(shape[-1]) if call.kind == "layer_norm" else flat(shape[1])
-
         images = call.kind in _ON_IMAGES and len(call.output) == 4
         self.reads = nn.Parameter(torch.randn(_THIN_WIDTH, call.output[1], 1, 1)) if images else None
         self.shape = (call.output[0], _THIN_WIDTH, *call.output[2:]) if images else call.output
