@@ -150,12 +150,15 @@ def hybrid(
     if job.world_size() > 1:
         liveness.watch_once(timeout_s)
     ddp_options = ddp_options if ddp_options is not None else {}
-    agree_locally("checking options", lambda: _check_options(model, options, ddp, ddp_options, bucket_cap_mb))
-    agree_locally("checking options", lambda: _check_first_steps_option(check, plan, options))
-    agree_locally("checking options", lambda: _check_report_option(report, plan))
-    if plan is not None:
-        how = "qsync.plan or qsync.Plan.load"
-        agree_locally("checking options", lambda: check_kind(plan, Plan, "plan", how))
+
+    def check_arguments() -> None:
+        _check_options(model, options, ddp, ddp_options, bucket_cap_mb)
+        _check_first_steps_option(check, plan, options)
+        _check_report_option(report, plan)
+        if plan is not None:
+            check_kind(plan, Plan, "plan", "qsync.plan or qsync.Plan.load")
+
+    agree_locally("checking options", check_arguments)
     bucket_cap_mb = ddp_options.get("bucket_cap_mb") if bucket_cap_mb is None else bucket_cap_mb
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",

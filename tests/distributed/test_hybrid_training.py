@@ -221,6 +221,7 @@ graph = qsync.capture(make(), batch()[0])
 precision = Precision.BF16 if rank else Precision.FP32
 classes = {"c": ClassPlan({op.name: precision for op in graph.adjustable})}
 attempt("plan", plan=Plan("Net", graph.hash, classes), device_class="c")
+attempt("no plan", plan=None if rank else Plan("Net", graph.hash, classes), device_class="c")
 attempt("batch", example_batch=batch(size=32 if rank else 16))
 attempt("buckets", bucket_cap_mb=25 if rank else None)
 
@@ -259,6 +260,7 @@ dist.destroy_process_group()
         "strides": ["0.weight", "strides (36, 9, 3, 1)", "strides (36, 1, 12, 4)"],
         "torch": ["torch differs", "2.13.0", "2.12.0"],
         "plan": ["the plan differs", "rank 0 has", "rank 1 has"],
+        "no plan": ["the plan differs", "rank 0 has", "rank 1 has none"],
         "batch": ["the batch's shapes", "rank 0 has", "rank 1 has"],
         "buckets": ["bucket_cap_mb", "None", "25"],
         "hardware": ["rank 1 calls itself 'c'", "hardware is Xeon, 1 thread", "EPYC, 1 thread"],
