@@ -11,7 +11,7 @@ from typing import Any
 
 from qsync.errors import FormatError, shortened
 from qsync.records.datasheets import datasheet
-from qsync.records.json_files import check_fields, field
+from qsync.records.json_files import check_fields, field, read_text
 from qsync.records.precision import Precision
 
 
@@ -138,12 +138,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read cluster.toml. The format is the record's own fields; see docs/guide/clusters.md."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise FormatError(f"cannot read {path}: {error.strerror or error}; check the path") from error
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{path} is not a text file; give a cluster.toml") from error
+        text = read_text(path, "a cluster.toml")
         try:
             return cls.from_json(tomllib.loads(text), where=str(path))
         except tomllib.TOMLDecodeError as error:

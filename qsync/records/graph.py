@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -151,16 +151,12 @@ class OpGraph:
 
     def to_json(self) -> dict[str, Any]:
         """Return the graph as a JSON object."""
-        body = {"model": self.model, "num_segments": self.num_segments}
-        body |= {"num_calls": self.num_calls} if self.num_calls > 1 else {}
-        inputs = [asdict(value) for value in self.inputs]
         return {
-            "kind": "graph",
-            "version": VERSION,
-            **body,
-            "inputs": inputs,
+            "kind": "graph", "version": VERSION, "model": self.model, "num_segments": self.num_segments,
+            **({"num_calls": self.num_calls} if self.num_calls > 1 else {}),
+            "inputs": [asdict(value) for value in self.inputs],
             "ops": [asdict(op) for op in self.ops],
-        }
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OpGraph:
@@ -218,7 +214,7 @@ _SHAPES_HASHES: Remembered[str] = Remembered()
 
 def num_elements(shape: Iterable[int]) -> int:
     """Return the product of the sizes; 1 for a scalar."""
-    return reduce(lambda total, size: total * size, shape, 1)
+    return math.prod(shape)
 
 
 def digest(value: Any) -> str:

@@ -61,16 +61,21 @@ def write_json(path: str | Path, value: Mapping[str, Any]) -> Path:
     return write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object; FormatError names the file, and the line where it is malformed."""
+def read_text(path: str | Path, expected: str) -> str:
+    """Read a text file; FormatError names it where it cannot be read, and says what was `expected`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except TypeError:
         raise FormatError(f"a path is a string or a Path, found {shortened(path)}; give a file's") from None
     except OSError as error:
         raise FormatError(f"cannot read {path}: {error.strerror or error}; check the path") from error
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not a text file; give a JSON file that qsync wrote") from error
+        raise FormatError(f"{path} is not a text file; give {expected}") from error
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object; FormatError names the file, and the line where it is malformed."""
+    text = read_text(path, "a JSON file that qsync wrote")
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -161,21 +166,19 @@ def _check(value: Any, expected: Any, place: str) -> None:
     elif origin is tuple:
         each = arguments[:1] * len(value) if isinstance(value, tuple) and arguments[-1] is ... else arguments
         if not isinstance(value, tuple) or len(value) != len(each):
-            raise FormatError(f"{place} must be a list, found {shortened(value)}; write the file anew")
+            raise _wrong(place, "a list", value)
         for item, item_type in zip(value, each, strict=True):
             _check(item, item_type, place)
     elif origin is not None:  # a mapping
         if not isinstance(value, Mapping):
-            raise FormatError(f"{place} must be an object, found {shortened(value)}; write the file anew")
+            raise _wrong(place, "an object", value)
         for key, item in value.items():
             _check(key, arguments[0], place)
             entry = shortened(key if isinstance(key, str) else " ".join(key), quote=False)
             _check(item, arguments[1], f"{place}, {entry}")
     elif expected is not Any:
         if not isinstance(value, expected):
-            raise FormatError(
-                f"{place} must be {expected.__name__}, found {shortened(value)}; write the file anew"
-            )
+            raise _wrong(place, expected.__name__, value)
         if isinstance(value, str):
             _encoded(value, place)
         if is_dataclass(value):
@@ -185,14 +188,14 @@ def _check(value: Any, expected: Any, place: str) -> None:
 def _check_number(value: Any, expected: type, place: str) -> None:
     kinds = (int, float) if expected is float else (int,)
     if not isinstance(value, kinds) or isinstance(value, bool):
-        raise FormatError(
-            f"{place} must be {expected.__name__}, found {shortened(value)}; write the file anew"
-        )
+        raise _wrong(place, expected.__name__, value)
     try:
         good = math.isfinite(value) and value >= 0
     except OverflowError:  # an integer beyond every float
         good = False
     if not good:
-        raise FormatError(
-            f"{place} must be finite and not negative, found {shortened(value)}; write the file anew"
-        )
+        raise _wrong(place, "finite and not negative", value)
+
+
+def _wrong(place: str, wanted: str, found: Any) -> FormatError:
+    return FormatError(f"{place} must be {wanted}, found {shortened(found)}; write the file anew")

@@ -225,36 +225,24 @@ class Plan:
             }
             for name, class_plan in sorted(self.classes.items())
         }
-        body: dict[str, Any] = {
-            "model": self.model,
-            "graph_hash": self.graph_hash,
-            "step_s": self.step_s,
-            "target_s": self.target_s,
+        stated = {  # None: left out of the file
+            "margin": self.margin,
+            "solver": self.solver,
+            "bound": self.bound,
+            "status": self.status,
+            "levers": self.levers.to_json() if self.levers is not None else None,
+            "pins": {pattern: str(precision) for pattern, precision in sorted(self.pins.items())} or None,
+            "budgets": dict(sorted(self.budgets.items())) or None,
+            "together": [list(patterns) for patterns in self.together] or None,
+            "base": str(self.base) if self.base is not Precision.FP32 else None,
+            "batch": [list(shape) for shape in self.batch] or None,
+            "compiled": self.compiled or None,
         }
-        body["bucket_cap_bytes"] = self.bucket_cap_bytes
-        if self.margin is not None:
-            body["margin"] = self.margin
-        if self.solver is not None:
-            body["solver"] = self.solver
-        if self.bound is not None:
-            body["bound"] = self.bound
-        if self.status is not None:
-            body["status"] = self.status
-        if self.levers is not None:
-            body["levers"] = self.levers.to_json()
-        if self.pins:
-            body["pins"] = {pattern: str(precision) for pattern, precision in sorted(self.pins.items())}
-        if self.budgets:
-            body["budgets"] = dict(sorted(self.budgets.items()))
-        if self.together:
-            body["together"] = [list(patterns) for patterns in self.together]
-        if self.base is not Precision.FP32:
-            body["base"] = str(self.base)
-        if self.batch:
-            body["batch"] = [list(shape) for shape in self.batch]
-        if self.compiled:
-            body["compiled"] = True
-        return {"kind": "plan", "version": VERSION, **body, "classes": classes}
+        return {
+            "kind": "plan", "version": VERSION, "model": self.model, "graph_hash": self.graph_hash,
+            "step_s": self.step_s, "target_s": self.target_s, "bucket_cap_bytes": self.bucket_cap_bytes,
+            **{name: value for name, value in stated.items() if value is not None}, "classes": classes,
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:

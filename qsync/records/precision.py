@@ -13,7 +13,7 @@ from qsync.errors import FormatError, shortened
 
 
 class Precision(StrEnum):
-    """A precision that a plan may assign to an adjustable operator."""
+    """A precision that a plan may assign to an adjustable operator, from highest to lowest."""
 
     FP32 = "fp32"
     FP32_FAST = "fp32_fast"
@@ -38,21 +38,7 @@ class Precision(StrEnum):
 
 
 # From lowest to highest.
-PRECISION_ORDER = {
-    p: rank
-    for rank, p in enumerate(
-        (
-            Precision.INT8_ALL,
-            Precision.INT8,
-            Precision.FP8,
-            Precision.FP16,
-            Precision.BF16,
-            Precision.TF32,
-            Precision.FP32_FAST,
-            Precision.FP32,
-        )
-    )
-}
+PRECISION_ORDER = {precision: rank for rank, precision in enumerate(reversed(Precision))}
 
 # Explicit mantissa bits of the floating formats. Rounding x to m bits has step 2^(floor(log2|x|) - m).
 # `fp32_fast` rounds no operand: it sums in another order than torch, which moves a result as much as rounding
@@ -85,23 +71,19 @@ ENCODED_OPERANDS: dict[str, tuple[str | None, ...]] = {
     "embedding": (None, None),
 }
 
+
+def _all_but(*lacking: Precision) -> tuple[Precision, ...]:
+    return tuple(precision for precision in Precision if precision not in lacking)
+
+
 # The precisions that qsync has kernels for, by kind of operator. A device class may have fewer.
 PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     "linear": tuple(Precision),
     "addmm": tuple(Precision),
-    "conv2d": tuple(p for p in Precision if p is not Precision.FP8),
-    "conv1d": tuple(
-        p for p in Precision if p not in (Precision.FP32_FAST, Precision.FP8, Precision.INT8_ALL)
-    ),
-    "matmul": (
-        Precision.FP32,
-        Precision.FP32_FAST,
-        Precision.TF32,
-        Precision.BF16,
-        Precision.FP16,
-        Precision.INT8,
-    ),
-    "attention": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16, Precision.INT8),
+    "conv2d": _all_but(Precision.FP8),
+    "conv1d": _all_but(Precision.FP32_FAST, Precision.FP8, Precision.INT8_ALL),
+    "matmul": _all_but(Precision.FP8, Precision.INT8_ALL),
+    "attention": _all_but(Precision.FP32_FAST, Precision.FP8, Precision.INT8_ALL),
     "embedding": (Precision.FP32, Precision.BF16, Precision.INT8),
     **dict.fromkeys(
         ("conv3d", "conv_transpose", "baddbmm"),
