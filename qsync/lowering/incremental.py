@@ -26,13 +26,16 @@ from qsync.lowering.wiring import wiring
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import Precision
 
+# One write to a list, to be undone: the list, the index, and what stood there before.
+_Write = tuple[list[Any], int, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """The effect of one `Lowering.assign`: where nodes or casts changed, and how to undo it."""
 
     touched: tuple[int, ...]
-    journal: tuple[tuple[list[Any], int, Any], ...]
+    journal: tuple[_Write, ...]
 
 
 def lower(
@@ -95,7 +98,7 @@ class Lowering:
         other = copy(self)
         other.carried_16bit = carried_16bit
         other.precision, other.casts = list(self.precision), list(self.casts)
-        other._wanted_16bit, other._saves_less = list(self._wanted_16bit), list(self._saves_less)
+        other._wanted_16bit = list(self._wanted_16bit)
         other._mode, other._carried = list(self._mode), list(self._carried)
         other._form, other._channels_last = list(self._form), list(self._channels_last)
         other._num_lowered = list(self._num_lowered)
@@ -162,10 +165,6 @@ class Lowering:
             op.name: self.precision[i] for i, op in enumerate(self.graph.ops) if op.role is Role.ADJUSTABLE
         }
 
-    def saving_less(self) -> tuple[str, ...]:
-        """Return the operators that save less now, in order."""
-        return tuple(op.name for op, less in zip(self.graph.ops, self._saves_less, strict=True) if less)
-
     def lowered(self) -> LoweredGraph:
         """Return the lowered graph as it is now."""
         nodes: list[Cast | Run] = []
@@ -177,7 +176,7 @@ class Lowering:
         """Give one operator another precision and re-lower its neighbourhood only."""
         self.wiring.check(name, precision)
         i = self.position[name]
-        journal: list[tuple[list[Any], int, Any]] = []
+        journal: list[_Write] = []
         touched = {i} | {j for j in (self.wiring.before[i], self.wiring.after[i]) if j is not None}
         was_lowered = self._num_lowered[0]
         is_lowered = was_lowered + (self.precision[i] is Precision.FP32) - (precision is Precision.FP32)
@@ -202,34 +201,17 @@ class Lowering:
                 touched.add(j)
         return Change(tuple(sorted(touched)), tuple(journal))
 
-    def save_less(self, name: str, less: bool = True) -> Change:
-        """Let one operator save less for backward or, with `less` False, as much as torch does."""
-        self.wiring.check_saving(name)
-        i = self.position[name]
-        journal: list[tuple[list[Any], int, Any]] = []
-        self._write(self._saves_less, i, less, journal)
-        product = self.wiring.product[i]
-        touched = (i,) if product is None else (product, i)
-        for j in touched:
-            self._write(self._form, j, self._form_of(j), journal)
-        return Change(touched, tuple(journal))
-
     def undo(self, change: Change) -> None:
         """Restore the state before `change`, which must be the latest change that is not undone."""
         for target, index, old in reversed(change.journal):
             target[index] = old
 
     def _casts_of(self, value: int) -> list[Cast]:
-        if not self.casts[value]:
-            return []
-        entry = self.graph.inputs[value] if value < self._offset else self.graph.ops[value - self._offset]
-        source, parameter, channels_last = (
-            self._carried[value],
-            entry.kind == "parameter",
-            self._channels_last[value],
-        )
+        entry, source, channels_last = (
+            self.wiring.entries[value], self._carried[value], self._channels_last[value],
+        )  # fmt: skip
         return [
-            Cast(entry.name, source, target, entry.num_elements, parameter, channels_last)
+            Cast(entry.name, source, target, entry.num_elements, entry.kind == "parameter", channels_last)
             for target in self.casts[value]
         ]
 
@@ -300,9 +282,7 @@ class Lowering:
             self._carried[value],
         )
 
-    def _propagate_16bit_wants(
-        self, values: Sequence[int], journal: list[tuple[list[Any], int, Any]]
-    ) -> list[int]:
+    def _propagate_16bit_wants(self, values: Sequence[int], journal: list[_Write]) -> list[int]:
         """Update upstream which values are wanted in 16 bits; return operators whose output may change."""
         affected, pending = [], list(values)
         while pending:
@@ -315,9 +295,7 @@ class Lowering:
                 pending += self.wiring.operands[value - self._offset]
         return affected
 
-    def _propagate_types(
-        self, start: list[int], journal: list[tuple[list[Any], int, Any]], touched: set[int]
-    ) -> set[int]:
+    def _propagate_types(self, start: list[int], journal: list[_Write], touched: set[int]) -> set[int]:
         """Update types downstream from these operators, in execution order; return the changed values."""
         changed: set[int] = set()
         reordered_values: set[int] = set()
@@ -344,7 +322,7 @@ class Lowering:
         return changed
 
     @staticmethod
-    def _write(target: list[Any], index: int, new: Any, journal: list[tuple[list[Any], int, Any]]) -> bool:
+    def _write(target: list[Any], index: int, new: Any, journal: list[_Write]) -> bool:
         old = target[index]
         if old == new:
             return False

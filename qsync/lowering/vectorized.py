@@ -23,7 +23,7 @@ from qsync.lowering import cast_rules as rule
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.lowering.numbering import GrowingRows, Ints, Numbered
 from qsync.lowering.wiring import wiring
-from qsync.records.graph import Input, Op, OpGraph, Role
+from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
@@ -50,8 +50,7 @@ class Tables:
 
     def __init__(self, graph: OpGraph) -> None:
         self.wiring = wiring(graph)
-        ops, self.offset = graph.ops, len(graph.inputs)
-        entries: list[Input | Op] = [*graph.inputs, *graph.ops]
+        ops, self.offset, entries = graph.ops, self.wiring.offset, self.wiring.entries
         self.num_elements = np.array([entry.num_elements for entry in entries], dtype=np.int64)
         self.type_names: list[str] = []
         self._type_numbers: dict[str, int] = {}
@@ -428,10 +427,7 @@ class Tabulated:
 
     def casts(self, value: int) -> Iterator[Cast]:
         """Yield the casts of a value, by its number."""
-        wiring = self.tables.wiring
-        entry = (
-            wiring.inputs[value] if value < wiring.offset else wiring.ops[value - wiring.offset]
-        )  # one per value
+        entry = self.tables.wiring.entries[value]
         for kind in self.tables.cast_sets[int(self.cast_set[value])]:
             source, target, channels_last = self.tables.cast_kinds[kind]
             yield Cast(

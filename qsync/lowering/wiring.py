@@ -14,7 +14,7 @@ from qsync.lowering.cast_rules import (
     saves_operand,
 )
 from qsync.lowering.lowered_graph import REPLACED
-from qsync.records.graph import OpGraph, Role
+from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import FORMS, can_save_less
@@ -29,11 +29,11 @@ class Wiring:
     def __init__(self, graph: OpGraph) -> None:
         self.ops, self.inputs, self.model = graph.ops, graph.inputs, graph.model
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
-        names = [value.name for value in graph.inputs] + [op.name for op in graph.ops]
-        self.number = number = {name: i for i, name in enumerate(names)}
+        self.entries: tuple[Input | Op, ...] = (*graph.inputs, *graph.ops)  # by number of the value
+        self.number = number = {entry.name: i for i, entry in enumerate(self.entries)}
         self.offset = len(graph.inputs)
-        self.num_values = len(names)
-        self.traced = [value.dtype for value in graph.inputs] + [op.dtype for op in graph.ops]
+        self.num_values = len(self.entries)
+        self.traced = [entry.dtype for entry in self.entries]
         self.operands = [tuple(number[name] for name in op.inputs) for op in graph.ops]
         self.floats = [
             tuple(value for value in operands if self.traced[value] in LARGEST) for operands in self.operands
@@ -44,7 +44,7 @@ class Wiring:
             floats_may = [may_16bit[value] for value in dict.fromkeys(floats)]
             self.passes_16bit_on.append(passes_16bit_on(op, floats_may))
             may_16bit.append(may_be_16bit(op, floats_may))
-        consumers: list[list[int]] = [[] for _ in names]
+        consumers: list[list[int]] = [[] for _ in self.entries]
         for i, operands in enumerate(self.operands):
             for value in dict.fromkeys(operands):
                 consumers[value].append(i)

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.errors import FormatError, MismatchError
-from qsync.lowering.incremental import Change, Lowering, lower
+from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import LARGEST, Precision
@@ -37,42 +37,30 @@ def drawn_assignment(data: st.DataObject, graph: OpGraph) -> dict[str, Precision
     return data.draw(assignments_for(graph))
 
 
-def drawn_lowering(data: st.DataObject, graph: OpGraph, narrow: str | None) -> Lowering:
-    """A lowering in which some of the operators that can save less do."""
-    assignment = drawn_assignment(data, graph)
+def drawn_saving(data: st.DataObject, graph: OpGraph) -> list[str]:
+    """Some of the operators that can save less."""
     able = ops_that_save_less(graph, ["*"])
-    less = data.draw(st.lists(st.sampled_from(able), unique=True)) if able else []
-    return Lowering(graph, assignment, narrow, less)
-
-
-def steps(graph: OpGraph) -> st.SearchStrategy[tuple[str, Precision | bool]]:
-    """One change: an adjustable operator's precision, or whether another one saves less."""
-    able = ops_that_save_less(graph, ["*"])
-    saving = st.tuples(st.sampled_from(able), st.booleans()) if able else st.nothing()
-    return precisions_for(graph) | saving
-
-
-def change(lowering: Lowering, name: str, to: Precision | bool) -> Change:
-    return lowering.save_less(name, to) if isinstance(to, bool) else lowering.assign(name, to)
+    return data.draw(st.lists(st.sampled_from(able), unique=True)) if able else []
 
 
 @given(graphs(), NARROW, st.data())
 def test_changing_one_operator_at_a_time_equals_lowering_from_scratch(graph, narrow, data):
-    lowering = drawn_lowering(data, graph, narrow)
-    for name, to in data.draw(st.lists(steps(graph), max_size=6)):
-        change(lowering, name, to)
-        now = lowering.assignment(), narrow, lowering.saving_less()
+    assignment, less = drawn_assignment(data, graph), drawn_saving(data, graph)
+    lowering = Lowering(graph, assignment, narrow, less)
+    for name, to in data.draw(st.lists(precisions_for(graph), max_size=6)):
+        lowering.assign(name, to)
+        now = lowering.assignment(), narrow, less
         assert state(lowering) == state(Lowering(graph, *now))
         assert lowering.lowered() == lower(graph, *now)
 
 
 @given(graphs(), NARROW, st.data())
 def test_undo_restores_everything(graph, narrow, data):
-    lowering = drawn_lowering(data, graph, narrow)
+    lowering = Lowering(graph, drawn_assignment(data, graph), narrow, drawn_saving(data, graph))
     states, changes = [], []
-    for name, to in data.draw(st.lists(steps(graph), max_size=6)):
+    for name, to in data.draw(st.lists(precisions_for(graph), max_size=6)):
         states.append((state(lowering), lowering.lowered()))
-        changes.append(change(lowering, name, to))
+        changes.append(lowering.assign(name, to))
     for made, (before, lowered) in zip(reversed(changes), reversed(states), strict=True):
         lowering.undo(made)
         assert (state(lowering), lowering.lowered()) == (before, lowered)
@@ -80,8 +68,8 @@ def test_undo_restores_everything(graph, narrow, data):
 
 @given(graphs(), NARROW, st.data())
 def test_touched_covers_every_operator_whose_nodes_changed(graph, narrow, data):
-    lowering = drawn_lowering(data, graph, narrow)
-    assert_touched(lowering, *data.draw(steps(graph)))
+    lowering = Lowering(graph, drawn_assignment(data, graph), narrow, drawn_saving(data, graph))
+    assert_touched(lowering, *data.draw(precisions_for(graph)))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +82,7 @@ def test_touched_covers_images_whose_memory_format_changed(standing):
             assert_touched(Lowering(graph, standing), op.name, to)
 
 
-def assert_touched(lowering: Lowering, name: str, to: Precision | bool) -> None:
+def assert_touched(lowering: Lowering, name: str, to: Precision) -> None:
     """Make one change, and compare all nodes."""
     numbers = range(len(lowering.graph.ops))
 
@@ -102,7 +90,7 @@ def assert_touched(lowering: Lowering, name: str, to: Precision | bool) -> None:
         return lowering.run(i), lowering.anchored_casts(i), lowering.output_casts(i)
 
     before = [nodes(i) for i in numbers]
-    touched = change(lowering, name, to).touched
+    touched = lowering.assign(name, to).touched
     assert {i for i in numbers if nodes(i) != before[i]} <= set(touched)
 
 
@@ -278,13 +266,13 @@ def test_only_activations_of_one_value_that_nobody_else_reads_are_computed_with_
 
 
 def test_what_saves_less_is_not_computed_with_its_product():
-    lowering = Lowering(mlp(2), {"fc0": INT8, "fc1": INT8}, saving_less=["act0"])
-    assert forms(lowering.lowered()) == {"act0": "codes", "fc1": "gelu", "act1": "fused"}
-    made = lowering.save_less("act1")
-    assert set(made.touched) == {2, 3}
-    assert forms(lowering.lowered()) == {"act0": "codes", "act1": "codes"}
-    lowering.save_less("act0", False)
-    assert forms(lowering.lowered()) == {"fc0": "gelu", "act0": "fused", "act1": "codes"}
+    graph, assignment = mlp(2), {"fc0": INT8, "fc1": INT8}
+    for less, found in {
+        ("act0",): {"act0": "codes", "fc1": "gelu", "act1": "fused"},
+        ("act1",): {"fc0": "gelu", "act0": "fused", "act1": "codes"},
+        ("act0", "act1"): {"act0": "codes", "act1": "codes"},
+    }.items():
+        assert forms(lower(graph, assignment, saving_less=less)) == found
 
 
 # --- Saving less ---
@@ -379,7 +367,7 @@ def test_only_following_operators_of_some_kinds_can_save_less(name):
     with pytest.raises(MismatchError, match=f"no operator '{name}' that could save less"):
         lower(encoder(1), {}, saving_less=[name])
     with pytest.raises(MismatchError, match="following operators of the kinds gelu"):
-        Lowering(encoder(1), {}).save_less(name)
+        Lowering(encoder(1), {}, saving_less=[name])
 
 
 def turned(graph: OpGraph, assignment: dict[str, Precision]) -> list[str]:
