@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx.passes.tools_common import stable_topological_sort
 from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
 
@@ -55,7 +56,7 @@ def pure_kind(op: Op, node: torch.fx.Node) -> str:
     if op.role is Role.ADJUSTABLE or (op.kind not in _PURE_KINDS and call_name(node) not in _PURE_NAMES):
         return ""
     values = [other.meta.get("example_value") for other in (node, *node.all_input_nodes)]
-    is_plain = all(isinstance(value, torch.Tensor) and not _is_functorch(value) for value in values)
+    is_plain = all(isinstance(x, torch.Tensor) and not is_functorch_wrapped_tensor(x) for x in values)
     return op.kind if is_plain else ""
 
 
@@ -279,10 +280,6 @@ def _choices(num_threads: int) -> Choices:
     return Choices("islands", {
         "torch": torch.__version__, "processor": processor(), "threads": str(num_threads),
     })  # fmt: skip
-
-
-def _is_functorch(value: torch.Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def sentence(modules: Iterable[torch.nn.Module]) -> str:

@@ -30,7 +30,7 @@ from qsync.progress import shown_on_rank_zero
 from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.precision import Precision
 from qsync.runtime.rewriting import rewrite
-from qsync.tracing.operator_table import traced_shape
+from qsync.tracing.operator_table import traced_shape, traced_size
 from qsync.tracing.segments import DTYPES, Segment
 
 # A precision is left only for one that takes this part less time: a nearer race is decided by noise.
@@ -230,7 +230,7 @@ class _Part:
         kind = "parameter" if isinstance(entry, Input) and entry.kind in ("parameter", "alias") else "batch"
         if self._op(reader).kind == "grouped_mm" and name in self._op(reader).kept:
             kind = _OFFSETS
-        strides = [size if isinstance(size, int) else int(size.node.hint) for size in example.stride()]
+        strides = [traced_size(stride) for stride in example.stride()]
         order = tuple(sorted(range(len(strides)), key=lambda k: (-strides[k], k)))
         if kind == "batch" and len(order) == 4 and self._runs[self._value_of[reader]].channels_last:
             order = (0, 2, 3, 1)
@@ -251,7 +251,7 @@ class _Part:
                 if source in new:
                     continue
                 if source not in self._value_of:  # a size
-                    new[source] = int(source.meta["example_value"].node.hint)
+                    new[source] = traced_size(source.meta["example_value"])
                     continue
                 new[source] = graph.placeholder(f"value_{len(values)}")
                 value_of[new[source]] = name = self._value_of[source]

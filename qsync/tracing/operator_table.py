@@ -5,7 +5,8 @@ Allow-lists, never deny-lists: a call nobody classified is fixed and runs in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -189,13 +190,9 @@ def _computes_elements(body: torch.fx.Graph) -> bool:
     return all(
         node.op in ("placeholder", "output")
         or call_name(node) == _GRAD_MODE
-        or (classify(node)[0] in _ELEMENTWISE and not names_a_type(node) and not any(_too_large(node)))
+        or (classify(node)[0] in _ELEMENTWISE and not names_a_type(node) and not large_constants(node))
         for node in body.nodes
     )
-
-
-def _too_large(node: torch.fx.Node) -> Iterator[bool]:
-    return (abs(number) > LARGEST["fp16"] for number in constants(node))
 
 
 def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
@@ -209,18 +206,10 @@ def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
     return [argument for argument in found if isinstance(argument, torch.fx.Node)]
 
 
-def constants(node: torch.fx.Node) -> Iterator[float]:
-    """Return the finite numbers among a call's arguments."""
-
-    def walk(value: Any) -> Iterator[float]:
-        if isinstance(value, float) and abs(value) != float("inf") and value == value:
-            yield value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                yield from walk(item)
-
-    yield from walk(node.args)
-    yield from walk(list(node.kwargs.values()))
+def large_constants(node: torch.fx.Node) -> list[float]:
+    """Return the magnitudes of the finite numbers among a call's arguments that FP16 cannot hold."""
+    numbers = (value for value in tree_leaves((node.args, node.kwargs)) if isinstance(value, float))
+    return [abs(number) for number in numbers if LARGEST["fp16"] < abs(number) < math.inf]
 
 
 def names_a_type(node: torch.fx.Node) -> bool:
@@ -313,9 +302,14 @@ def flops_of_unwritten(node: torch.fx.Node) -> int:
     return 2 * num_elements(left) * result[-1]
 
 
+def traced_size(size: int | torch.SymInt) -> int:
+    """Return a size as a plain integer; a symbolic size as it was traced, without guarding on it."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 def traced_shape(value: torch.Tensor) -> tuple[int, ...]:
-    """Return sizes as plain integers; a symbolic size as it was traced, without guarding on it."""
-    return tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
+    """Return the sizes of a tensor as plain integers, as it was traced."""
+    return tuple(map(traced_size, value.shape))
 
 
 def _is_torch(target: str | Callable[..., Any]) -> bool:

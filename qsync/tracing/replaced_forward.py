@@ -116,9 +116,8 @@ def compile_forward(
 
     Another torch.compile may have marked torch's layers to be skipped; they are traced again from now on.
     """
-    codes = {getattr(type(layer).forward, "__code__", None) for layer in module.modules()}
-    for code in codes:
-        if code is not None and code.co_filename in LAYER_FILES:
+    for code in forward_codes(module):
+        if code.co_filename in LAYER_FILES:
             reset_code(code)
     _install_capturing_hooks(module)
     forward = plain_forward(module)
@@ -132,10 +131,14 @@ def trace_again(module: torch.nn.Module) -> None:
 
     The tracer gives up a frame in which an error was raised: all later calls would run as torch runs them.
     """
-    forwards = (type(layer).forward for layer in module.modules())
-    for code in {_framed.__code__, *(getattr(forward, "__code__", None) for forward in forwards)}:
-        if code is not None:
-            reset_code(code)
+    for code in (_framed.__code__, *forward_codes(module)):
+        reset_code(code)
+
+
+def forward_codes(module: torch.nn.Module) -> list[CodeType]:
+    """Return the code of the forward of each kind of module in a module."""
+    forwards = dict.fromkeys(type(part).forward for part in module.modules())
+    return [code for forward in forwards if (code := getattr(forward, "__code__", None)) is not None]
 
 
 def _install_capturing_hooks(module: torch.nn.Module) -> None:

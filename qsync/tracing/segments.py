@@ -30,12 +30,12 @@ from qsync.tracing.operator_table import (
     bare_name,
     call_name,
     classify,
-    constants,
     dropped,
     flops,
     flops_of_einsum,
     flops_of_unwritten,
     is_dilated,
+    large_constants,
     names_a_type,
     operands,
     traced_shape,
@@ -270,9 +270,7 @@ class _Reader:
             read = [name for name in read if name not in kept]
         magnitude = max([self._magnitude.get(name, 0.0) for name in everything], default=0.0)
         if role is not Role.ADJUSTABLE:
-            magnitude = max(
-                [magnitude, *(abs(number) for number in constants(node) if abs(number) > LARGEST["fp16"])]
-            )
+            magnitude = max([magnitude, *large_constants(node)])
         because = ""
         if role is not Role.FIXED:
             if node in pinned:

@@ -33,7 +33,7 @@ from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
 from qsync.tracing.graph_sharing import SharedGraph
-from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, untraced
+from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, forward_codes, untraced
 from qsync.tracing.segments import DTYPES, Segment, join, read_segment
 
 # Where a graph breaks it is traced once more: a model may change itself in its first call (Hugging Face's
@@ -119,7 +119,7 @@ def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int
     that the reason is kept with its code, for later models that run it. Frames of torch's own layers are
     traced anew for every model (`compile_forward`).
     """
-    codes = [code for code in _codes_of(model) if _is_given_up(code)]
+    codes = [code for code in forward_codes(model) if _is_given_up(code)]
     if num_skipped_frames() > num_skipped:
         reason = _reason("\n".join(_breaks_since(breaks)))
         _SKIPPED.update(dict.fromkeys(codes, reason))
@@ -130,16 +130,10 @@ def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int
 _SKIPPED: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 
 
-def _codes_of(model: torch.nn.Module) -> list[CodeType]:
-    """Return the code of the forward of each of a model's modules, but of torch's own layers."""
-    forwards = dict.fromkeys(type(module).forward for module in model.modules())
-    codes = [code for forward in forwards if (code := getattr(forward, "__code__", None)) is not None]
-    return [code for code in codes if code.co_filename not in LAYER_FILES]
-
-
 def _is_given_up(code: CodeType) -> bool:
-    """Return whether the tracer met a frame of this code and has no graph of any."""
-    return code in convert_frame.input_codes and not _debug_get_cache_entry_list(code)
+    """Return whether the tracer met a frame of this code, not of torch's layers, and has no graph of any."""
+    is_torch_s = code.co_filename in LAYER_FILES
+    return not is_torch_s and code in convert_frame.input_codes and not _debug_get_cache_entry_list(code)
 
 
 def why_untraced() -> str | None:
