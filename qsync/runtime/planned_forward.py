@@ -25,7 +25,7 @@ from qsync.backend.device_detection import device_of
 from qsync.backend.kernel_timing import apart
 from qsync.errors import MismatchError
 from qsync.records.graph import OpGraph
-from qsync.runtime.choosers import Chooser, SavingChooser
+from qsync.runtime.choosers import Chooser
 from qsync.runtime.program import Program, not_exported
 from qsync.tracing.replaced_forward import (
     ReplacedForward,
@@ -170,19 +170,12 @@ def attach(
     model: torch.nn.Module,
     choose: Chooser,
     check: Callable[[OpGraph], None] | None = None,
-    saving_less: SavingChooser | None = None,
-    compile_islands: bool = False,
-    dynamic: bool | None = None,
+    **options: Any,
 ) -> Program:
     """Make `model` run as `choose` says, in place. `check` sees the graph after the first call.
 
-    The operators that `saving_less` names save less for backward; without it none does.
+    `options` are further arguments of `Program`.
     """
-    options: dict[str, Any] = {
-        "saving_less": saving_less,
-        "compile_islands": compile_islands,
-        "dynamic": dynamic,
-    }
     return take_over(model, partial(Program, choose=choose, check=check, **options))
 
 

@@ -33,7 +33,7 @@ from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import ROUND_INSIDE, Precision, is_encoded
 from qsync.runtime.coverage import say_once
 from qsync.runtime.islands import PURE, REPORTS, form_islands, note_conversion, pure_kind
-from qsync.runtime.weight_cache import WeightCast
+from qsync.runtime.weight_cache import CastFunction, WeightCast
 from qsync.tracing.inplace_calls import WAS_IN_PLACE
 from qsync.tracing.operator_table import call_name, names_a_type
 from qsync.tracing.segments import Segment
@@ -107,15 +107,15 @@ def rewrite(
 class CastCall(torch.nn.Module):
     """One Cast node of an activation."""
 
-    def __init__(self, kernels: KernelTable, target: str) -> None:
+    def __init__(self, cast: CastFunction, target: str) -> None:
         super().__init__()
-        self._kernels, self._target = kernels, target
+        self._cast, self._target = cast, target
 
     def forward(self, value: Any) -> Any:
         """Return the value in the target type."""
         if isinstance(value, (tuple, list)):  # what split and chunk return
             return type(value)(self.forward(item) for item in value)
-        return self._kernels.cast(value, self._target)
+        return self._cast(value, self._target)
 
 
 class KernelCall(torch.nn.Module):
@@ -319,7 +319,7 @@ class _Rewriter:
         if not is_kept and is_tensor and cast.target in self._kernels.plain_casts:
             node = module.graph.call_method("to", (source, DTYPES[cast.target]))
         else:
-            call = (WeightCast if is_kept else CastCall)(self._kernels, cast.target)
+            call = (WeightCast if is_kept else CastCall)(self._kernels.cast, cast.target)
             node = _call(module, f"cast_{cast.target}", call, (source,), {})
         note_conversion(node, source, cast.target)
         node = self._report(module, cast, node, [source], cast.num_elements)

@@ -35,11 +35,6 @@ class Block:
         own = operator_name(self.path, kind) + mark + number
         return own if own in self.assignment else None
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether this is the model itself, which calls the blocks."""
-        return not self.path
-
     def choose(self, graph: OpGraph) -> dict[str, Precision]:
         """Choose the plan's precision of every operator that it names."""
         names = {op.name: self.name_in_plan(op.name) for op in graph.adjustable}

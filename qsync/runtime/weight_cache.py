@@ -10,8 +10,8 @@ gradients, casts anew.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -23,19 +23,16 @@ from qsync.tracing.replaced_forward import untraced
 _SAMPLED = 16  # elements of a weight that are compared
 
 
-class Caster(Protocol):
-    """What makes the copy: see qsync.backend.select."""
-
-    def cast(self, tensor: torch.Tensor, target: str) -> Any:
-        """Return a tensor in another type."""
+# From a tensor and the name of a type: the tensor in that type.
+CastFunction = Callable[[torch.Tensor, str], Any]
 
 
 class WeightCast(torch.nn.Module):
     """One Cast node of a parameter."""
 
-    def __init__(self, kernels: Caster, target: str) -> None:
+    def __init__(self, cast: CastFunction, target: str) -> None:
         super().__init__()
-        self.copy = WeightCopy(kernels, target)
+        self.copy = WeightCopy(cast, target)
 
     def forward(self, weight: torch.Tensor) -> Any:
         """Return the weight in the target type."""
@@ -45,8 +42,8 @@ class WeightCast(torch.nn.Module):
 class WeightCopy:
     """The copy of a weight in another type; no module, on which setting an attribute takes microseconds."""
 
-    def __init__(self, kernels: Caster, target: str) -> None:
-        self._cast, self._target, self._encoded = kernels.cast, target, is_encoded(target)
+    def __init__(self, cast: CastFunction, target: str) -> None:
+        self._cast, self._target, self._encoded = cast, target, is_encoded(target)
         self._key: tuple[int, int, int] | None = None
         self._copy: Any = None
         self.sample: torch.Tensor | None = None  # a view of a few elements of the weight's memory

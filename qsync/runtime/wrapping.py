@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,20 +122,18 @@ class Wrapping:
         """Make the program of a model: the wrapped one, or a copy of it."""
         self.check(model)
         report = self._report if self.speaks else None
+        make = partial(Program, model, base=self.base, compile_islands=self.compile)
         if self.plan is None:
-            less = saving(["*"] if self.save_less else ())
-            choice, strict = self._choice(model), self.strict or self.precision is None
-            return Program(
-                model, choice, None, less, report, self.base, compile_islands=self.compile, strict=strict
-            )
+            less, strict = saving(["*"] if self.save_less else ()), self.strict or self.precision is None
+            return make(choose=self._choice(model), saving_less=less, report=report, strict=strict)
         planned = self.plan[self.device_class]
         if self.path is not None:
             block = Block(self.path, planned.assignment)
-            report = self._report_blocks if self.speaks and block.is_whole else None
-            return Program(model, block.choose, block.check, None, report, self.base, True, self.compile)
+            report = self._report_blocks if self.speaks and not self.path else None  # one for all blocks
+            return make(choose=block.choose, check=block.check, report=report, is_part=True)
         less = saving(["*"] if self.save_less else planned.saving_less, self.recomputed)
-        choose, check = following(planned.assignment), None if self.fits else self.plan.check_graph
-        return Program(model, choose, check, less, report, self.base, compile_islands=self.compile)
+        check = None if self.fits else self.plan.check_graph
+        return make(choose=following(planned.assignment), check=check, saving_less=less, report=report)
 
     def for_shards(self, model: torch.nn.Module) -> Wrapping:
         """Let every block of a sharded model run its part of the plan; return what the rest runs.
