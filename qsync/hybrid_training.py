@@ -178,15 +178,9 @@ def hybrid(
         options |= {"base": str(parse_base(base))} if base is not None else {}
         with shown_on_rank_zero("qsync: planning") as progress, without_autocast(device):
             profiling = ProfileOptions(
-                precisions,
-                make_optimizer,
-                loader,
-                bucket_cap_mb,
-                ddp_options,
-                _may_save_less(options),
-                progress,
-                bool(compile),
-            )
+                precisions, make_optimizer, loader, bucket_cap_mb, ddp_options, _may_save_less(options),
+                progress, bool(compile),
+            )  # fmt: skip
             plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
     else:
         if base is not None:

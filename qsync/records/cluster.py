@@ -213,27 +213,17 @@ def _link(entry: Mapping[str, Any], where: str) -> Link:
     values = {name: field(entry, name, (int, float), where) for name in ("latency_s", "bytes_per_s")}
     for name, usual in (("overlap_rate", 1.0), ("error", 0.0), ("waiting_toll", 1.0)):
         values[name] = field({name: usual, **entry}, name, (int, float), where)
-    shown = {name: shortened(number) for name, number in values.items()}
-    if not 0 <= values["latency_s"] < math.inf:
-        raise FormatError(
-            f"{where}: latency_s must be finite and not negative, found {shown['latency_s']}; give seconds"
-        )
-    if not 0 < values["bytes_per_s"] < math.inf:
-        raise FormatError(
-            f"{where}: bytes_per_s must be positive and finite, found {shown['bytes_per_s']}; give what an "
-            "all-reduce reaches"
-        )
-    if not 0 < values["overlap_rate"] <= 1:
-        raise FormatError(
-            f"{where}: overlap_rate must lie in (0, 1], found {shown['overlap_rate']}; 1 if nothing slows it"
-        )
-    if not 0 <= values["error"] < math.inf:
-        raise FormatError(f"{where}: error must be finite and not negative, found {shown['error']}")
-    if not 1 <= values["waiting_toll"] < math.inf:
-        raise FormatError(
-            f"{where}: waiting_toll must be finite and at least 1, found {shown['waiting_toll']}; 1 if an "
-            "all-reduce takes the same beside peers that wait"
-        )
+    latency, rate, overlap, error, toll = values.values()
+    for name, is_valid, rule, hint in (
+        ("latency_s", 0 <= latency < math.inf, "be finite and not negative", "; give seconds"),
+        ("bytes_per_s", 0 < rate < math.inf, "be positive and finite", "; give what an all-reduce reaches"),
+        ("overlap_rate", 0 < overlap <= 1, "lie in (0, 1]", "; 1 if nothing slows it"),
+        ("error", 0 <= error < math.inf, "be finite and not negative", ""),
+        ("waiting_toll", 1 <= toll < math.inf, "be finite and at least 1",
+         "; 1 if an all-reduce takes the same beside peers that wait"),
+    ):  # fmt: skip
+        if not is_valid:
+            raise FormatError(f"{where}: {name} must {rule}, found {shortened(values[name])}{hint}")
     num_ranks = entry.get("num_ranks")
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
         raise FormatError(

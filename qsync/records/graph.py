@@ -37,9 +37,7 @@ class Input:
     """A tensor that enters the graph: a parameter, a buffer, or part of the batch."""
 
     name: str
-    kind: (
-        str  # "parameter", "buffer", "batch", or "alias": a parameter once more, inside a checkpointed graph
-    )
+    kind: str  # "parameter", "buffer", "batch", or "alias": a parameter once more, in a checkpointed graph
     dtype: str
     shape: tuple[int, ...]
     requires_grad: bool = False

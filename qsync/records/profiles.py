@@ -47,10 +47,12 @@ _SHOWN = {
     MEASURED: "", LEARNED: " (learned costs)", SIMULATED: " (simulated device)",
     CARRIED: " (carried over from a smaller model)",
 }  # fmt: skip
+# Fields that are left out of a file while they are empty, as in files from before them: plans bear its hash.
+_ADDED_LATER = (
+    "refused", "loading_s", "model", "batch", "compiled", "switch_s", "held_down", "launches",
+)  # fmt: skip
 # The device itself was measured, whatever the model was.
 _DEVICE_MEASURED = (MEASURED, LEARNED, CARRIED)
-
-
 MEASURE_AGAIN = "measure it again with qsync.profile, or take it as what-if with --force"
 # A throttled rank gets the share of its core that was asked for but for some parts in a thousand.
 _SAME_SHARE = 0.02
@@ -271,18 +273,9 @@ class Profile:
         body["outside"] = _numbers(self.outside)
         body["switch_s"] = {mode: _numbers(cost) for mode, cost in self.switch_s.items()}
         body["launches"] = self.launches.to_json() if self.launches else None
-        for late in (
-            "refused",
-            "loading_s",
-            "model",
-            "batch",
-            "compiled",
-            "switch_s",
-            "held_down",
-            "launches",
-        ):  # as in files from before such a field, whose hash plans bear
-            if not body[late]:
-                del body[late]
+        for name in _ADDED_LATER:
+            if not body[name]:
+                del body[name]
         return {"kind": "profile", "version": PROFILE_VERSION, **body}
 
     @classmethod
