@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 
-from qsync.errors import FormatError, MismatchError
+from qsync.errors import FormatError, MismatchError, nearest
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 
@@ -92,9 +91,8 @@ def unmatched(graph: OpGraph, pattern: str) -> str:
             f"no adjustable operator of {graph.model} matches {pattern!r}: {other.name} ({other.kind}) is a "
             f"{other.role} one, whose precision is not chosen; leave it out"
         )
-    close = difflib.get_close_matches(pattern, [op.name for op in graph.adjustable], n=1, cutoff=0.0)
-    nearest = f" (nearest: {close[0]!r})" if close else ""
-    return f"no adjustable operator of {graph.model} matches {pattern!r}{nearest}; give a pattern of names"
+    close = nearest(pattern, [op.name for op in graph.adjustable])
+    return f"no adjustable operator of {graph.model} matches {pattern!r}{close}; give a pattern of names"
 
 
 def sibling_groups(graph: OpGraph, choices: Mapping[str, tuple[Precision, ...]]) -> list[tuple[str, ...]]:

@@ -53,6 +53,17 @@ def unknown_name(name: object, known: Iterable[str], what: str = "argument") -> 
     return f"there is no {what} {shortened(name)}; {instead}"
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say which known name is nearest, in brackets; nothing where none is known.
+
+    Example:
+        >>> nearest("varience", ["variance", "fisher"])
+        " (nearest: 'variance')"
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f" (nearest: {shortened(close[0])})" if close else ""
+
+
 def _bounded(message: str) -> str:
     """Shorten every quoted value and unbroken token of a message that is longer than any name of ours."""
     message = _QUOTED_RUN.sub(lambda run: shortened(run[0][1:-1]), message)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 
-from qsync.errors import UnsupportedError
+from qsync.errors import UnsupportedError, nearest
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.empirical import empirical
 from qsync.predictor.sensitivity.other_indicators.fisher import fisher
@@ -36,9 +35,6 @@ def indicator_named(name: str) -> Indicator:
     UnsupportedError: there is no indicator 'varience' (nearest: 'variance'); choose one of ...
     """
     if name not in INDICATORS:
-        nearest = difflib.get_close_matches(name, list(INDICATORS), n=1, cutoff=0.0)[0]
-        known = ", ".join(INDICATORS)
-        raise UnsupportedError(
-            f"there is no indicator {name!r} (nearest: {nearest!r}); choose one of {known}"
-        )
+        close, known = nearest(name, INDICATORS), ", ".join(INDICATORS)
+        raise UnsupportedError(f"there is no indicator {name!r}{close}; choose one of {known}")
     return INDICATORS[name]

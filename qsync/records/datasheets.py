@@ -6,12 +6,11 @@ A plan made from one is simulated, and labelled so.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qsync.errors import FormatError, shortened
+from qsync.errors import FormatError, nearest, shortened
 from qsync.records.json_files import check_fields
 from qsync.records.precision import Precision
 
@@ -128,9 +127,8 @@ def datasheet(name: str) -> DataSheet:
     """
     known = {entry.lower(): entry for entry in DATASHEETS}
     if name.lower() not in known:
-        nearest = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
-        names = ", ".join(DATASHEETS)
+        close = nearest(name.upper(), DATASHEETS)
         raise FormatError(
-            f"there is no data sheet {shortened(name)} (nearest: {known[nearest]!r}); choose one of {names}"
+            f"there is no data sheet {shortened(name)}{close}; choose one of {', '.join(DATASHEETS)}"
         )
     return DATASHEETS[known[name.lower()]]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from qsync.errors import FormatError, MismatchError, shortened
+from qsync.errors import FormatError, MismatchError, nearest, shortened
 from qsync.records.base import is_lowered, parse_base
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_fields, check_header, read_json, write_json
@@ -120,7 +119,7 @@ class Plan:
                 if op not in names:
                     raise MismatchError(
                         f"the plan for {where} assigns {shortened(op)}, which {model} does not have"
-                        f"{_nearest(op, names)}; plan again for this model"
+                        f"{nearest(op, names)}; plan again for this model"
                     )
                 if precision not in PRECISIONS_BY_KIND[names[op]]:
                     raise FormatError(
@@ -149,7 +148,7 @@ class Plan:
         chosen = Precision.parse(precision)
         known = next(iter(self.classes.values())).assignment
         if not fnmatch.filter(known, pattern):
-            raise MismatchError(f"no operator matches {shortened(pattern)}{_nearest(pattern, known)}")
+            raise MismatchError(f"no operator matches {shortened(pattern)}{nearest(pattern, known)}")
         classes = {
             name: replace(
                 class_plan,
@@ -322,7 +321,7 @@ def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> 
             known = {op.name: op.kind for op in graph.ops if can_save_less(op)}
             raise MismatchError(
                 f"the plan for {where} lets {shortened(pattern)} save less, but no operator of "
-                f"{model} that can matches{_nearest(pattern, known)}"
+                f"{model} that can matches{nearest(pattern, known)}"
             )
 
 
@@ -341,8 +340,3 @@ def _groups(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
                 f"plan: each entry of 'together' must be a list, found {shortened(group)}; plan again"
             )
     return tuple(tuple(str(pattern) for pattern in group) for group in groups)
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f" (nearest: {shortened(close[0])})" if close else ""
