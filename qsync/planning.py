@@ -103,16 +103,16 @@ def replay(
     return simulate(graph, plan, profiles, cluster, **options)
 
 
-def _check_records(graph: object, profiles: object, cluster: object) -> None:
+def _check_records(graph: Any, profiles: Any, cluster: Any) -> None:
     """Raise FormatError for other things than these records, and for a cluster that no file could hold."""
     check_kind(graph, OpGraph, "graph", "qsync.capture")
     check_kind(profiles, Mapping, "profiles", "dict of class -> qsync.profile")
-    for name, profile in profiles.items():  # type: ignore[attr-defined]
+    for name, profile in profiles.items():
         check_kind(profile, Profile, f"profiles[{shortened(name)}]", "qsync.profile")
     check_kind(cluster, Cluster, "cluster", "qsync.Cluster.load")
     try:
-        Cluster.from_json(cluster.to_json())  # type: ignore[attr-defined]
-        for link in (cluster.link, cluster.between):  # type: ignore[attr-defined]
+        Cluster.from_json(cluster.to_json())
+        for link in (cluster.link, cluster.between):
             check_kind(link, (Link, NoneType), "a link of the cluster", "qsync.Link")
     except (AttributeError, KeyError, TypeError) as error:
         raise FormatError(

@@ -167,7 +167,7 @@ class _Part:
         gpus = [kernels.device] if kernels.device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus), torch.enable_grad():
             torch.manual_seed(0)
-            runs = [self._alone(ops, precision, kernels) for precision in precisions]
+            runs = [self._pass_of(ops, precision, kernels) for precision in precisions]
             if gpus:  # a product in 8 bits launches more kernels
                 return fastest_on_gpu(runs, [precision in _BELOW_16_BITS for precision in precisions], _TIE)
             return fastest(runs, _ROUNDS, _TIMED_S, _TIE)
@@ -238,7 +238,7 @@ class _Part:
         requires_grad = entry.requires_grad and self._op(reader).requires_grad
         return _Value(traced_shape(example), order, carried, kind, requires_grad)
 
-    def _alone(self, ops: Sequence[str], precision: Precision, kernels: Kernels) -> Callable[[], None]:
+    def _pass_of(self, ops: Sequence[str], precision: Precision, kernels: Kernels) -> Callable[[], None]:
         """Return a forward and backward pass of these operators and those behind them."""
         graph, new = torch.fx.Graph(), dict[torch.fx.Node, Any]()
         op_of: dict[torch.fx.Node, str] = {}

@@ -163,7 +163,6 @@ class _Call:
     value: torch.Tensor
     kept: Sequence[str] = ()
     magnitude: float = 0.0
-    drops: float = 0.0
     because: str = ""
 
 
@@ -257,8 +256,7 @@ class _Reader:
             named = dict(node.kwargs)
             node.args = (*node.args, *(named.pop(name) for name in ("input", "mat2") if name in named))
             node.kwargs = named
-        drops = dropped(node, kind)
-        if kind == "dropout" and not drops:
+        if kind == "dropout" and not dropped(node, kind):
             kind = "view"  # it returns its input
         read = [segment.value_of[o] for o in operands(node, kind) if o in segment.value_of]
         everything = [segment.value_of[o] for o in node.all_input_nodes if o in segment.value_of]
@@ -284,7 +282,7 @@ class _Reader:
         name = self._name(node, bare_name(node) if bare_name(node) in UNWRITTEN_PRODUCTS else label)
         if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
             self._given.add(name)
-        self._add(segment, node, _Call(name, kind, role, read, value, kept, magnitude, drops, because))
+        self._add(segment, node, _Call(name, kind, role, read, value, kept, magnitude, because))
 
     def _is_float(self, name: str) -> bool:
         return self._dtype[name] in LARGEST
@@ -345,7 +343,7 @@ class _Reader:
             count = flops_of_einsum(node, [self._shape[source] for source in read])
         if kind == "other" and (unwritten := flops_of_unwritten(node)):
             count, because = unwritten, f"qsync has no kernel for {bare_name(node)} in low precision"
-        drops = call.drops if kind == "attention" else 0.0
+        drops = dropped(node, kind) if kind == "attention" else 0.0
         dilated = is_dilated(node) if kind == "conv2d" else False
         op = Op(
             name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
