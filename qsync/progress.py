@@ -21,7 +21,7 @@ def is_rank_zero() -> bool:
 def shown_on_rank_zero(title: str, once: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows what is being done now.
 
-    Without a terminal the title is a line: with `once` the first time alone.
+    Without a terminal it prints the title as a line; with `once` only the first time in a process.
 
     >>> with shown_on_rank_zero("qsync: planning") as progress:
     ...     progress("profile bf16, round 1 of 3")

@@ -96,10 +96,10 @@ def default_base(graph: OpGraph, precisions: Collection[Precision]) -> Precision
 
 
 def measured_base(base: Precision, profiles: Mapping[str, Profile]) -> Precision:
-    """Return FP32 in the place of its fastest kernels where they make the strongest class's step no faster.
+    """Return the base, but FP32 where `fp32_fast` makes the strongest class's step no faster.
 
-    Each of them is the fastest alone, and together they may still be slower: their neighbours pay for an
-    image's memory order.
+    Kernels that are each the fastest alone may be slower together: their neighbours pay for the memory order
+    of images.
 
     >>> measured_base(default_base(graph, precisions), profiles)
     """

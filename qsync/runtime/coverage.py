@@ -100,7 +100,7 @@ def is_mostly_lowered(found: list[Product]) -> bool:
 
 @cache
 def say_once(text: str, is_good: bool) -> None:
-    """Print a line on stderr, once for all copies of a model; warn if it is no good news."""
+    """Say a line once a process: print it on stderr if it is good news, else warn."""
     if is_good:
         print(f"qsync: {text}", file=sys.stderr)
     else:

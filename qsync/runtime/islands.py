@@ -221,9 +221,9 @@ def _choose(name: str, plain: torch.fx.GraphModule, inputs: Sequence[torch.Tenso
 def keep_saved_tensors() -> None:
     """Let backward of compiled islands run twice (`retain_graph=True`), in this thread.
 
-    torch would let it write over what it saved, and refuse a second one: of an island that the user has not
-    asked for by itself, and that another rank may not compile. It asks in the thread that compiles and in
-    the one that trains.
+    By default a compiled backward overwrites what forward saved, and torch then refuses a second backward.
+    The user did not ask for islands, and another rank may run the same one uncompiled. torch reads this
+    setting in the thread that compiles and in the thread that trains.
     """
     torch._functorch.config.donated_buffer = False
 

@@ -354,10 +354,7 @@ class _Rewriter:
                 if op.kind == "attention" and index >= _MASK:
                     return taken
                 return _call(module, "taken", Taken(self._observer, op.name, index), (taken,), {})
-            if native or value not in op.inputs:
-                return taken
-            encoded = is_encoded(run.operands[op.inputs.index(value)])
-            if not encoded:
+            if native or value not in op.inputs or not is_encoded(run.operands[op.inputs.index(value)]):
                 return taken
             return Operand(self._node_of[value, self._carried[value]], taken)  # type: ignore[arg-type]  # nodes
 

@@ -22,8 +22,8 @@ class SharedGraph(Generic[T]):
     """A traced graph, and what `read` makes of it for each set of parameters that it runs with.
 
     `read(module, inputs)` is called at once with the inputs it was traced with, and later with the parameters
-    of other layers. `names` returns id -> name of the model's tensors, as they are now: a layer is where its
-    parameters are. A graph that runs with parameters that are not the model's is the one that was traced.
+    of other layers. `names` returns id -> name of the model's tensors, as they are now: the names of its
+    parameters identify a layer. A call with parameters that are not the model's gets what was read first.
     """
 
     def __init__(
