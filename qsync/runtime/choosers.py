@@ -28,7 +28,8 @@ def at_base(base: Precision, kernels: backend.Kernels) -> Chooser:
 
     def choose(graph: OpGraph) -> dict[str, Precision]:
         chosen = {op.name: base_of(op, own) for op in graph.adjustable}
-        return {op: p for op, p in chosen.items() if op not in unsupported(graph, p, kernels)}
+        missing = {precision: unsupported(graph, precision, kernels) for precision in set(chosen.values())}
+        return {op: precision for op, precision in chosen.items() if op not in missing[precision]}
 
     return choose
 

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from qsync.lowering.lowered_graph import LoweredGraph, Run
 from qsync.records.graph import Op, OpGraph, Role
@@ -54,6 +54,7 @@ def products(
     found = []
     for part in lowered:
         modes = {node.op: node.mode for node in part.nodes if isinstance(node, Run)}
+        reasons = cache(partial(why_not, part.graph))  # of a precision; each looks at the whole graph
         for op in part.graph.ops:
             if not op.flops:
                 continue
@@ -65,7 +66,7 @@ def products(
             elif wanted is None:
                 because = "the plan does not name it: it was made for another graph"
             elif runs != wanted:
-                because = why_not(part.graph, wanted).get(op.name, "")
+                because = reasons(wanted).get(op.name, "")
                 if not because and wanted not in PRECISIONS_BY_KIND[op.kind]:
                     because = f"{op.kind} in {wanted} is {why_unwritten(op.kind, wanted)}"
             found.append(Product(op, low if wanted is None else wanted, runs, because))

@@ -92,23 +92,17 @@ def join(segments: Sequence[Segment], model: str) -> OpGraph:
     runs = Counter(id(segment) for segment in segments)
     for place, segment in enumerate(segments):
         renamed = names_at(segments, place)
-
-        def named(name: str, renamed: Mapping[str, str] = renamed) -> str:
-            return renamed.get(name, name)
-
         for value in segment.inputs:
-            inputs.setdefault(named(value.name), replace(value, name=named(value.name)))
+            name = renamed.get(value.name, value.name)
+            inputs.setdefault(name, replace(value, name=name))
         for op in segment.ops:
             role, because = op.role, op.fixed_because
             if runs[id(segment)] > 1 and role is Role.ADJUSTABLE:
-                role, because = (
-                    Role.FIXED,
-                    "its traced graph runs more than once in a step, on the same weights",
-                )
-            reads, kept = tuple(map(named, op.inputs)), tuple(map(named, op.kept))
-            ops.append(
-                replace(op, name=named(op.name), role=role, inputs=reads, kept=kept, fixed_because=because)
-            )
+                role = Role.FIXED
+                because = "its traced graph runs more than once in a step, on the same weights"
+            name = renamed.get(op.name, op.name)
+            reads, kept = (tuple(renamed.get(v, v) for v in values) for values in (op.inputs, op.kept))
+            ops.append(replace(op, name=name, role=role, inputs=reads, kept=kept, fixed_because=because))
     return OpGraph(model, tuple(inputs.values()), tuple(ops), len(segments))
 
 
