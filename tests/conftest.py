@@ -21,9 +21,10 @@ pytest_plugins = ["compiled_and_plain"]
 @pytest.fixture(autouse=True)
 def _said_anew() -> None:
     """Let every test hear what a process says once."""
-    for module in ("qsync.runtime.coverage", "qsync.runtime.choosers"):
-        if module in sys.modules:
-            sys.modules[module].say_once.cache_clear()
+    coverage = sys.modules.get("qsync.runtime.coverage")
+    if coverage is not None:
+        coverage.say_once.cache_clear()
+        coverage.warn_once.cache_clear()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
 
 from qsync import backend
 from qsync.records.base import base_of, base_on, bases_of
@@ -13,7 +11,7 @@ from qsync.records.kernel_support import precisions_up, supported_up, unsupporte
 from qsync.records.levers import is_in_module
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
-from qsync.runtime.coverage import listed
+from qsync.runtime.coverage import listed, warn_once
 from qsync.runtime.rewriting import needs_kernel
 
 # Given a graph (of one segment), the precision of each of its adjustable operators.
@@ -52,7 +50,7 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
             if op.name in missing:
                 moved.setdefault((op.kind, chosen[op.name], missing[op.name]), []).append(op.name)
         for (kind, instead, reason), names in moved.items():
-            say_once(f"{kind} in {precision}: {reason}; {listed(names)} in {instead}")
+            warn_once(f"{kind} in {precision}: {reason}; {listed(names)} in {instead}")
         return chosen
 
     return choose
@@ -110,9 +108,3 @@ def saving(patterns: Iterable[str], recomputed: Iterable[str] = ()) -> SavingCho
         for name in ops_that_save_less(graph, wanted)
         if not any(is_in_module(name, path) for path in paths)
     )
-
-
-@cache
-def say_once(text: str) -> None:
-    """Warn, once a process."""
-    warnings.warn(text, stacklevel=2)

@@ -108,6 +108,12 @@ def say_once(text: str, is_good: bool) -> None:
         warnings.warn(f"qsync: {text}", stacklevel=2)
 
 
+@cache
+def warn_once(text: str) -> None:
+    """Warn, once a process."""
+    warnings.warn(text, stacklevel=2)
+
+
 def listed(names: list[str]) -> str:
     """Name operators that run as they were not asked to: all if they are few."""
     if len(names) == 1:

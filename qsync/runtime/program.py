@@ -23,7 +23,8 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
-from qsync.runtime.choosers import Chooser, SavingChooser, candidates, saving, say_once, unsupported
+from qsync.runtime.choosers import Chooser, SavingChooser, candidates, saving, unsupported
+from qsync.runtime.coverage import warn_once
 from qsync.runtime.islands import keep_saved_tensors
 from qsync.runtime.operator_timing import fastest_precisions
 from qsync.runtime.python_stack import with_room
@@ -310,7 +311,7 @@ class Program:
         self._num_reported = len(self._entries)
         num_traces = self._num_reported // max(len(self._ran), 1)
         if num_traces >= _MANY_TRACES:
-            say_once(
+            warn_once(
                 f"{type(self._model()).__name__} was traced {_MANY_TRACES} times, anew for shapes not seen "
                 "before; it runs as planned at each, but a trace takes seconds and its memory stays: pad "
                 "batches to a few lengths"
