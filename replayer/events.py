@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
-from qsync.records.graph import Op
 from qsync.records.profiles import Cost, Profile
-from qsync.replayer.costs.class_costs import FloatArray, cast_cost, run_cost
+from qsync.replayer.costs.class_costs import FloatArray, node_cost
 from qsync.replayer.timeline import Event
 
 
@@ -35,7 +34,7 @@ def class_events(
     start, finished, reduced, wait = times
     lead_s, backward_s, optimizer_s = spans
     ops = {op.name: op for op in lowered.graph.ops}
-    groups = [[(node, _cost(profile, node, ops)) for node in nodes] for nodes in _by_operator(lowered)]
+    groups = [[(node, node_cost(profile, node, ops)) for node in nodes] for nodes in _by_operator(lowered)]
     line = _Line(name, start)
     if profile.loading_s > 0.0:
         line.add("data loading", "loading", profile.loading_s)
@@ -133,10 +132,6 @@ def _by_operator(lowered: LoweredGraph) -> list[list[Cast | Run]]:
         else:
             before.append(node)
     return groups
-
-
-def _cost(profile: Profile, node: Cast | Run, ops: Mapping[str, Op]) -> Cost:
-    return cast_cost(profile, node) if isinstance(node, Cast) else run_cost(profile, node, ops[node.op])
 
 
 def _label(node: Cast | Run) -> str:

@@ -5,7 +5,7 @@ Lowering decides which casts exist. This module looks up their prices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,11 @@ FREE = ("view", "input", "output")
 
 FloatArray = npt.NDArray[np.float64]
 _NO_SWITCH = Cost(0.0)
+
+
+def node_cost(profile: Profile, node: Cast | Run, ops: Mapping[str, Op]) -> Cost:
+    """Return the cost of a cast or of an operator in its mode; `ops` are the graph's by name."""
+    return cast_cost(profile, node) if isinstance(node, Cast) else run_cost(profile, node, ops[node.op])
 
 
 def cast_cost(profile: Profile, cast: Cast) -> Cost:
@@ -45,10 +50,14 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
             f"the profile of {profile.device_class} has no cast from {cast.source} to {cast.target} (needed "
             f"for {cast.value}); profile this class again with that precision"
         )
-    base, slope = fit
+    return fitted_cost(*fit, cast.num_elements)
+
+
+def fitted_cost(base: Cost, slope: Cost, num_elements: int) -> Cost:
+    """Return the cost of a cast of so many elements on a fitted line (`Profile.cast_fit`)."""
     return Cost(
-        max(0.0, base.forward_s + slope.forward_s * cast.num_elements),
-        max(0.0, base.backward_s + slope.backward_s * cast.num_elements),
+        max(0.0, base.forward_s + slope.forward_s * num_elements),
+        max(0.0, base.backward_s + slope.backward_s * num_elements),
     )
 
 
@@ -177,7 +186,8 @@ class ClassCosts:
             positions = list(positions)
             self.launches.update(positions)
         for i in positions:
-            forward_s, backward_s = self._run(i)
+            own = self.run(i)
+            forward_s, backward_s = own.forward_s, own.backward_s
             for cast in self.lowering.anchored_casts(i) + self.lowering.output_casts(i):
                 cost = self.cast(cast)
                 forward_s += cost.forward_s
@@ -210,10 +220,6 @@ class ClassCosts:
         if cost is None:
             cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), *key[2:]), op)
         return cost
-
-    def _run(self, i: int) -> tuple[float, float]:
-        cost = self.run(i)
-        return cost.forward_s, cost.backward_s
 
 
 def _mode(timed_as: str) -> str:

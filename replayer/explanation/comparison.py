@@ -26,7 +26,7 @@ from qsync.records.graph import Op, OpGraph
 from qsync.records.json_files import check_header, read_json, write_json
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
-from qsync.replayer.costs.class_costs import cast_cost, run_cost
+from qsync.replayer.costs.class_costs import node_cost
 from qsync.replayer.timeline import Timeline
 
 VERSION = 1
@@ -179,8 +179,7 @@ def predicted_by_kind(
     totals: dict[str, float] = {}
     for node in timeline.sequence(device_class):
         kind = kind_of(node, ops)
-        cost = cast_cost(profile, node) if isinstance(node, Cast) else run_cost(profile, node, ops[node.op])
-        totals[kind] = totals.get(kind, 0.0) + cost.total_s
+        totals[kind] = totals.get(kind, 0.0) + node_cost(profile, node, ops).total_s
     return totals
 
 

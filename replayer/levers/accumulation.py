@@ -12,8 +12,7 @@ from dataclasses import replace
 from qsync.records.graph import Input, OpGraph
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.communication import gradient_bytes
-
-GRADIENT_BYTES = 4
+from qsync.replayer.costs.class_costs import fitted_cost
 
 
 def in_passes(profile: Profile, graph: OpGraph, passes: int, casts_once: bool = True) -> Profile:
@@ -41,13 +40,7 @@ def in_passes(profile: Profile, graph: OpGraph, passes: int, casts_once: bool = 
     for (source, target), (base, slope) in profile.cast_fit.items():
         for name, value in weights.items():
             if value.dtype == source and (name, source, target) not in casts:
-                elements = value.num_elements
-                casts[name, source, target] = once(
-                    Cost(
-                        max(0.0, base.forward_s + slope.forward_s * elements),
-                        max(0.0, base.backward_s + slope.backward_s * elements),
-                    )
-                )
+                casts[name, source, target] = once(fitted_cost(base, slope, value.num_elements))
     added_s = (passes - 1) * sum(gradient_bytes(graph).values()) * profile.bucket_s_per_byte
     outside = profile.outside
     return replace(
