@@ -257,7 +257,7 @@ class Monitor:
             for stretch, measured in zip(self._stretches, (medians, means), strict=True)
         ]
         found = next(filter(None, drifts), None)
-        if found is not None and not _same_blame(found, self.drift):
+        if found is not None and not found.blames_same(self.drift):
             logger.warning("qsync: %s", found)
         self.drift = found
 
@@ -265,10 +265,6 @@ class Monitor:
         self.drift, self.incomparable, self.slowdown = None, incomparable, 1.0
         for stretch in self._stretches:
             stretch.end()
-
-
-def _same_blame(one: Drift | None, other: Drift | None) -> bool:
-    return one is not None and other is not None and (one.rank, one.phase) == (other.rank, other.phase)
 
 
 _numbers = count()

@@ -90,7 +90,7 @@ class MeasuredSteps:
             if drift is None:
                 continue
             first = window[0]
-            if found and found[-1][1] == numbers[i - 1] and _same(found[-1][2], drift):
+            if found and found[-1][1] == numbers[i - 1] and drift.blames_same(found[-1][2]):
                 first, _, drift = found.pop()
             found.append((first, window[-1], drift))
         return found
@@ -100,10 +100,6 @@ def split_of(ranks: Sequence[Phases]) -> list[dict[str, float]]:
     """Return `split` of every rank in one measured step."""
     exposed_s = min(phases.blocked_s for phases in ranks)
     return [split(phases, exposed_s, phases.blocked_s - exposed_s) for phases in ranks]
-
-
-def _same(one: Drift, other: Drift) -> bool:
-    return (one.rank, one.phase) == (other.rank, other.phase)
 
 
 def _read(path: Path) -> dict[int, tuple[str, int, Phases]]:

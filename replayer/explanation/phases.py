@@ -83,6 +83,10 @@ class Drift:
     predicted_phase_s: float
     slowdown: float = 1.0  # of all machines since they were profiled, counted in what is predicted
 
+    def blames_same(self, other: Drift | None) -> bool:
+        """Return whether another drift has the same rank and phase to blame."""
+        return other is not None and (self.rank, self.phase) == (other.rank, other.phase)
+
     def __str__(self) -> str:
         late = self.step_s / self.predicted_step_s - 1.0
         slower = f", on machines {self.slowdown:.2f} times slower than profiled" if self.slowdown > 1 else ""
