@@ -10,7 +10,7 @@
 `memory_breakdown`  the uses of memory at the peak
 `slowdown`          profiles as if a device were slower
 `step_noise`        steps with noise on every rank
-`link_calibration`  links as fast as measured steps show
+`exchange_calibration`  links and tolls as measured steps show them
 `lazy_sequence`     a sequence computed at its first use
 `levers/`           profiles under batch shares, passes and recomputation
 `churn/`            training while cards leave and return

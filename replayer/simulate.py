@@ -33,12 +33,7 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision, type_bytes
 from qsync.records.profiles import Profile, check_versions
 from qsync.records.save_less import ops_that_save_less
-from qsync.replayer.communication import (
-    Bucket,
-    buckets,
-    cluster_all_reduce_s,
-    gradient_bytes,
-)
+from qsync.replayer.communication import Bucket, buckets, cluster_all_reduce_s, gradient_bytes
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
 from qsync.replayer.costs.vectorized_costs import VectorizedCosts, vectorized_costs_of
 from qsync.replayer.events import class_events
@@ -150,9 +145,8 @@ class Exchange:
             return self._launched_work(costs, costs.launches)
         profile = costs.profile
         backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
-        until = np.cumsum(backward[::-1])[
-            ::-1
-        ]  # until[i]: backward work done once operator i has run backward
+        # until[i]: backward work done once operator i has run backward.
+        until = np.cumsum(backward[::-1])[::-1]
         total = float(until[0]) if len(until) else 0.0
         total += self.unused_bytes * profile.bucket_s_per_byte
         before = profile.loading_s + profile.host_s
@@ -542,9 +536,8 @@ def _step(
     The rates of a bucket are those beside peers of which some compute, and those beside peers that all wait.
     """
     now = 0.0
-    done = [
-        -start - work.lead_s for start, work in zip(starts, works, strict=True)
-    ]  # backward work done by `now`
+    # Backward work done by `now`.
+    done = [-start - work.lead_s for start, work in zip(starts, works, strict=True)]
     total = [work.backward_s for work in works]
     slowed = [0.0] * len(works)
     flights, rates_used = [], []
@@ -561,9 +554,8 @@ def _step(
         rates_used.append(rates)
         computing = max(map(truediv, left, rates))
         elapsed = duration / link.overlap_rate
-        if (
-            elapsed > computing
-        ):  # the last class stops computing on the way: from there the all-reduce has full speed
+        # The last class may stop computing on the way: from there the all-reduce has full speed.
+        if elapsed > computing:
             elapsed = computing + duration - computing * link.overlap_rate
         for c, rate in enumerate(rates):
             if left[c] > 0.0:
