@@ -47,8 +47,8 @@ from qsync.experiments.harness import (
 )
 from qsync.experiments.harness.pictures import new_figure
 from qsync.experiments.memory.memory_runs import MODELS, SEED, SHARES, Trained, drawn, parts_of, run_ranks
-from qsync.figures.memory import stack_parts, strip_axes
-from qsync.figures.style import INK, SERIES_COLOURS, save_png
+from qsync.figures.memory import stack_parts
+from qsync.figures.style import INK, SERIES_COLOURS, remove_frame, save_png
 from qsync.predictor.memory import peak
 from qsync.records.json_files import write_json
 
@@ -322,7 +322,7 @@ def _points(axes: Axes, rows: Rows, along: str, heights: Sequence[float]) -> Non
             row[along] / 1e6, height, s=16, alpha=0.6, linewidths=0, facecolor=colours[row["model"]],
             marker=markers[row["part"]],
         )  # fmt: skip
-    strip_axes(axes)
+    remove_frame(axes)
 
 
 def _styles(rows: Rows) -> tuple[dict[str, str], dict[str, str]]:

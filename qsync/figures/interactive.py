@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from qsync.figures.style import FAINT, PRECISION_COLOURS, SERIES_COLOURS
+from qsync.figures.style import FAINT, MEMORY_PARTS, PRECISION_COLOURS, SERIES_COLOURS
 from qsync.figures.timeline import KIND_COLOURS
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
@@ -22,12 +22,8 @@ from qsync.replayer.timeline import Event, Timeline
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-_MEMORY_PARTS = {
-    "throughout": ("parameters, gradients, optimizer, batch", "#a9b4c2"),
-    "casts": ("copies of weights", "#e69f00"),
-    "saved": ("saved for backward", "#0072b2"),
-    "transient": ("temporary", "#d55e00"),
-}
+# On a light and a dark page alike, what stays throughout is a darker grey than in pictures.
+_MEMORY_PARTS = MEMORY_PARTS | {"throughout": (MEMORY_PARTS["throughout"][0], "#a9b4c2")}
 _PATH = "critical path"
 
 
@@ -67,10 +63,9 @@ def precision_map(
             ])
             for op, precision in zip(graph.adjustable, chosen, strict=True)
         ])  # fmt: skip
-    steps = [(k / len(known), PRECISION_COLOURS[p]) for k, p in enumerate(known)]
-    ends = [((k + 1) / len(known), PRECISION_COLOURS[p]) for k, p in enumerate(known)]
     figure = _figure(150 + 60 * len(cells))
-    scale = [list(step) for pair in zip(steps, ends, strict=True) for step in pair]
+    # Each colour from one place of the scale to the next, so that none blends into another.
+    scale = [[place / len(known), PRECISION_COLOURS[p]] for k, p in enumerate(known) for place in (k, k + 1)]
     figure.add_heatmap(
         z=cells, x=[op.name for op in graph.adjustable], y=list(classes), zmin=-0.5,
         zmax=len(known) - 0.5, colorscale=scale,

@@ -8,15 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qsync.figures.style import INK, save_png
+from qsync.figures.style import INK, MEMORY_PARTS, remove_frame, save_png
 from qsync.replayer import Peak
-
-_PARTS = {
-    "throughout": ("#d5dae0", "parameters, gradients, optimizer, batch"),
-    "casts": ("#e69f00", "copies of weights"),
-    "saved": ("#0072b2", "saved for backward"),
-    "transient": ("#d55e00", "temporary"),
-}
 
 
 def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
@@ -46,19 +39,11 @@ def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
 def stack_parts(axes: Axes, curve: Mapping[str, Sequence[int]]) -> None:
     """Stack the parts of a memory curve, in MB, over the operators of forward and backward."""
     times = range(len(curve["throughout"]))
-    parts = [[b / 1e6 for b in curve[part]] for part in _PARTS]
-    axes.stackplot(
-        times, parts, colors=[colour for colour, _ in _PARTS.values()],
-        labels=[label for _, label in _PARTS.values()], step="mid", linewidth=0,
-    )  # fmt: skip
+    parts = [[b / 1e6 for b in curve[part]] for part in MEMORY_PARTS]
+    labels, colours = zip(*MEMORY_PARTS.values(), strict=True)
+    axes.stackplot(times, parts, colors=colours, labels=labels, step="mid", linewidth=0)
     axes.axvline((len(times) - 1) / 2, color=INK, linewidth=0.8, linestyle=":")
     axes.set_ylim(0, 1.35 * max(map(sum, zip(*parts, strict=True))))
     axes.set_xlim(0, len(times) - 1)
     axes.set_ylabel("MB")
-    strip_axes(axes)
-
-
-def strip_axes(axes: Axes) -> None:
-    """Remove the upper and right frame of axes."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=8)
+    remove_frame(axes)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png
+from qsync.figures.style import FAINT, INK, SERIES_COLOURS, remove_frame, save_png
 from qsync.records.plans import Plan
 from qsync.records.profiles import shown
 
 
 def draw(plans: Sequence[Plan], path: str | Path) -> Path:
-    """Step time against added variance (both simulated), above what each plan lowers on each class.
+    """Draw step time against added variance (both simulated), above what each plan lowers on each class.
 
     Points bear their plan's number, counted from 1 as the files of `qsync plan --pareto` are. Variance is
     logarithmic; a plan that adds none is hollow and stands on the lower edge. The dashed line is the variance
@@ -29,8 +28,7 @@ def draw(plans: Sequence[Plan], path: str | Path) -> Path:
     _draw_trade(trade, plans, steps)
     _draw_lowered(lowered, plans, steps)
     for axes in (trade, lowered):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=INK, labelsize=8)
+        remove_frame(axes)
         axes.margins(x=0.06)
     figure.suptitle(
         f"{plans[0].model}: what a shorter step costs (simulated)", x=0.01, ha="left", fontsize=11, color=INK
@@ -47,13 +45,10 @@ def _draw_trade(axes: Axes, plans: Sequence[Plan], steps: Sequence[float]) -> No
     bounds = [max(plan.bound, floor) if plan.bound is not None else float("nan") for plan in plans]
     if any(bound < 0.99 * height for bound, height in zip(bounds, heights, strict=True)):
         # A plan as fast as one of these, or faster, is not below that one's bound: so back to the one before.
-        style: dict[str, Any] = {
-            "color": FAINT,
-            "linewidth": 1,
-            "linestyle": (0, (4, 3)),
-            "label": "no plan is below",
-        }
-        axes.step(steps, bounds, where="pre", zorder=1, **style)
+        axes.step(
+            steps, bounds, where="pre", color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=1,
+            label="no plan is below",
+        )  # fmt: skip
         axes.legend(frameon=False, fontsize=8, loc="upper right")
     faces = ["#0072b2" if value > 0.0 else "white" for value in added]
     axes.scatter(steps, heights, facecolor=faces, edgecolor="#0072b2", zorder=2)

@@ -24,7 +24,7 @@ def allocation(
 ) -> Path:
     """Draw the precision of every adjustable operator on every class, above the cost of each precision.
 
-    Operators stand in model order.     `emulated` names the classes that are emulated. Raises QSyncError if
+    Operators stand in model order. `emulated` names the classes that are emulated. Raises QSyncError if
     the graph has no adjustable operator.
 
     >>> allocation(plan, graph, sensitivity, "allocation.png", emulated={"weak"})
@@ -42,8 +42,8 @@ def allocation(
     rows.set_yticks(range(len(classes)), [_class_label(name, plan, emulated) for name in classes])
     _draw_costs(costs, sensitivity, ops)
     _label_ops(costs, ops, width)
-    shown = _shown_precisions(plan, sensitivity, ops)
-    handles = [Patch(facecolor=PRECISION_COLOURS[precision], label=precision.upper()) for precision in shown]
+    precisions = _shown_precisions(plan, sensitivity, ops)
+    handles = [Patch(facecolor=PRECISION_COLOURS[p], label=p.upper()) for p in precisions]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     note = " (emulated device)" if emulated else ""
     figure.suptitle(

@@ -28,8 +28,21 @@ PRECISION_COLOURS = {
     Precision.INT8: "#e69f00",
     Precision.INT8_ALL: "#d55e00",
 }
+# By part of a step's memory (`Peak.curve`): its label and colour.
+MEMORY_PARTS = {
+    "throughout": ("parameters, gradients, optimizer, batch", "#d5dae0"),
+    "casts": ("copies of weights", "#e69f00"),
+    "saved": ("saved for backward", "#0072b2"),
+    "transient": ("temporary", "#d55e00"),
+}
 # Curves of several classes or models, in this order.
 SERIES_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a900", "#4d4d4d")
+
+
+def remove_frame(axes: Axes) -> None:
+    """Remove the upper and right frame of axes."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=8)
 
 
 def strip_axes(axes: Axes, grid: str) -> None:
