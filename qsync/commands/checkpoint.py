@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qsync.commands.options import Json, console, print_json, working
+from qsync.commands.options import Json, print_json, print_lines, working
 
 
 def checkpoint(
@@ -41,4 +41,4 @@ def checkpoint(
         text = ", ".join(items) if isinstance(items, list) else items
         lines.append(f"{name:12}{'none' if text in ('', None) else text}")
     lines += [f"{path}: {what}" for path, what in others.items()]
-    console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+    print_lines(*lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from qsync.commands.options import console, print_json
+from qsync.commands.options import console, print_json, print_lines
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer.churn import ChurnCosts, MembershipSteps, RandomChurn, play, read_events
@@ -48,10 +48,9 @@ def replay_churn(
             )
     console.print(table)
     lossless = report.samples_per_s / (report.lossless_samples_per_s or 1.0)
-    console.print(
+    print_lines(
         f"{report.num_steps} steps of {steps.samples_per_step} samples, {report.samples_per_s:.4g} samples/s "
         f"(simulated): {report.of_ideal:.1%} of all cards without an event, {lossless:.1%} of the cards "
         f"present without a loss; {len(report.memberships)} memberships in {report.num_reconfigurations} "
-        "changes",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        "changes"
+    )

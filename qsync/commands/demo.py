@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qsync.commands.options import MAX_SEED, Json, WeakShare, console, print_json
+from qsync.commands.options import MAX_SEED, Json, WeakShare, console, print_json, print_lines
 from qsync.records.json_files import check_folder
 
 
@@ -52,5 +52,4 @@ def demo(
         print_json(content)
         return
     console.print(table(content))
-    for line in closing_lines(content, out):
-        console.print(line, highlight=False, soft_wrap=True)
+    print_lines(*closing_lines(content, out))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qsync.commands.options import Json, console, print_json
+from qsync.commands.options import Json, print_json, print_lines
 
 
 def diff(
@@ -31,4 +31,4 @@ def diff(
             f"step {one_ms:.4g} -> {two_ms:.4g} ms, added variance {added[0]:.3g} -> {added[1]:.3g} "
             "(simulated)"
         )
-    console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+    print_lines(*lines)

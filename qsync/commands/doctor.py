@@ -35,10 +35,10 @@ def doctor(
         print_json(found)
         return
     for line in tables.summary(found):
-        console.print(line, highlight=False)
+        console.print(line)
     for device in found["devices"]:
         for shown in (tables.kernels_table(device), *tables.remarks(device), tables.reasons_table(device)):
-            console.print(shown, highlight=False)
+            console.print(shown)
 
 
 def _build(architectures: list[str] | None, as_json: bool) -> None:
@@ -54,6 +54,6 @@ def _build(architectures: list[str] | None, as_json: bool) -> None:
     if as_json:
         print_json(rows)
     else:
-        console.print(tables.build_table(rows), highlight=False)
+        console.print(tables.build_table(rows))
     if any("why_not" in row for row in rows):
         raise typer.Exit(1)

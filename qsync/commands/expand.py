@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qsync.commands.options import MAX_SEED, Json, console, pairs_of, print_json, working
+from qsync.commands.options import MAX_SEED, Json, pairs_of, print_json, print_lines, working
 from qsync.errors import FormatError, QSyncError, UnsupportedError, shortened
 
 
@@ -65,17 +65,13 @@ def expand(
     if as_json:
         print_json(found)
         return
-    console.print(text, highlight=False, soft_wrap=True)
     if out is None:
-        console.print("nothing written: --out FOLDER grows it", highlight=False)
+        print_lines(text, "nothing written: --out FOLDER grows it")
         return
+    verdict = "not verified: what it takes is not known; give --inputs FILE.safetensors"
     if "verified" in found:
-        console.print(f"verified: {found['verified']['words']}", highlight=False, soft_wrap=True)
-    else:
-        console.print(
-            "not verified: what it takes is not known; give --inputs FILE.safetensors", highlight=False
-        )
-    console.print(f"written to {out}", highlight=False, soft_wrap=True)
+        verdict = f"verified: {found['verified']['words']}"
+    print_lines(text, verdict, f"written to {out}")
 
 
 def _grow(growth: _Growth, progress: Callable[[str], None]) -> tuple[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from qsync.commands.options import (
     budgets_of,
     console,
     print_json,
+    print_lines,
 )
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
@@ -93,19 +94,17 @@ def explain(
     if reasons:
         console.print(tables.reasons_table(reasons))
     else:
-        console.print("The plan lowers nothing: every rank keeps up in FP32.")
+        print_lines("The plan lowers nothing: every rank keeps up in FP32.")
     for name, (num_ops, added) in fast.items():
-        console.print(
+        print_lines(
             f"{name} runs {num_ops} operators in FP32 by its fastest kernels (fp32_fast), which sum in "
-            f"another order than torch: {added:.1e} variance",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            f"another order than torch: {added:.1e} variance"
+        )
     console.print(tables.shadow_prices_table(prices))
     if unsupported:
         console.print(tables.unsupported_table(unsupported, found.profiles))
     console.print(tables.memory_table(filled, found.profiles))
-    for line in tables.loading_lines(found.profiles):
-        console.print(line, highlight=False, soft_wrap=True)
+    print_lines(*tables.loading_lines(found.profiles))
 
 
 def _fast_fp32(plan: Plan, found: Basis) -> dict[str, tuple[int, float]]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qsync.commands.options import Json, console, print_json, working
+from qsync.commands.options import Json, console, print_json, print_lines, working
 from qsync.commands.tables import learned_costs_table
 from qsync.errors import QSyncError
 
@@ -42,4 +42,4 @@ def learn(
         print_json({"samples": len(model.samples), "error": error})
         return
     console.print(learned_costs_table(model.error))
-    console.print(f"written to {basis / COSTS}", highlight=False, soft_wrap=True)
+    print_lines(f"written to {basis / COSTS}")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from qsync.commands.options import Json, console, print_json
+from qsync.commands.options import Json, print_json, print_lines
 from qsync.errors import FormatError, QSyncError, shortened
 
 DEFAULT_PORT = 29510
@@ -48,9 +48,7 @@ def lighthouse(
     if as_json:
         print_json({"lighthouse": address, "pid": os.getpid()})
     else:
-        console.print(
-            f"lighthouse at {address}; start cards with QSYNC_LIGHTHOUSE={address}", highlight=False
-        )
+        print_lines(f"lighthouse at {address}; start cards with QSYNC_LIGHTHOUSE={address}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while True:
@@ -77,4 +75,4 @@ def release(
     if as_json:
         print_json({"released": card, "others": others})
     else:
-        console.print(f"{card} leaves after its present step; {len(others)} cards stay", highlight=False)
+        print_lines(f"{card} leaves after its present step; {len(others)} cards stay")

@@ -16,8 +16,9 @@ from qsync.errors import QSyncError
 
 MAX_SEED = 2**32 - 1  # of NumPy's generators
 
-# Where there is no terminal to ask, rich would assume 80 columns and cut tables to pieces.
-console = Console(width=None if sys.stdout.isatty() else 120)
+# Where there is no terminal to ask, rich would assume 80 columns and cut tables to pieces. Names and paths
+# are shown as they are: [a] in them is no style, and :100: no picture.
+console = Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False, highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan.json.", show_default=False)]
@@ -85,6 +86,12 @@ def working(title: str) -> Iterator[Callable[[str], None]]:
     """Show on stderr that the command is at work; what is given replaces the title."""
     with Console(stderr=True).status(title) as status:
         yield status.update
+
+
+def print_lines(*lines: str) -> None:
+    """Print each line on stdout as it is, however long."""
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.commands import tables
-from qsync.commands.options import console, print_json, working
+from qsync.commands.options import console, print_json, print_lines, working
 from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
@@ -42,6 +42,4 @@ def write(plans: Sequence[Plan], folder: Path, as_json: bool) -> None:
         print_json({"simulated": True, "plans": [plan.to_json() for plan in plans]})
         return
     console.print(tables.frontier_table(plans))
-    console.print(
-        f"written to {folder}, with {picture.name}; checked by full replay", highlight=False, soft_wrap=True
-    )
+    print_lines(f"written to {folder}, with {picture.name}; checked by full replay")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from qsync.commands import pareto as pareto_plans
 from qsync.commands import tables
@@ -22,6 +23,7 @@ from qsync.commands.options import (
     pairs_of,
     patterns_of,
     print_json,
+    print_lines,
     working,
 )
 from qsync.errors import QSyncError
@@ -132,6 +134,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Choose the precision of every operator on every device class."""
+    from qsync.allocator import find_warnings
     from qsync.commands.loading import load_basis
 
     goal = _Goal(target_step, slack, max_variance, pareto)
@@ -158,17 +161,16 @@ def plan(
         return
     basis, chosen = _choose(basis, goal, search, folder, options)
     _check_by_replay(basis, chosen, options["budgets"])
-    warnings = _warnings(basis, chosen, options["budgets"])
+    warnings = find_warnings(basis.graph, chosen, basis.profiles, basis.cluster, options["budgets"])
     chosen.save(out)
     if as_json:
         print_json({**chosen.to_json(), **({"warnings": warnings} if warnings else {})})
         return
     console.print(tables.plan_table(chosen))
-    for line in (*tables.lever_lines(chosen), *tables.base_lines(chosen), *tables.gap_lines(chosen)):
-        console.print(line, highlight=False, soft_wrap=True)
+    print_lines(*tables.lever_lines(chosen), *tables.base_lines(chosen), *tables.gap_lines(chosen))
     for warning in warnings:
-        console.print(f"[yellow]Warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
-    console.print(f"written to {out}; checked by full replay (simulated)", highlight=False, soft_wrap=True)
+        console.print(Text.assemble(("Warning:", "yellow"), f" {warning}"), soft_wrap=True)
+    print_lines(f"written to {out}; checked by full replay (simulated)")
 
 
 def _bucket_cap_bytes(megabytes: float | None) -> int | None:
@@ -226,12 +228,6 @@ def _search_levers(
             target_s=goal.target_s, slack=goal.slack, **options,
         )  # fmt: skip
     return under_levers(basis, chosen.levers, other), chosen
-
-
-def _warnings(basis: Basis, chosen: Plan, budgets: Mapping[str, int]) -> list[str]:
-    from qsync.allocator import find_warnings
-
-    return find_warnings(basis.graph, chosen, basis.profiles, basis.cluster, budgets)
 
 
 def _check_by_replay(basis: Basis, chosen: Plan, budgets: Mapping[str, int]) -> None:

@@ -17,6 +17,7 @@ from qsync.commands.options import (
     PlanFile,
     console,
     print_json,
+    print_lines,
 )
 from qsync.errors import QSyncError
 
@@ -95,5 +96,4 @@ def replay(
             f"{steps} steps that vary as the profiles did (simulated, seed {seed}): nine in ten take "
             f"{low:.1f} to {high:.1f} ms; waiting for whoever is late costs {varied.lost:.1%}"
         )
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+    print_lines(*lines)

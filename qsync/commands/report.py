@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qsync.commands.options import Force, Json, console, print_json
+from qsync.commands.options import Force, Json, print_json, print_lines
 from qsync.errors import QSyncError
 from qsync.records.json_files import read_json
 
@@ -49,7 +49,7 @@ def report(
     if as_json:
         print_json({"written": str(written)})
         return
-    console.print(f"written: {written}", highlight=False, soft_wrap=True)
+    print_lines(f"written: {written}")
 
 
 def _accuracy(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qsync.commands.options import MAX_SEED, Json, WeakShare, console, print_json
+from qsync.commands.options import MAX_SEED, Json, WeakShare, console, print_json, print_lines
 from qsync.records.json_files import check_folder
 
 
@@ -38,4 +38,4 @@ def validate(
         return
     console.print(table(found))
     console.print(kinds_table(found))
-    console.print(f"kept in {out}", highlight=False, soft_wrap=True)
+    print_lines(f"kept in {out}")

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
-from qsync.commands.options import console, print_json
+from qsync.commands.options import console, print_json, print_lines
 from qsync.errors import MismatchError
 from qsync.records.profiles import Profile, shown
 
@@ -48,8 +47,7 @@ def why_slow(
         fine = (
             f"No fifty steps in a row take a tenth longer than predicted{machines_text(logged['slowdown'])}."
         )
-        for line in logged["slower"] or [fine]:
-            console.print(line, highlight=False, soft_wrap=True)
+        print_lines(*(logged["slower"] or [fine]))
 
 
 def machines_text(slowdown: float) -> str:
@@ -70,8 +68,7 @@ def path_table(path: Any, profiles: Mapping[str, Profile], counts: Mapping[str, 
         seconds, slowed_s = (sum(getattr(event, f) for event in run) for f in ("duration_s", "slowed_s"))
         largest = sorted(run, key=lambda event: -event.duration_s)[:_NUM_LARGEST]
         named = [
-            f"{escape(event.name.removesuffix(', backward'))} {event.duration_s * 1e3:.2f} ms"
-            for event in largest
+            f"{event.name.removesuffix(', backward')} {event.duration_s * 1e3:.2f} ms" for event in largest
         ]
         more = [f"{len(run) - len(largest)} more"] if len(run) > len(largest) else []
         table.add_row(

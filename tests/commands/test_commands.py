@@ -96,6 +96,13 @@ def test_plan_writes_what_it_shows(qsync, folder):
     assert plan["infer"].lowered and not plan["train"].lowered
 
 
+@pytest.mark.parametrize("name", ["run[a].json", "run[/a].json", "run:100:.json"])
+def test_plan_shows_names_as_they_are(qsync, folder, name):
+    code, out, err = qsync("plan", folder, "--out", name)
+    assert (code, err) == (0, "")
+    assert Path(name).is_file() and f"written to {name};" in out
+
+
 def test_plan_prints_its_file_with_json(qsync, folder):
     code, out, _ = qsync("plan", folder, "--out", "a.json", "--json")
     assert code == 0
