@@ -37,30 +37,30 @@ def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None =
     return [json.loads(text) for text in texts]
 
 
-def agree_locally(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def agree_locally(step_name: str, fn: Callable[[], T]) -> T:
     """Run `fn` on every rank and return this rank's own result, of any type; or raise on every rank.
 
     >>> graph = agree_locally("tracing the model", lambda: qsync.capture(model, batch))
     """
-    if not _is_distributed(group):
+    if not _is_distributed():
         return fn()
-    return _exchange(step_name, lambda: (fn(), ""), group)[0]
+    return _exchange(step_name, lambda: (fn(), ""))[0]
 
 
-def from_rank_zero(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def from_rank_zero(step_name: str, fn: Callable[[], T]) -> T:
     """Run `fn` on rank 0 alone and return its result on every rank; or raise on every rank.
 
     The result must be JSON-able.
 
     >>> plan = Plan.from_json(from_rank_zero("planning", lambda: make_plan().to_json()))
     """
-    first = not _is_distributed(group) or dist.get_rank(group) == 0
-    found: Any = agree(step_name, lambda: fn() if first else None, group)[0]
+    first = not _is_distributed() or dist.get_rank() == 0
+    found: Any = agree(step_name, lambda: fn() if first else None)[0]
     return found  # type: ignore[no-any-return]  # rank 0's, so that it is no None of ours
 
 
 def _exchange(
-    step_name: str, fn: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None
+    step_name: str, fn: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None = None
 ) -> tuple[T, list[str]]:
     """Run `fn`, which returns an object and a text; return this rank's object and the texts of all ranks."""
     cause: Exception | None = None
@@ -103,7 +103,7 @@ def check_same(facts: Mapping[str, object], group: dist.ProcessGroup | None = No
             )
 
 
-def _is_distributed(group: dist.ProcessGroup | None) -> bool:
+def _is_distributed(group: dist.ProcessGroup | None = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 

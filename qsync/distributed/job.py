@@ -183,9 +183,7 @@ def form_graph(step: TrainingStep) -> OpGraph:
 def form_cluster(rank: Rank, progress: Progress = silent, rounds: int = 6) -> tuple[Cluster, LinkMeasurement]:
     """Return the classes of all ranks with their counts, and this rank's measurement of their link."""
     own = rank.device_class
-    everyone = agree(
-        "finding device classes", lambda: {**asdict(own), "precisions": [str(p) for p in own.precisions]}
-    )
+    everyone = agree("finding device classes", lambda: asdict(own))
     classes: dict[str, DeviceClass] = {}
     for number, entry in enumerate(everyone):
         precisions = tuple(Precision(p) for p in entry["precisions"])

@@ -109,13 +109,10 @@ def validate(
     step = job.TrainingStep(model, example_batch, loss_fn)
     graph = job.form_graph(step)
     batches = endless(loader) if loader is not None else None
-    runner = PlanRunner(
-        step,
-        rank,
-        ProfileOptions(
-            precisions, make_optimizer, batches, bucket_cap_mb, progress=progress, compile=compile
-        ),
+    options = ProfileOptions(
+        precisions, make_optimizer, batches, bucket_cap_mb, progress=progress, compile=compile
     )
+    runner = PlanRunner(step, rank, options)
     cluster = job.form_cluster(rank, progress, rounds=1)[0]
     own = rank.device_class.name
     everyone: list[Any] = agree("gathering precisions", lambda: [own, [str(p) for p in runner.precisions]])
@@ -127,8 +124,8 @@ def validate(
         title, order = f"turn {turn + 1} of {turns}", random.Random(f"{seed} {turn}")
         runner.take_turn([plan[own] for plan in plans.values()], steps, title, order)
     basis, measured = runner.results(graph, cluster)
-    cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
-    comparisons = _compare(plans, basis, [name for name, _ in everyone], measured, cap)
+    classes = [name for name, _ in everyone]
+    comparisons = _compare(plans, basis, classes, measured, options.bucket_cap_bytes)
     validation = Validation(graph.model, machine(), seed, comparisons)
     if folder is not None and job.is_rank_zero():
         basis.save(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -65,7 +65,7 @@ class PlanRunner:
         self._model = self._profiler.model
         if job.world_size() > 1 and not self._profiler.in_ddp:
             self._model = in_ddp(step.model, options.bucket_cap_mb)
-        self._loss = job.TrainingStep(self._model, step.batch, step.loss_fn).loss()
+        self._loss = replace(step, model=self._model).loss()
         trained = api.trained_parameters(step.model)
         self._optimizer = options.make_optimizer(trained)
         self._timer = PhaseTimer(self._model, step.model)
@@ -144,6 +144,9 @@ class PlanRunner:
     def _step(self) -> None:
         self._next_batch()
         self._loss().backward()  # type: ignore[no-untyped-call]
+        self._update()
+
+    def _update(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -169,8 +172,7 @@ class PlanRunner:
         self._node_timer.loss_ready()
         loss.backward()  # type: ignore[no-untyped-call]
         times = self._node_timer.finish(self._last_gradient)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._update()
         ops = {op.name: op for op in self._program.graph.ops}
         totals: dict[str, float] = {}
         for node, cost in times.nodes:
