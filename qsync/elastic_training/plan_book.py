@@ -80,9 +80,8 @@ class ClassCosts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the costs as a JSON object."""
-        precisions = [str(precision) for precision in self.device_class.precisions]
         return {
-            "device_class": {**asdict(self.device_class), "precisions": precisions},
+            "device_class": asdict(self.device_class),
             "graph": self.graph.to_json(), "profile": self.profile.to_json(),
             "sensitivity": self.sensitivity.to_json(),
         }  # fmt: skip

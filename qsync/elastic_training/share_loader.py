@@ -35,12 +35,12 @@ class ShareLoader:
         self._generation = 0
         self._place, self._share, self._pass = 0, Share(0, 1, 1), 0  # of the next batch that is taken
         self._next = (0, 0)  # the step and pass of the next batch that is asked for
-        workers: dict[str, Any] = {"num_workers": options.num_workers}
-        if options.num_workers:
-            workers["persistent_workers"] = True
         self._batches: Iterator[Any] = iter(
-            DataLoader(dataset, batch_sampler=self, collate_fn=options.collate_fn, **workers)
-        )
+            DataLoader(
+                dataset, batch_sampler=self, collate_fn=options.collate_fn,
+                num_workers=options.num_workers, persistent_workers=options.num_workers > 0,
+            )
+        )  # fmt: skip
 
     def turn(self, step: int, share: Share) -> None:
         """Go on with a share of this step. What was loaded ahead for another share is thrown away."""
