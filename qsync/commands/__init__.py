@@ -10,9 +10,14 @@
 `pareto`         `plan --pareto`: plans for several step times
 `expand`         grow a saved model
 `explain`        why a plan lowers what it lowers
+`why_slow`       `explain --critical-path`, `--help-most`, `--measured`
 `replay`         what a step under a plan takes
+`churn`          `replay --churn`: cards that leave and return
+`report`         a page about a plan
 `validate`       replay against measured steps
 `diff`           what differs between two plans
+`checkpoint`     what a checkpoint holds
+`lighthouse`     where the cards of an elastic job meet; `release` one
 `options`        options that commands share, and how their texts are read
 `tables`         tables that commands print
 `loading`        load plans and their bases; simulate profiles of devices that are not here

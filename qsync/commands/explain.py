@@ -14,6 +14,7 @@ from qsync.commands.options import (
     ClusterFile,
     Force,
     Json,
+    LoggedSteps,
     Memory,
     PlanFile,
     budgets_of,
@@ -41,9 +42,7 @@ def explain(
     help_most: Annotated[
         int | None, typer.Option(min=1, help="Rank what would shorten the step; print so many changes.")
     ] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="Folder of hybrid's log_steps: measured phases beside predicted ones.")
-    ] = None,
+    measured: LoggedSteps = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,10 +112,8 @@ def _forced(basis: Basis) -> dict[str, Profile]:
 
 def _measured(folder: Path) -> Profile:
     """Return the folder's measured profile; that of an emulated class only if there is no other."""
-    found: Mapping[Path, Profile] = {
-        path: Profile.load(path) for path in sorted(folder.glob("profile-*.json"))
-    }
-    real = [profile for profile in found.values() if profile.origin == MEASURED]
+    found = [Profile.load(path) for path in sorted(folder.glob("profile-*.json"))]
+    real = [profile for profile in found if profile.origin == MEASURED]
     if not real:
         raise FormatError(
             f"{folder} has no measured profile to simulate a data sheet's device from; profile the model on "

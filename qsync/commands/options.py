@@ -37,6 +37,10 @@ Force = Annotated[
     bool,
     typer.Option("--force", help="Take profiles of other batch shapes, machines or versions, as what-if."),
 ]
+LoggedSteps = Annotated[
+    Path | None,
+    typer.Option("--measured", help="Folder of hybrid's log_steps: measured phases beside predicted ones."),
+]
 WeakShare = Annotated[float, typer.Option(help="Share of its core that the emulated weak rank gets.")]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qsync.commands.options import Force, Json, print_json, print_lines
+from qsync.commands.options import Force, Json, LoggedSteps, print_json, print_lines
 from qsync.errors import QSyncError
 from qsync.records.json_files import read_json
 
@@ -20,9 +20,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Where the page goes.", show_default="FOLDER/report.html")
     ] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="Folder of hybrid's log_steps: measured phases beside predicted ones.")
-    ] = None,
+    measured: LoggedSteps = None,
     accuracy: Annotated[
         Path | None, typer.Option(help="Folder of python -m qsync.experiments.accuracy: its loss curves.")
     ] = None,

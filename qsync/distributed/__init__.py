@@ -14,6 +14,7 @@
 `positions`           where each rank's loop stands, and whom the others wait for
 `step_log`            the phases of every step, as JSON lines
 `drift_monitor`       a running job against its prediction
+`first_steps`         the first real steps correct profiles and plan
 `validation`          random plans, predicted against measured
 `validation_runs`     runs of plans in turns, for validation
 """

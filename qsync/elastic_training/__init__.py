@@ -1,10 +1,14 @@
 """Elastic training: cards join and leave a running job, and every step stays one global batch.
 
-`elastic_job`   what a training loop holds: steps, shares, leaving, healing
-`rendezvous`    the cards of a step, from torchft's lighthouse
-`elastic_ddp`   DDP over a process group that changes
-`shares`        which card takes which samples
-`plan_book`     profiles by class and plans by membership, made ahead
-`healing`       the training state, sent to a card that is behind
-`pace`          whether this card is slower than planned
+`start_job`         `elastic`: join a job
+`elastic_job`       what a training loop holds: steps, shares, leaving, healing
+`rendezvous`        the cards of a step, from torchft's lighthouse
+`elastic_ddp`       DDP over a process group that changes
+`shares`            which card takes which samples
+`share_loader`      the samples of this card's share, loaded
+`plan_book`         profiles by class and plans by membership, made ahead
+`planning_process`  a plan, made in a process of its own
+`card_plan`         the plan that this card runs
+`healing`           the training state, sent to a card that is behind
+`pace`              whether this card is slower than planned
 """
