@@ -39,9 +39,8 @@ class Calibration:
     def lowered(self, graph: OpGraph) -> Iterable[tuple[str, Precision]]:
         """Yield every adjustable operator with each precision below FP32 that its kind has."""
         for op in graph.adjustable:
-            for precision in self.precisions:
-                if precision in PRECISIONS_BY_KIND[op.kind] and precision is not Precision.FP32:
-                    yield op.name, precision
+            for precision in below_fp32(op.kind, self.precisions):
+                yield op.name, precision
 
     def zeros(self, graph: OpGraph) -> dict[str, dict[str, float]]:
         """Return omega = 0 for each of `lowered`, to be filled in."""
@@ -107,3 +106,20 @@ class Calibration:
 
     def _seed_of(self, batch: int, use: int) -> int:
         return hash((self.seed, batch, use)) % 2**63
+
+
+def below_fp32(kind: str, precisions: Iterable[Precision]) -> list[Precision]:
+    """Return those of the precisions below FP32 that a kind of operator has; none for other kinds."""
+    able = PRECISIONS_BY_KIND.get(kind, ())
+    return [precision for precision in precisions if precision in able and precision is not Precision.FP32]
+
+
+def mean_over_batches(batches: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Return the mean of every omega[op][precision] over batches."""
+    mean: dict[str, dict[str, float]] = {}
+    for batch in batches:
+        for name, modes in batch.items():
+            entry = mean.setdefault(name, dict.fromkeys(modes, 0.0))
+            for mode, added in modes.items():
+                entry[mode] += added / len(batches)
+    return mean

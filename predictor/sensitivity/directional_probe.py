@@ -24,6 +24,7 @@ the activations take.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ import torch
 from qsync.errors import CalibrationError, UnsupportedError, shortened
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.predictor.sensitivity.calibration import Calibration
+from qsync.predictor.sensitivity.calibration import Calibration, below_fp32
 from qsync.predictor.sensitivity.operand_gradients import on_gradient, own_view, takes_gradient
 from qsync.predictor.sensitivity.rounding import (
     rounded_to,
@@ -138,8 +139,6 @@ class Probe:
         """Return a view of the operand, whose gradient is that of this operator alone."""
         if not takes_gradient(operand):
             return operand
-        if not torch.is_grad_enabled():  # a call of the model that the loss does not differentiate
-            return operand
         view = own_view(operand)  # also where a checkpoint recomputes: it must save what forward saved
         if self._visit is not None:
             self._visit(op, index, view, isinstance(operand, torch.nn.Parameter), operand.requires_grad)
@@ -194,30 +193,23 @@ class Probe:
         norm = torch.stack([g.square().sum() for g in gradient]).sum() if gradient else torch.zeros_like(loss)
         *found, size, value = torch.stack([*sums, *back, norm, loss.detach()]).tolist()
         for site, total in zip(sites, found, strict=False):
-            if not _is_finite(total):
+            if not math.isfinite(total):
                 raise CalibrationError(
                     f"{site.op} met NaN or Inf in the calibration data; clean the batch or the weights "
                     "before planning"
                 )
-        if not _is_finite(value):
+        if not math.isfinite(value):
             raise CalibrationError(f"the loss on the calibration batch is {value}; check the batch")
         for site, total in zip(reversed(sites), reversed(found), strict=False):
-            if not _is_finite(total):
+            if not math.isfinite(total):
                 raise CalibrationError(
                     f"the gradient that reaches {site.op} is NaN or Inf; check the loss and the batch"
                 )
         if size == 0.0:
-            name = self._died_at(sites)
             raise CalibrationError(
-                f"the gradient is zero everywhere, from {name} on; pass batches and a loss that train"
+                f"the gradient is zero everywhere, from {_died_at(sites)} on; pass batches and a loss that "
+                "train"
             )
-
-    def _died_at(self, sites: Sequence[_Site]) -> str:
-        """Return the operator that backward reaches first with a gradient of zero, or with none."""
-        for site in reversed(sites):
-            if site.gradient is None or not bool(site.gradient.any()):
-                return site.op
-        return sites[0].op if sites else "the model"
 
     def _compare(self, op: str, index: int, tensor: torch.Tensor, *_: bool) -> None:
         """Compare a value of the second step with the first one, and later its gradient."""
@@ -240,7 +232,7 @@ class Probe:
             error = rounding_error(site.gradient, type_name)
             self._add(1, site, type_name, _squares(error * moved, op, site.is_parameter))
         first = 1 if op.kind == "addmm" else 0
-        if site.index == first and Precision.INT8_ALL in self._usable(op):
+        if site.index == first and Precision.INT8_ALL in below_fp32(op.kind, self._precisions):
             weight, result = (self._first[op.name, at, site.call] for at in (first + 1, RESULT))
             matrix = weight.value.t() if op.kind == "addmm" else weight.value
             errors = stochastic_convolution_errors if op.kind == "conv2d" else stochastic_errors
@@ -269,9 +261,6 @@ class Probe:
         for site in self._sites:
             if site.moved is not None:
                 self._add_value_effect(site, site.moved)
-
-    def _usable(self, op: Op) -> list[Precision]:
-        return [p for p in self._precisions if p in PRECISIONS_BY_KIND.get(op.kind, ())]
 
     def _add(self, which: int, site: _Site, type_name: str, effect: torch.Tensor) -> None:
         key = (site.op, site.index, type_name)
@@ -316,7 +305,7 @@ def _value_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[str
     """Return the types to which some precision rounds this operand or result."""
     if op.kind not in PRECISIONS_BY_KIND:
         return {"bf16"}
-    usable = [p for p in precisions if p in PRECISIONS_BY_KIND[op.kind]]
+    usable = below_fp32(op.kind, precisions)
     if index == RESULT:
         return {"bf16", *(str(p) for p in usable if p is Precision.FP16)}
     return {rounded_to(op.kind, index, p) for p in usable} - {"fp32"}
@@ -354,5 +343,9 @@ def _receive(site: _Site, gradient: torch.Tensor) -> None:
     site.gradient = gradient.detach()
 
 
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0
+def _died_at(sites: Sequence[_Site]) -> str:
+    """Return the operator that backward reaches first with a gradient of zero, or with none."""
+    for site in reversed(sites):
+        if site.gradient is None or not bool(site.gradient.any()):
+            return site.op
+    return sites[0].op if sites else "the model"

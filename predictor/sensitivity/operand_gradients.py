@@ -11,9 +11,9 @@ import torch
 
 from qsync.errors import CalibrationError
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.predictor.sensitivity.calibration import Calibration
+from qsync.predictor.sensitivity.calibration import Calibration, below_fp32
 from qsync.predictor.sensitivity.rounding import rounded_to
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 
 
@@ -67,11 +67,10 @@ class Edges:
 def rounded(calibration: Calibration, edge: Edge) -> Iterator[tuple[Precision, str]]:
     """Yield the precisions that round this operand, each with the type it rounds to."""
     kind = next(op.kind for op in calibration.runner.graph.adjustable if op.name == edge.op)
-    for precision in calibration.precisions:
-        if precision is not Precision.FP32 and precision in PRECISIONS_BY_KIND[kind]:
-            type_name = rounded_to(kind, edge.index, precision)
-            if type_name != "fp32":
-                yield precision, type_name
+    for precision in below_fp32(kind, calibration.precisions):
+        type_name = rounded_to(kind, edge.index, precision)
+        if type_name != "fp32":
+            yield precision, type_name
 
 
 class Scores:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from qsync.predictor.sensitivity.calibration import Calibration
+from qsync.predictor.sensitivity.calibration import Calibration, below_fp32, mean_over_batches
 from qsync.predictor.sensitivity.directional_probe import (
     RESULT,
     STOCHASTIC,
@@ -29,7 +29,7 @@ from qsync.predictor.sensitivity.directional_probe import (
 )
 from qsync.predictor.sensitivity.rounding import rounded_to
 from qsync.records.graph import Op, OpGraph
-from qsync.records.precision import PRECISIONS_BY_KIND, ROUND_INSIDE, Precision
+from qsync.records.precision import ROUND_INSIDE, Precision
 from qsync.records.profiles import Sensitivity
 
 
@@ -47,13 +47,9 @@ def variance(calibration: Calibration) -> Sensitivity:
     effects = [probe.measure(calibration, batch) for batch in range(len(calibration.losses))]
     graph = probe.graph
     assert graph is not None, "there is a batch, and the first shows the graph"
-    omega = calibration.zeros(graph)
     rounded = rounded_results(graph)
-    for batch_effects in effects:
-        for name, modes in indicator(graph, batch_effects, calibration.precisions, rounded).items():
-            for mode, added in modes.items():
-                omega[name][mode] += added / len(effects)
-    return Sensitivity(graph.hash, "variance", omega, len(effects))
+    found = [indicator(graph, each, calibration.precisions, rounded) for each in effects]
+    return Sensitivity(graph.hash, "variance", mean_over_batches(found), len(found))
 
 
 def indicator(
@@ -68,9 +64,7 @@ def indicator(
     """
     return {
         op.name: {
-            str(p): _omega(op, p, effects, rounded.get(op.name, ()))
-            for p in precisions
-            if p in PRECISIONS_BY_KIND[op.kind] and p is not Precision.FP32
+            str(p): _omega(op, p, effects, rounded.get(op.name, ())) for p in below_fp32(op.kind, precisions)
         }
         for op in graph.adjustable
     }

@@ -39,12 +39,10 @@ import torch
 from qsync.errors import CalibrationError
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.runner import check_finite
-from qsync.predictor.sensitivity.calibration import Calibration
+from qsync.predictor.sensitivity.calibration import Calibration, below_fp32, mean_over_batches
 from qsync.records.graph import Op, OpGraph, Role, num_elements
 from qsync.records.precision import (
     MANTISSA_BITS,
-    PRECISIONS_BY_KIND,
-    ROUND_INSIDE,
     ROUNDS_WHAT_IT_READS,
     Precision,
     operand_type,
@@ -61,9 +59,8 @@ def qsync_depth(calibration: Calibration) -> Sensitivity:
 
     >>> qsync.sensitivity(model, batches, loss_fn, indicator="depth")
     """
-    totals: dict[str, dict[str, float]] = {}
-    num = len(calibration.losses)
-    for batch in range(num):
+    omega = []
+    for batch in range(len(calibration.losses)):
         gatherer = Gatherer(calibration.precisions)
         calibration.assign({}, gatherer)
         loss = calibration.forward(batch)
@@ -73,12 +70,8 @@ def qsync_depth(calibration: Calibration) -> Sensitivity:
         gatherer.check_finite(graph)
         check_finite(loss)
         gradient = sum(float(part.double().square().sum()) for part in found)
-        omega = indicator(graph, gatherer.statistics(), gradient, calibration.precisions)
-        for name, modes in omega.items():
-            entry = totals.setdefault(name, dict.fromkeys(modes, 0.0))
-            for mode, added in modes.items():
-                entry[mode] += added / num
-    return Sensitivity(graph.hash, "depth", totals, num)
+        omega.append(indicator(graph, gatherer.statistics(), gradient, calibration.precisions))
+    return Sensitivity(graph.hash, "depth", mean_over_batches(omega), len(omega))
 
 
 def indicator(
@@ -89,7 +82,7 @@ def indicator(
     omega: dict[str, dict[str, float]] = {}
     for op in graph.adjustable:
         found = statistics.get(op.name)
-        usable = [p for p in precisions if p in PRECISIONS_BY_KIND[op.kind] and p is not Precision.FP32]
+        usable = below_fp32(op.kind, precisions)
         if found is None:  # never reached: it adds nothing
             omega[op.name] = dict.fromkeys(map(str, usable), 0.0)
             continue
@@ -157,11 +150,8 @@ def _lookup_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
 
 def gradient_type(precision: Precision) -> str:
     """Return the type in which an operator's backward products take the gradient."""
-    if precision in (Precision.INT8_ALL, Precision.FP8):
-        return {Precision.INT8_ALL: "int8_stochastic", Precision.FP8: "e5m2"}[precision]
-    if precision is Precision.INT8:
-        return "bf16"
-    return str(precision)
+    types = {Precision.INT8: "bf16", Precision.INT8_ALL: "int8_stochastic", Precision.FP8: "e5m2"}
+    return types.get(precision, str(precision))
 
 
 def factors(op: Op, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
@@ -236,7 +226,6 @@ class Gatherer:
     def __init__(self, precisions: Sequence[Precision]) -> None:
         self._precisions = [p for p in precisions if p is not Precision.FP32]
         self._raw: dict[str, _DeviceStatistics] = {}
-        self._operands: dict[str, tuple[Any, ...]] = {}
         self._pending: list[tuple[str, torch.Tensor, tuple[Any, ...]]] = []
 
     def began(self) -> None:
@@ -246,7 +235,7 @@ class Gatherer:
         """Hold an operator's operands and result until `describe` gets the graph."""
         if isinstance(result, tuple):  # of a recurrence: the states are part of the sequence
             result = result[0]
-        if isinstance(node, Run) and node.mode in ("fp32",) and isinstance(result, torch.Tensor):
+        if isinstance(node, Run) and node.mode == "fp32" and isinstance(result, torch.Tensor):
             self._pending.append((node.op, result, operands))
 
     def describe(self, graph: OpGraph) -> None:
@@ -264,7 +253,7 @@ class Gatherer:
         self._pending.clear()
 
     def _take(self, op: Op, result: torch.Tensor, operands: tuple[Any, ...]) -> _DeviceStatistics:
-        usable = [p for p in self._precisions if p in PRECISIONS_BY_KIND[op.kind]]
+        usable = below_fp32(op.kind, self._precisions)
         shapes = [tuple(tensor.shape) for tensor in operands]
         weight = operands[factors(op, shapes)[1]] if len(operands) > 1 else None
         trains = isinstance(weight, torch.nn.Parameter) and weight.requires_grad
@@ -288,10 +277,7 @@ class Gatherer:
         raw = self._raw[name]
         with torch.no_grad():
             raw.gradient_square = gradient.float().square().sum()
-            types = {"bf16", *("fp16" for p in self._precisions if p is Precision.FP16)}
-            types |= {str(p) for p in self._precisions if p in ROUND_INSIDE}
-            types |= {"int8_stochastic" for p in self._precisions if p is Precision.INT8_ALL}
-            types |= {"e5m2" for p in self._precisions if p is Precision.FP8}
+            types = {gradient_type(p) for p in self._precisions}
             raw.gradient_rounding = {t: rounding_variance(gradient, t) for t in types}
 
     def check_finite(self, graph: OpGraph) -> None:
