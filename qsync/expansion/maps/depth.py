@@ -84,8 +84,6 @@ def depth_of(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> Depth:
         return Depth({})
     before = tuple(len(numbers) for numbers in groups.values())
     after = wanted if isinstance(wanted, tuple) else tuple(wanted or n for n in before)
-    if wanted is None:
-        after = before
     if len(after) != len(before):
         raise UnsupportedError(
             f"{recipe.name} has {len(before)} groups of blocks, found {len(after)} numbers of layers"

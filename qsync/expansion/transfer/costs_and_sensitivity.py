@@ -134,11 +134,11 @@ def carry_profile(
     check_kind(model, (CostModel, NoneType), "model", "CostModel.learn")
     profile.check_graph(small_graph)
     origins = _origins(small_graph, big_graph, plan)
+    known = {value.name for value in small_graph.inputs}
     values = {
         value.name: source
         for value in big_graph.inputs
-        for source, *_ in [_source(value.name, plan)]
-        if source in {known.name for known in small_graph.inputs}
+        if (source := plan.depth.source_of(value.name)) in known
     }
     sources = {**values, **{name: origin.name for name, origin in origins.items()}}
     carried = carry(profile, big_graph, small_graph, sources, model)
@@ -182,16 +182,12 @@ def _origins(small: OpGraph, big: OpGraph, plan: ExpansionPlan) -> dict[str, Ori
     _check(small, {m.source: m.source_shape for m in plan.tensors.values()}, "small")
     _check(big, {name: m.shape for name, m in plan.tensors.items()}, "grown")
     known = {op.name for op in small.ops}
-    found = {}
-    for op in big.ops:
-        source, next_name, is_new = _source(op.name, plan)
-        if source in known:
-            found[op.name] = Origin(source, next_name, is_new)
-    return found
+    found = {op.name: _origin(op.name, plan) for op in big.ops}
+    return {name: origin for name, origin in found.items() if origin.name in known}
 
 
-def _source(name: str, plan: ExpansionPlan) -> tuple[str, str, bool]:
-    """Return a grown name's source, the source in the next block, and whether its block is new."""
+def _origin(name: str, plan: ExpansionPlan) -> Origin:
+    """Return the origin of a name in the grown model, whether or not the small graph has it."""
     blocks = list(plan.depth.grown_blocks)
     for i, block in enumerate(blocks):
         for grown_block in plan.depth.grown_blocks[block]:
@@ -199,8 +195,8 @@ def _source(name: str, plan: ExpansionPlan) -> tuple[str, str, bool]:
                 rest = name[len(grown_block.path) :]
                 behind = blocks[i + 1] if i + 1 < len(blocks) else ""
                 alike = behind.rpartition(".")[0] == block.rpartition(".")[0]
-                return block + rest, behind + rest if alike else "", grown_block.is_new
-    return name, "", False
+                return Origin(block + rest, behind + rest if alike else "", grown_block.is_new)
+    return Origin(name)
 
 
 def _check(graph: OpGraph, shapes: Mapping[str, tuple[int, ...]], which: str) -> None:

@@ -40,9 +40,9 @@ def gradient_gain(plan: ExpansionPlan) -> float:
     """
     flow = _Flow(plan)
     gains = []
-    for m in _matrices(plan):
+    for m in _maps_outside_new_blocks(plan):
         line = plan.recipe.line_of(m.source)
-        if line is not None:
+        if line is not None and len(m.source_shape) > 1:
             gains.append(flow.of(line.writes) * _mean(_copies(a) for a in m.axes if a and a.is_read))
     return fmean(gains) if gains else 1.0
 
@@ -53,8 +53,8 @@ def rounding_gain(m: TensorMap) -> float:
     Each share of a weight is rounded to its own size. The errors of unequal shares are independent, those of
     equal shares identical.
     """
-    reading = [axis for axis in m.axes if axis is not None and axis.is_read and axis.shares is not None]
-    return sum(_parts(reading[0], m)) if reading and not _is_even(reading[0], m) else 1.0
+    axis = _read_axis(m)
+    return sum(_parts(axis, m)) if axis is not None and not _is_even(axis, m) else 1.0
 
 
 class _Flow:
@@ -100,26 +100,25 @@ def _maps_outside_new_blocks(plan: ExpansionPlan) -> Iterator[TensorMap]:
     return (m for m in plan.tensors.values() if not m.name.startswith(new))
 
 
-def _matrices(plan: ExpansionPlan) -> Iterator[TensorMap]:
-    """Yield the maps of matrices outside of new blocks."""
-    return (m for m in _maps_outside_new_blocks(plan) if len(m.source_shape) > 1)
-
-
 def _read_parts(m: TensorMap) -> Parts:
     """Return the parts of a matrix, or of a norm, which passes on every coordinate separately."""
     if len(m.source_shape) == 1:
         return _ALL_ON
-    reading = [axis for axis in m.axes if axis is not None and axis.is_read and axis.shares is not None]
-    if reading:
-        return _parts(reading[0], m)
+    axis = _read_axis(m)
+    if axis is not None:
+        return _parts(axis, m)
     # A tied head is copied and its input divided, which amounts to even shares.
     tied = [axis for axis in m.axes[1:] if axis is not None]
     return (1.0 / _copies(tied[0]), 0.0) if tied else _ALL_ON
 
 
+def _read_axis(m: TensorMap) -> Axis | None:
+    """Return the first axis that is read, None if there is none."""
+    return next((axis for axis in m.axes if axis is not None and axis.is_read), None)
+
+
 def _parts(axis: Axis, m: TensorMap) -> Parts:
     """Return the even and the noisy part of one axis."""
-    assert axis.shares is not None
     num = axis.growth.num_small
     even = float(axis.shares.square().sum()) / num
     noisy = (int(axis.growth.is_copy.sum()) - num) / num if m.noise else 0.0
@@ -128,7 +127,6 @@ def _parts(axis: Axis, m: TensorMap) -> Parts:
 
 def _is_even(axis: Axis, m: TensorMap) -> bool:
     """Return whether all copies of a coordinate have equal shares."""
-    assert axis.shares is not None
     copies = axis.growth.is_copy
     return not m.noise and bool(
         (axis.shares[copies] * axis.growth.num_copies[copies] - 1.0).abs().max() < 1e-12
