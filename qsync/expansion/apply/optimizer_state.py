@@ -109,8 +109,7 @@ def _by_name(
     parameters = dict(model.named_parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
         ids = {id(value): name for name, value in parameters.items()}
-        key_of = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        if strange := [p for key, p in key_of.items() if key not in ids]:
+        if strange := [p for group in optimizer.param_groups for p in group["params"] if id(p) not in ids]:
             raise MismatchError(
                 f"the optimizer holds a parameter of shape {tuple(strange[0].shape)} that is not the "
                 "model's; give the model that it was made for"
@@ -125,28 +124,27 @@ def _by_name(
                 "this is no optimizer's state dict: it lacks state or param_groups; give "
                 "optimizer.state_dict()"
             )
-        num = sum(len(group["params"]) for group in optimizer["param_groups"])
-        order = [name for group in optimizer["param_groups"] for name in group.get("param_names", ())]
-        if not order and len(optimizer["param_groups"]) > 1:
+        groups = optimizer["param_groups"]
+        keys = [key for group in groups for key in group["params"]]
+        order = [name for group in groups for name in group.get("param_names", ())]
+        if not order and len(groups) > 1:
             raise UnsupportedError(
-                f"the {len(optimizer['param_groups'])} groups of the optimizer's state do not name their "
+                f"the {len(groups)} groups of the optimizer's state do not name their "
                 "parameters; give the optimizer itself, or make it of model.named_parameters()"
             )
         order = order or list(parameters)
-        if len(order) != num or not set(order) <= parameters.keys():
+        if len(order) != len(keys) or not set(order) <= parameters.keys():
             raise MismatchError(
-                f"the optimizer's state is of {num} parameters, the model has {len(parameters)}; give the "
-                "model that it was made for, or the optimizer itself where it has not all of them"
+                f"the optimizer's state is of {len(keys)} parameters, the model has {len(parameters)}; give "
+                "the model that it was made for, or the optimizer itself where it has not all of them"
             )
-        name_of = dict(
-            zip((k for group in optimizer["param_groups"] for k in group["params"]), order, strict=True)
-        )
+        name_of = dict(zip(keys, order, strict=True))
         if strange_keys := sorted(optimizer["state"].keys() - name_of.keys(), key=str):
             raise MismatchError(
                 f"the optimizer's state has an entry {shortened(strange_keys[0])} that no group names; give "
                 "optimizer.state_dict() as it is"
             )
-        listed = [(group, [name_of[k] for k in group["params"]]) for group in optimizer["param_groups"]]
+        listed = [(group, [name_of[k] for k in group["params"]]) for group in groups]
         state = {name_of[k]: dict(values) for k, values in optimizer["state"].items()}
     handled = ("params", "param_names")
     return [({k: v for k, v in group.items() if k not in handled}, names) for group, names in listed], state
@@ -193,7 +191,7 @@ def _grown(
     """Expand the state of one parameter."""
     found: dict[str, Any] = {}
     for key, value in known.items():
-        if value is None or key == "step" or not isinstance(value, torch.Tensor) or value.ndim == 0:
+        if key == "step" or not isinstance(value, torch.Tensor) or value.ndim == 0:
             found[key] = value.clone() if isinstance(value, torch.Tensor) else value
         elif (power := _power_of(key, known)) is not None:
             start = float(options.get("initial_accumulator_value", 0.0)) if key == "sum" else 0.0  # Adagrad

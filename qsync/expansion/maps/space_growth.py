@@ -19,7 +19,7 @@ import torch
 from qsync.errors import UnsupportedError
 from qsync.expansion.recipe.sizes import Heads
 
-CIRCULAR, AVERAGE, ZERO = PATTERNS = ("circular", "average", "zero")
+CIRCULAR, AVERAGE, ZERO = "circular", "average", "zero"
 REST = -1
 
 

@@ -163,17 +163,17 @@ class _Planner:
                         f"each head by itself, write `{t.line.pattern}  _ -> _`"
                     )
                 if t.norm == module_kinds.BATCH:
-                    wanted.setdefault(reads, {}).setdefault(CIRCULAR, t.name)
+                    wanted.setdefault(reads, {}).setdefault(CIRCULAR, t.path)
                     continue
                 wanted.setdefault(reads, {}).setdefault(
-                    AVERAGE if t.norm == module_kinds.LAYER else ZERO, t.name
+                    AVERAGE if t.norm == module_kinds.LAYER else ZERO, t.path
                 )
-                wanted.setdefault(writes, {}).setdefault(ZERO, t.name)
+                wanted.setdefault(writes, {}).setdefault(ZERO, t.path)
         for space, patterns in wanted.items():
             small, large = self._size(space, self.small), self._size(space, self.large)
             if len(patterns) > 1 and large % small:
                 raise UnsupportedError(
-                    f"{' and '.join(name.rpartition('.')[0] for name in patterns.values())} ask for another "
+                    f"{' and '.join(patterns.values())} ask for another "
                     f"rest of {space} each ({', '.join(patterns)}), as norms after the residual sum do: "
                     f"{small} grows without loss to its multiples alone; give {large // small * small} or "
                     f"{(large // small + 1) * small}"
@@ -318,12 +318,11 @@ class _Planner:
         gamma* = sqrt(s) [gamma x k, zeta], beta* = [beta x k, 0] (LEMON, section 3.2), with s the factor of
         the variance. Both are divided where a tied head reads the norm.
         """
-        kind = t.name.rpartition(".")[2]
         if t.norm == module_kinds.BATCH or made.axes[0] is None:
             return made
         divided = self.divisors.get(t.line.writes[0], 1.0)
         growth = made.axes[0].growth
-        if kind == "bias":
+        if t.kind == "bias":
             return replace(made, factor=1.0 / divided)
         axis = replace(made.axes[0], growth=replace(growth, rest=FREE))
         return replace(made, axes=(axis,), factor=math.sqrt(_variance_ratio(growth)) / divided)
