@@ -49,20 +49,18 @@ def fill(
     if profile.graph_hash != graph.hash:
         raise MismatchError(
             f"the profile of {profile.device_class} was measured for another model (graph "
-            f"{profile.graph_hash}, "
-            f"this one is {graph.hash}); simulate this one, or profile it"
+            f"{profile.graph_hash}, this one is {graph.hash}); simulate this one, or profile it"
         )
     same = profile.shapes_hash == graph.shapes_hash
     before = graph if same else measured_on
     if before is None or before.shapes_hash != profile.shapes_hash:
         raise MismatchError(
-            f"the profile of {profile.device_class} was measured for another batch shape; give the "
-            f"graph that it was "
-            "measured on as measured_on=, or profile this shape"
+            f"the profile of {profile.device_class} was measured for another batch shape; give the graph "
+            "that it was measured on as measured_on=, or profile this shape"
         )
     device = sheet or sheet_of(before, profile)
     model = model or learned_from(before, profile, device)
-    filled = _Filled(profile, graph, dict(_calls(before)), value_call(before), model, device)
+    filled = _Filled(profile, graph, _calls(before), value_call(before), model, device)
     ops, added = filled.ops()
     casts = {**profile.casts} if same else filled.casts()
     grown = 1.0 if same else _size(graph) / max(_size(before), 1)
@@ -94,7 +92,7 @@ def carry(
     profile.check_graph(before)
     device = sheet_of(before, profile)
     model = model or learned_from(before, profile, device)
-    old, old_values = dict(_calls(before)), value_call(before)
+    old, old_values = _calls(before), value_call(before)
     by_value: dict[str, dict[tuple[str, str], Cost]] = {}
     for (value, start, end), cost in profile.casts.items():
         by_value.setdefault(value, {})[start, end] = cost
@@ -163,8 +161,7 @@ def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet)
 
     >>> priced_as(graph, profile, Linear(samples), sheet)
     """
-    known = {op.name: call for op, call in calls(graph)}
-    values = value_call(graph)
+    known, values = _calls(graph), value_call(graph)
     runs = [(name, mode) for name, costs in profile.ops.items() for mode in costs]
     keys = list(profile.casts)
     wanted = [(known[name], mode.partition(" ")[0]) for name, mode in runs]
@@ -176,7 +173,7 @@ def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet)
     return replace(profile, ops=ops, casts=dict(zip(keys, found[len(runs) :], strict=True)))
 
 
-def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> CostModel:
+def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet) -> CostModel:
     """Learn a cost model from one profile alone: its own operators and casts."""
     return CostModel.learn(samples_of(graph, profile, sheet))
 
@@ -278,8 +275,8 @@ class _Filled:
         return own + sorted(lacking - set(self.profile.refused.get(op.name, {})))
 
 
-def _calls(graph: OpGraph) -> Iterator[tuple[str, Call]]:
-    return ((op.name, call) for op, call in calls(graph))
+def _calls(graph: OpGraph) -> dict[str, Call]:
+    return {op.name: call for op, call in calls(graph)}
 
 
 def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:

@@ -91,9 +91,9 @@ class CostModel:
         self.strength = self._fit()
 
     @classmethod
-    def learn(cls, samples: Sequence[Sample], seed: int = 0) -> CostModel:
+    def learn(cls, samples: Sequence[Sample]) -> CostModel:
         """Fit a model, and state its error from fits without the samples they predict."""
-        return cls(samples, held_out_error(samples, cls, seed))
+        return cls(samples, held_out_error(samples, cls))
 
     def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
         """Return the seconds (N,) of calls in a mode and direction on a device, all at once.
@@ -273,14 +273,14 @@ def _grouping(samples: Sequence[Sample]) -> Callable[[Sample], str]:
     """Return the function from a sample to its held-out group: its profile, or a random part of the calls."""
     if len({sample.source for sample in samples}) >= _MIN_SOURCES:
         return lambda sample: sample.source
-    fold = _folds(samples, 0)
+    fold = _folds(samples)
     return lambda sample: str(fold[sample.call])
 
 
-def _folds(samples: Sequence[Sample], seed: int) -> dict[Call, int]:
+def _folds(samples: Sequence[Sample]) -> dict[Call, int]:
     """Assign calls to folds at random, the same way every time."""
     distinct = list(dict.fromkeys(sample.call for sample in samples))
-    random.Random(seed).shuffle(distinct)
+    random.Random(0).shuffle(distinct)
     return {call: i % FOLDS for i, call in enumerate(distinct)}
 
 
@@ -319,12 +319,12 @@ def costs_of(model: Priced, asked: Sequence[tuple[Call, str]], sheet: DataSheet)
 Fit = Callable[[Sequence[Sample]], Priced]
 
 
-def held_out_error(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> StatedError | None:
+def held_out_error(samples: Sequence[Sample], fit: Fit) -> StatedError | None:
     """Measure the errors of held-out predictions: of shapes held out in turn, then of whole profiles.
 
     Returns None if there are fewer than two shapes.
     """
-    predicted = held_out_shapes(samples, fit, seed)
+    predicted = held_out_shapes(samples, fit)
     if predicted is None:
         return None
     errors = np.abs(predicted / np.array([sample.seconds for sample in samples]) - 1)
@@ -340,9 +340,9 @@ def held_out_error(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> Stated
     )
 
 
-def held_out_shapes(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> Array | None:
+def held_out_shapes(samples: Sequence[Sample], fit: Fit) -> Array | None:
     """Predict every sample (N,) by a model without any sample of its call; None for a single call."""
-    fold = _folds(samples, seed)
+    fold = _folds(samples)
     if len(fold) < 2:
         return None
     predicted = np.zeros(len(samples))

@@ -25,21 +25,17 @@ _START = (1.0, 2.0, 2.0)
 class Law:
     """The coefficients a, b and c.
 
-    >>> Law.fit(parts, seconds).at(parts)
+    >>> Law.fit(parts, seconds).parts
     """
 
     parts: tuple[float, float, float] = _START
-
-    def at(self, parts: Array) -> Array:
-        """Return the seconds of calls whose (launch, products, bytes) take `parts` (N, 3) at full speed."""
-        seconds: Array = parts @ np.array(self.parts)
-        return seconds
 
     @classmethod
     def fit(cls, parts: Array, seconds: Array, start: Law | None = None) -> Law:
         """Fit the law of least squared relative errors, with no negative coefficient.
 
-        `parts` (N, 3), `seconds` (N,). The fit is regularized towards the logarithm of `start`.
+        `parts` (N, 3) are the seconds of (launch, products, bytes) at full speed, `seconds` (N,) those
+        measured. The fit is regularized towards the logarithm of `start`.
         """
         origin = np.log((start or cls()).parts)
         shares, weight = parts / seconds[:, None], _PRIOR_SAMPLES**0.5 / 3

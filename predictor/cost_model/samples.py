@@ -129,7 +129,7 @@ def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
     return DataSheet(profile.device_class, rates, bandwidth, 0, 2**25, launch, None, source)
 
 
-def choose(wanted: Iterable[Call], num: int, sheet: DataSheet, seed: int = 0) -> list[Call]:
+def choose(wanted: Iterable[Call], num: int, sheet: DataSheet) -> list[Call]:
     """Choose at most `num` calls: those nearest to the centers of KMeans clusters of their features.
 
     Every family gets its share of them, and at least one.
@@ -143,11 +143,11 @@ def choose(wanted: Iterable[Call], num: int, sheet: DataSheet, seed: int = 0) ->
     chosen: list[Call] = []
     for members in by_family.values():
         share = min(max(round(num * len(members) / len(distinct)), 1), len(members))
-        chosen += _centers(members, share, sheet, seed)
+        chosen += _centers(members, share, sheet)
     return chosen
 
 
-def _centers(members: Sequence[Call], num: int, sheet: DataSheet, seed: int) -> list[Call]:
+def _centers(members: Sequence[Call], num: int, sheet: DataSheet) -> list[Call]:
     """Return the calls nearest to the centers of `num` clusters."""
     if num >= len(members):
         return list(members)
@@ -156,7 +156,7 @@ def _centers(members: Sequence[Call], num: int, sheet: DataSheet, seed: int) -> 
     points = np.array([features(call, "fp32", "backward", sheet) for call in members])
     spread = points.std(0)
     points = (points - points.mean(0)) / np.where(spread < 1e-9, 1.0, spread)
-    found = KMeans(num, n_init=2, random_state=seed).fit(points)
+    found = KMeans(num, n_init=2, random_state=0).fit(points)
     nearest = [
         int(np.argmin(((points - center) ** 2).sum(1))) for center in np.asarray(found.cluster_centers_)
     ]
