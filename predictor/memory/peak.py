@@ -256,7 +256,7 @@ def margin_bytes(device: str, num_bytes: int, recomputed: bool = False) -> int:
     return math.ceil(share * num_bytes) + constant
 
 
-def margin_parts(device: str, recomputed: bool = False) -> tuple[float, int]:
+def margin_parts(device: str, recomputed: bool) -> tuple[float, int]:
     """Return the margin as a share of the bytes that come and go, and a constant in bytes."""
     share = max(stated_error(device), SAFETY * RECOMPUTATION_ERROR if recomputed else 0.0)
     return share, EMPTY_SEGMENT_BYTES if device == "cuda" else 0

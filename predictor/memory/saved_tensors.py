@@ -89,7 +89,7 @@ def saved_by_op(
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
         # torch's convolutions save both in any case.
-        if op.kind in CONVOLUTIONS and mode not in (Precision.INT8, Precision.INT8_ALL):
+        if op.kind in CONVOLUTIONS and mode not in INT8_MODES:
             return Saved(pair)
         if op.kind == "linear" and op.copies and mode in PLAIN:  # a copy of its input: `made_for_backward`
             return Saved((1,) if requires_grad[op.inputs[0]] else ())

@@ -13,6 +13,7 @@ from qsync.backend.block_sizes import SCORES_PER_BLOCK, SLOPES_PER_BLOCK, saves_
 from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds, windows_bytes
 from qsync.lowering.lowered_graph import Run
 from qsync.predictor.memory.expanded_operands import expanded
+from qsync.predictor.memory.saved_tensors import INT8_MODES
 from qsync.records.graph import Op, num_elements
 from qsync.records.precision import Precision, is_encoded, type_bytes
 
@@ -21,9 +22,8 @@ _BLOCK, _SHORT_WINDOW = 16, 3  # of oneDNN, in FP32: channels in a block, and a 
 # The most scratch memory of oneDNN for a forward product of BF16 operands (found as in `_scratch`).
 _FORWARD_SCRATCH_BYTES = 197_632
 FULL = (Precision.FP32, Precision.FP32_FAST)
-_INT8 = (Precision.INT8, Precision.INT8_ALL)
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose")
-_CONVOLVED = (*FULL, Precision.BF16, *_INT8)
+_CONVOLVED = (*FULL, Precision.BF16, *INT8_MODES)
 _SAVING_LESS = ("output", "bits", "codes")
 
 
@@ -66,7 +66,7 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
     if op.kind == "attention" and context.device == "cpu" and op.dropout:
         mask = sum(type_bytes(run.mode, num_elements(mask.shape)) for mask in context.masks)
         return mask + _attention_plain(op, backward=False)
-    if run.mode in _INT8 and op.kind in ("linear", "addmm"):
+    if run.mode in INT8_MODES and op.kind in ("linear", "addmm"):
         return 0 if run.output == "fp32" else _FP32 * elements  # sums; an FP32 result replaces them
     if op.kind in _CONVOLUTIONS and context.device == "cpu":
         return _convolution_forward(op, run, context)
@@ -81,7 +81,7 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
     """Return the bytes of workspace in backward."""
     if run.form in _SAVING_LESS:
         return _saving_less_backward(op, run)
-    if run.mode in _INT8 and op.kind in ("linear", "addmm"):
+    if run.mode in INT8_MODES and op.kind in ("linear", "addmm"):
         return _product_int8(op, run, context)
     if op.kind == "attention" and _has_few_keys(op, run, context):
         return _attention_short_backward(op, context)
@@ -196,7 +196,7 @@ def _matmul_forward(op: Op, run: Run, context: OpContext) -> int:
     """Return the bytes of expanded operands that are not saved; in INT8 those of codes, with their scales."""
     num_bytes = 0
     for each in expanded(*context.shapes):
-        if each.is_copied and run.mode in _INT8:
+        if each.is_copied and run.mode in INT8_MODES:
             num_bytes += each.num_elements + _FP32 * each.num_elements // max(context.shapes[0][-1], 1)
         elif each.is_copied and not (op.requires_grad and context.has_gradient[1 - each.operand]):
             num_bytes += type_bytes(run.mode, each.num_elements)
@@ -210,7 +210,7 @@ def _matmul_backward(run: Run, context: OpContext) -> int:
     """
     found = {each.operand: each for each in expanded(*context.shapes)}
     elements = [found[j].num_elements if j in found and context.has_gradient[j] else 0 for j in (0, 1)]
-    if run.mode not in _INT8:
+    if run.mode not in INT8_MODES:
         return sum(type_bytes(run.mode, count) for count in elements)
     copied = [found[j].num_elements if j in found and found[j].is_copied else 0 for j in (0, 1)]
     made = [_BF16 * (elements[j] + copied[1 - j]) if context.has_gradient[j] else 0 for j in (0, 1)]
@@ -251,7 +251,7 @@ def _convolution_forward(op: Op, run: Run, context: OpContext) -> int:
     channels_last, one_channel = run.channels_last or op.channels_last, context.shapes[1][1] == 1
     if op.kind == "conv_transpose":  # its result lies in rows of channels at first, and is copied twice
         return 2 * type_bytes(run.mode, y)
-    if run.mode in _INT8:
+    if run.mode in INT8_MODES:
         windows = _windows_bytes(op, run, context)[0]
         return windows + (0 if run.output == "fp32" else _FP32 * y)
     if run.mode == Precision.BF16:
@@ -408,10 +408,9 @@ def _attention_bf16(op: Op, context: OpContext, backward: bool) -> int:
 
     torch's own kernel needs less, where it is the faster one.
     """
-    queries, keys = op.shape[-2], context.shapes[1][-2]
-    heads = num_elements(op.shape[:-2])
-    q, k = heads * queries * context.shapes[0][-1], heads * keys * context.shapes[0][-1]
-    v, y = heads * keys * op.shape[-1], op.num_elements
+    queries, keys, heads = op.shape[-2], context.shapes[1][-2], num_elements(op.shape[:-2])
+    q, k, v, _ = _attention_elements(op, context)
+    y = op.num_elements
     rows = max(min(queries, SCORES_PER_BLOCK // max(keys, 1)), 1)
     chunk = min(max(SCORES_PER_BLOCK // (rows * max(keys, 1)), 1), heads) * rows * keys
     matrices = _BF16 * (q + k + v)
@@ -426,15 +425,14 @@ def _attention_bf16(op: Op, context: OpContext, backward: bool) -> int:
 
 def _attention_int8(op: Op, context: OpContext, backward: bool) -> int:
     """Return the workspace of qsync.backend.kernels.attention_int8: a matrix per head, scores in pieces."""
-    queries, keys = op.shape[-2], context.shapes[1][-2]
-    heads = num_elements(op.shape[:-2])
-    q, k = heads * queries * context.shapes[0][-1], heads * keys * context.shapes[0][-1]
-    v, y = heads * keys * op.shape[-1], op.num_elements
+    queries, keys, heads = op.shape[-2], context.shapes[1][-2], num_elements(op.shape[:-2])
+    q, k, v, scores = _attention_elements(op, context)
+    y = op.num_elements
     most = scores_per_block(context.device)
     chunk = min(max(most // max(queries * keys, 1), 1), heads) * queries * keys
     base = q + k + 2 * _FP32 * heads * max(queries, keys)  # codes, heads in front, and scales
     for mask in context.masks:
-        base += heads * queries * keys * mask.width if num_elements(mask.shape[:-2]) > 1 else 0
+        base += scores * mask.width if num_elements(mask.shape[:-2]) > 1 else 0
     if not backward:
         passes = 3 if op.dropout else 2
         base += _BF16 * (v + y)
@@ -444,8 +442,6 @@ def _attention_int8(op: Op, context: OpContext, backward: bool) -> int:
     base += 2 * _BF16 * (q + k + v) + _BF16 * y  # decoded, their gradients, and the result's in 16 bits
     passed_on = _passed_on(context)
     left = 14 * chunk  # probabilities, their gradient, that of the scores in FP32 and in 16 bits
-    again = chunk * (
-        (26 if op.dropout else 22) if heads * queries * keys > chunk else 16 if op.dropout else 14
-    )
+    again = chunk * ((26 if op.dropout else 22) if scores > chunk else 16 if op.dropout else 14)
     cast_dx = passed_on if context.carried[0] != "bf16" else 0
     return base + max(again, left + cast_dx) - passed_on
