@@ -77,7 +77,7 @@ def _peak(lowered: LoweredGraph, profile: Profile, num_ranks: int, device_class:
     gradients = "gradients, in DDP's buckets" if num_ranks > 1 else "gradients"
     parts = {
         "parameters": memory.parameters,
-        gradients: memory.gradients + memory.buckets,
+        gradients: memory.gradients,
         "optimizer": memory.optimizer,
         "buffers and batch": memory.inputs,
         "copies of weights": memory.casts,

@@ -40,7 +40,6 @@ class Memory:
     parameters: int
     gradients: int
     optimizer: int
-    buckets: int
     inputs: int
     casts: int
     saved: int
@@ -61,7 +60,7 @@ class Memory:
     @property
     def estimate_bytes(self) -> int:
         """The peak without the margin, to be compared with measurements."""
-        persistent = self.parameters + self.gradients + self.optimizer + self.buckets + self.inputs
+        persistent = self.parameters + self.gradients + self.optimizer + self.inputs
         return persistent + self.casts + self.saved + self.transient
 
     def to_json(self) -> dict[str, Any]:
@@ -75,18 +74,16 @@ def peak_memory(
     optimizer_bytes: int = 0,
     num_ranks: int = 1,
     device: str = "cpu",
-    gradient_as_bucket_view: bool = True,
 ) -> Memory:
     """Predict the memory peak of one training step of this lowered graph on one rank, in bytes.
 
     `optimizer_bytes` is the size of the optimizer's state. With several ranks DDP's buckets are the gradients
-    themselves; without `gradient_as_bucket_view` they are copies. Gradients count in full throughout, as
-    after the first step.
+    themselves. Gradients count in full throughout, as after the first step.
 
     >>> peak_memory(lower(graph, assignment), optimizer_bytes=profile.optimizer_bytes).peak_bytes
     """
     memory = StepMemory(lowered, optimizer_bytes=optimizer_bytes, num_ranks=num_ranks, device=device)
-    return memory.at_peak(gradient_as_bucket_view)
+    return memory.at_peak()
 
 
 class StepMemory:
@@ -176,7 +173,7 @@ class StepMemory:
             )
         self._refresh(stale)
 
-    def at_peak(self, gradient_as_bucket_view: bool = True) -> Memory:
+    def at_peak(self) -> Memory:
         """Return the memory by part at the time of the peak."""
         when = int(self._change.cumsum().argmax())
         parts = {"casts": 0, "saved": 0, "transient": 0}
@@ -187,12 +184,10 @@ class StepMemory:
             if span.saver:
                 saved_by[span.saver] += span.num_bytes
         entering = [v for v in self.graph.inputs if v.kind in ("buffer", "batch") and not v.passed_on]
-        gradients = sum(value.num_bytes for value in self.graph.parameters if value.requires_grad)
         return Memory(
             parameters=sum(value.num_bytes for value in self.graph.parameters),
-            gradients=gradients,
+            gradients=sum(value.num_bytes for value in self.graph.parameters if value.requires_grad),
             optimizer=self.optimizer_bytes,
-            buckets=gradients if self.num_ranks > 1 and not gradient_as_bucket_view else 0,
             inputs=sum((self.graph.num_calls if v.kind == "batch" else 1) * v.num_bytes for v in entering),
             **parts,
             margin=margin_bytes(self.device, sum(parts.values()), bool(self.graph.recomputed)),

@@ -173,6 +173,7 @@ class DdpProfiler:
         self.in_ddp = all(tells_waiting) and job.world_size() > 1  # whether steps go through DDP
         self.model = step.model  # what steps call: the model, or DDP around it
         self._loss = _checked_loss(program, step.loss(), parameters)
+        self._bucket_bytes = _bucket_bytes(parameters, options.ddp_options or {})
         most = max(agree("profiling", lambda: len(self.precisions)))
         self.profiler = agree_locally("profiling", lambda: Profiler(
             program, lambda: self._loss(), parameters, self.precisions, clock, options.of_profiler(most)
@@ -241,6 +242,7 @@ class DdpProfiler:
         """
         own = self._rank.device_class
         found = self.profiler.profile(own.name, machine, own.emulated_share, drift)
+        found = replace(found, optimizer_bytes=found.optimizer_bytes + self._bucket_bytes)
         return replace(found, bucket_s_per_byte=0.0) if self.in_ddp else found
 
     def in_use(
@@ -278,6 +280,13 @@ class DdpProfiler:
                 plan.setdefault(name, {op: Precision(p) for op, p in assignment.items()})
         plain = [not any(less[k] for _, _, less in everyone) for k in turns]
         return [name for name, _, _ in everyone], plans, plain
+
+
+def _bucket_bytes(parameters: Sequence[torch.nn.Parameter], ddp_options: Mapping[str, Any]) -> int:
+    """Return the bytes that DDP's buckets take beside the gradients."""
+    if job.world_size() == 1 or ddp_options.get("gradient_as_bucket_view", True):
+        return 0
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def orders_of_classes(

@@ -74,9 +74,9 @@ class Profile:
     (latency, seconds per element) forward and backward, for casts no measured step contained. `outside` is
     what runs before and after the graph (the loss). `host_s` is the rest of a step: Python. `loading_s` is
     how long a step waits for its next batch, 0 where no loader was given to be timed. `optimizer_s` is one
-    optimizer step with zero_grad;
-    `optimizer_bytes` its state; `bucket_s_per_byte` what filling the DDP buckets adds to backward. An
-    all-reduce takes `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
+    optimizer step with zero_grad; `optimizer_bytes` its state, and DDP's buckets where they are not the
+    gradients. `bucket_s_per_byte` is what filling the DDP buckets adds to backward. An all-reduce takes
+    `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
 
     How far to trust it, as parts of a step's time (standard deviations): `noise` is how much one step differs
     from its like, `drift` how much the machine changed between rounds, and `error` by how much the profile

@@ -9,6 +9,8 @@ pytestmark = pytest.mark.dist
 
 START = """
 import copy, io
+from pathlib import Path
+from qsync.records.profiles import Profile
 from torch.nn.parallel import DistributedDataParallel as DDP
 from qsync.errors import FormatError
 
@@ -103,11 +105,15 @@ unused = qsync.hybrid(Unused(), batch(), ddp_options={"find_unused_parameters": 
 train(unused)
 say(f"unused: {same(unused)} {unused.module.spare.weight.grad is None}")
 
-static = qsync.hybrid(
-    make(), batch(), ddp_options={"static_graph": True, "gradient_as_bucket_view": False}, **options
-)
+copies = {"static_graph": True, "gradient_as_bucket_view": False}
+apart = os.path.join(cache, "copies")
+static = qsync.hybrid(make(), batch(), ddp_options=copies, **{**options, "cache_dir": apart})
 train(static)
 say(f"static: {same(static)} {static.static_graph} {static.gradient_as_bucket_view}")
+weights = [p.nbytes for p in static.parameters()]
+kept = 3 * sum(weights) + 4 * len(weights)  # AdamW's two moments and its counters, and DDP's buckets
+profiles = map(Profile.load, Path(apart).rglob("profile-*"))
+say(f"buckets: { {profile.optimizer_bytes for profile in profiles} == {kept} }")
 
 group = dist.new_group()
 grouped = qsync.hybrid(make(), batch(), ddp_options={"process_group": group, "bucket_cap_mb": 1}, **options)
@@ -152,6 +158,7 @@ def test_options_and_contexts_of_ddp_are_those_of_ddp(tmp_path):
     output = launch(tmp_path, START + OPTIONS)
     assert said(output, "unused") == ["True True"] * 2
     assert said(output, "static") == ["True True False"] * 2
+    assert said(output, "buckets") == ["True"] * 2
     assert said(output, "group") == [f"True True {2**20}"] * 2
     for what in ("no_sync", "join"):
         assert said(output, what) == ["True"] * 2

@@ -54,13 +54,6 @@ def test_frozen_parameters_have_no_gradient_and_whole_buffers_count():
     assert (memory.gradients, memory.inputs, memory.saved) == (0, VALUE + 400, 0)
 
 
-def test_buckets_are_the_gradients_unless_ddp_keeps_both():
-    assert peak(chain(), num_ranks=2).buckets == 0
-    apart = peak(chain(), num_ranks=2, gradient_as_bucket_view=False)
-    assert apart.buckets == apart.gradients
-    assert peak(chain(), num_ranks=1, gradient_as_bucket_view=False).buckets == 0
-
-
 @pytest.mark.parametrize(
     ("kinds", "kept"),
     [
