@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,15 @@ from torch.utils._pytree import tree_map
 
 from qsync import backend
 from qsync.backend.device_detection import default_precisions, detect_class, device_of, machine
-from qsync.errors import CalibrationError, QSyncError, TracingError, UnsupportedError, not_called, shortened
+from qsync.errors import (
+    CalibrationError,
+    FormatError,
+    QSyncError,
+    TracingError,
+    UnsupportedError,
+    not_called,
+    shortened,
+)
 from qsync.predictor.profiling.clocks import clock_for
 from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
@@ -435,11 +444,15 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
-    """Return a function that runs the model and returns its loss. CalibrationError for an empty batch."""
+    """Return a function that runs the model and returns its loss.
+
+    Raises CalibrationError for an empty batch, FormatError for a loss_fn that takes something else.
+    """
     if batch is None:
         raise CalibrationError("there is no example batch; pass one real batch, as the model is trained on")
     args, kwargs = call_arguments(batch)
     if loss_fn is not None:  # it may take a batch whose tensors only it can find
+        _check_loss_fn(loss_fn)
         check_batch(args, kwargs, is_opaque=True)
         return lambda: leaving_gradients(loss_fn(model, batch))
     check_batch(args, kwargs)
@@ -456,3 +469,19 @@ def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) ->
         return loss
 
     return own_loss
+
+
+def _check_loss_fn(loss_fn: Callable[..., object]) -> None:
+    """Raise FormatError for what does not take a model and a batch; torch's own losses take tensors."""
+    try:
+        inspect.signature(loss_fn).bind("model", "batch")
+        fits = not str(getattr(loss_fn, "__module__", "")).startswith("torch.nn.")
+    except TypeError:
+        fits = False
+    except ValueError:  # it states no signature
+        fits = True
+    if not fits:
+        raise FormatError(
+            f"loss_fn takes a model and a batch, found {shortened(loss_fn)}; give, for example, "
+            "lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
+        )

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -314,6 +315,7 @@ def save(
     Example:
         >>> qsync.save("checkpoints/last", model, optimizer, step=1000, scheduler=scheduler)
     """
+    agree_locally("checking what to save", partial(_check_path, folder))
     folder, subject = Path(folder), Subject(model, optimizer, plan, profiles, objects)
     target = Path(os.path.realpath(folder)) if folder.is_symlink() else folder  # no folder replaces a link
 
@@ -331,3 +333,8 @@ def save(
         # Not those of run1 for run[1], nor those of run.1 for run.
         remove_partials(target.parent, f"{glob.escape(target.name)}.{'[0-9a-f]' * 32}")
     return folder
+
+
+def _check_path(folder: object) -> None:
+    if not isinstance(folder, (str, Path)):
+        raise FormatError(f"save takes a folder first, then the model; the folder is {shortened(folder)}")

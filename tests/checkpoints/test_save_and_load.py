@@ -326,6 +326,11 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path, arguments, words):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_in_the_place_of_the_folder_is_refused(tmp_path):
+    with pytest.raises(FormatError, match=r"a folder first, then the model; the folder is Linear\("):
+        qsync.save(torch.nn.Linear(4, 4), tmp_path / "one")
+
+
 @pytest.mark.parametrize("name", ["../esc", "a/b", "model-rank0", "", "x y"])
 def test_names_that_would_leave_the_folder(name, tmp_path):
     model, optimizer, scheduler = trained()

@@ -587,6 +587,18 @@ def test_a_model_without_a_loss_asks_for_loss_fn():
             call()
 
 
+@pytest.mark.parametrize(
+    "loss_fn", [3, lambda output: output.sum(), nn.functional.cross_entropy, nn.CrossEntropyLoss()]
+)
+def test_a_loss_that_takes_no_model_is_refused(loss_fn):
+    for call in (
+        lambda: qsync.profile(nn.Linear(16, 4), X.repeat(1, 2), loss_fn),
+        lambda: qsync.sensitivity(nn.Linear(16, 4), [X.repeat(1, 2)], loss_fn),
+    ):
+        with pytest.raises(FormatError, match="loss_fn takes a model and a batch, found"):
+            call()
+
+
 def test_a_model_that_trains_nothing_is_refused():
     model, batch = build("mlp")
     with pytest.raises(CalibrationError, match="no parameter of MLP"):
