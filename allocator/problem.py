@@ -18,8 +18,8 @@ from qsync.records.precision import LARGEST, PRECISION_ORDER, PRECISIONS_BY_KIND
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import Exchange
+from qsync.replayer.check_records import check_profiles
 from qsync.replayer.costs.class_costs import check_timed
-from qsync.replayer.simulate import check_profiles
 
 
 @dataclass(frozen=True, slots=True)

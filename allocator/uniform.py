@@ -17,7 +17,7 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import ClassCosts
-from qsync.replayer.simulate import check_profiles
+from qsync.replayer.check_records import check_profiles
 
 
 def uniform(

@@ -1,6 +1,8 @@
 """From costs to a step: all ranks simulated from the profiles of their classes. Pure functions, no torch.
 
 `simulate`          replay one step of all ranks
+`synchronous_step`  where the classes of ranks meet, and how long a step takes
+`check_records`     plan, graph, profiles and cluster belong together
 `costs/`            prices of the nodes of a lowered graph: one by one, in arrays, by length
 `communication`     DDP's buckets, and the time of an all-reduce
 `events`            the events of one class, laid out in time
@@ -23,9 +25,10 @@ from qsync.replayer.explanation.critical_path import CriticalPath, find_critical
 from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized
 from qsync.replayer.memory_breakdown import Peak, peaks
-from qsync.replayer.simulate import Exchange, Work, least_time, replay, starts_s, steady_step, step_time
+from qsync.replayer.simulate import replay
 from qsync.replayer.slowdown import slowed
 from qsync.replayer.step_noise import Variation, vary
+from qsync.replayer.synchronous_step import Exchange, Work, least_time, starts_s, steady_step, step_time
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 
 __all__ = [

@@ -14,8 +14,9 @@ from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
+from qsync.replayer.check_records import checked_lowerings
 from qsync.replayer.costs.class_costs import ClassCosts
-from qsync.replayer.simulate import Exchange, Step, Work, checked_lowerings, steady_step
+from qsync.replayer.synchronous_step import Exchange, Step, Work, steady_step
 
 # Factors tried on the seconds of an all-reduce between bare barriers, and on what it takes from compute.
 FACTORS = np.geomspace(1 / 4, 4, 65)

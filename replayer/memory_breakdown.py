@@ -13,7 +13,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
-from qsync.replayer.simulate import checked_lowerings
+from qsync.replayer.check_records import checked_lowerings
 
 
 @dataclass(frozen=True, slots=True)

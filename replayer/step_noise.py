@@ -15,9 +15,10 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
+from qsync.replayer.check_records import checked_lowerings
 from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.explanation.comparison import percentile
-from qsync.replayer.simulate import Exchange, checked_lowerings, step_time
+from qsync.replayer.synchronous_step import Exchange, step_time
 
 
 @dataclass(frozen=True, slots=True)

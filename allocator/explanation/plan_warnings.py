@@ -12,7 +12,7 @@ from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import CARRIED, LEARNED, MEASURED, Profile
 from qsync.replayer import replay
-from qsync.replayer.simulate import checked_lowerings
+from qsync.replayer.check_records import checked_lowerings
 
 UNSTEADY = 0.05  # of a step: steps of one kind differ by more on a busy machine
 

@@ -20,8 +20,8 @@ from qsync.replayer.communication import BUCKET_CAP_BYTES
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
 from qsync.replayer.explanation.comparison import kind_of
 from qsync.replayer.explanation.critical_path import find_critical_path
-from qsync.replayer.simulate import Exchange, step_time
 from qsync.replayer.slowdown import slowed
+from qsync.replayer.synchronous_step import Exchange, step_time
 
 # A gain of less than this part of the step is rounding.
 _MEANINGFUL = 1e-6

@@ -49,7 +49,7 @@ from qsync.allocator.solvers.solution import Solution
 from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.records.precision import Precision
 from qsync.replayer import step_time
-from qsync.replayer.simulate import LEAST_RATE, least_losses_s, starts_s
+from qsync.replayer.synchronous_step import LEAST_RATE, least_losses_s, starts_s
 
 Assignments = dict[str, dict[str, Precision]]
 Row = tuple[Sum, float, float]

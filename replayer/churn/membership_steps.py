@@ -10,8 +10,10 @@ from qsync.records.graph import OpGraph
 from qsync.records.levers import samples_of
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
+from qsync.replayer.check_records import costs_of_classes
 from qsync.replayer.costs.vectorized_costs import VectorizedCosts
-from qsync.replayer.simulate import Exchange, Work, costs_of_classes, replay, step_time
+from qsync.replayer.simulate import replay
+from qsync.replayer.synchronous_step import Exchange, Work, step_time
 
 _FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
 

@@ -21,7 +21,8 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.replayer.events import WorkClock
-from qsync.replayer.simulate import STEADY, Simulation, simulate_step
+from qsync.replayer.simulate import Simulation, simulate_step
+from qsync.replayer.synchronous_step import STEADY
 from qsync.replayer.timeline import Event
 
 # What every class takes part in.

@@ -21,8 +21,8 @@ from qsync.replayer import profiles_under_levers, replay
 from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 from qsync.replayer.levers.batch_size import times
-from qsync.replayer.simulate import Exchange
 from qsync.replayer.slowdown import slowed
+from qsync.replayer.synchronous_step import Exchange
 
 GRAPH = encoder(2)
 KERNELS = replace(profile_of(GRAPH, "gpu"), loading_s=3e-6, bucket_s_per_byte=1e-12)

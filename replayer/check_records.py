@@ -1,0 +1,112 @@
+"""Check that plan, graph, profiles and cluster belong together; lower and price every class of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
+from qsync.lowering.incremental import Lowering
+from qsync.lowering.vectorized import Tabulated
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.levers import ClassLevers
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile, check_versions
+from qsync.records.save_less import ops_that_save_less
+from qsync.replayer.costs.vectorized_costs import VectorizedCosts, vectorized_costs_of
+
+
+def costs_of_classes(
+    graph: OpGraph,
+    plan: Plan | Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+) -> dict[str, VectorizedCosts]:
+    """Return the costs of every class under a plan; raise if the records do not match."""
+    return {
+        name: vectorized_costs_of(
+            Tabulated(profiles[name].graph_of(graph), assignment, cluster[name].carried_16bit, less),
+            profiles[name],
+        )
+        for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
+    }
+
+
+def checked_lowerings(
+    graph: OpGraph,
+    plan: Plan | Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+) -> dict[str, Lowering]:
+    """Return the lowering of every class; raise if plan, graph, profiles and cluster do not match."""
+    return {
+        name: Lowering(profiles[name].graph_of(graph), assignment, cluster[name].carried_16bit, less)
+        for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
+    }
+
+
+def checked_assignments(
+    graph: OpGraph,
+    plan: Plan | Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+) -> list[tuple[str, Mapping[str, Precision], tuple[str, ...]]]:
+    """Return each class's name, assignment and operators that save less; raise if records do not match."""
+    if isinstance(plan, Plan):
+        plan.check_graph(graph)
+    check_profiles(graph, profiles, cluster)
+    if isinstance(plan, Plan):
+        check_levers(plan, profiles)
+    found = []
+    for device_class in cluster.classes:
+        name = device_class.name
+        if not isinstance(plan, Plan) and name not in plan:
+            known = ", ".join(map(str, plan)) or "none"
+            raise MismatchError(
+                f"no assignment for device class {name!r}; there is one for {shortened(known, quote=False)}"
+            )
+        assignment = plan[name].assignment if isinstance(plan, Plan) else plan[name]
+        if not isinstance(assignment, Mapping) or not all(isinstance(p, str) for p in assignment.values()):
+            raise FormatError(
+                f"the assignment of {shortened(name)} must be a dict of operator -> precision, found "
+                f"{shortened(assignment)}; give that"
+            )
+        if not set(assignment.values()) <= set(device_class.precisions):
+            op, precision = next(
+                entry for entry in assignment.items() if entry[1] not in device_class.precisions
+            )
+            known = ", ".join(device_class.precisions)
+            raise UnsupportedError(
+                f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these"
+            )
+        at = profiles[name].graph_of(graph)
+        less = ops_that_save_less(at, plan[name].saving_less) if isinstance(plan, Plan) else ()
+        found.append((name, assignment, less))
+    return found
+
+
+def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster) -> None:
+    """Raise MismatchError unless every class of the cluster has a profile of this graph."""
+    for device_class in cluster.classes:
+        if device_class.name not in profiles:
+            known = ", ".join(profiles) or "none"
+            raise MismatchError(
+                f"no profile of device class {device_class.name!r} (there are: {known}); measure it with "
+                "qsync.profile"
+            )
+        profiles[device_class.name].check_graph(graph)
+        profiles[device_class.name].check_class(device_class)
+    check_versions({c.name: profiles[c.name] for c in cluster.classes})
+
+
+def check_levers(plan: Plan, profiles: Mapping[str, Profile]) -> None:
+    """Raise MismatchError unless the profiles are those of the plan's levers."""
+    for name, profile in profiles.items():
+        planned = plan.levers[name] if plan.levers else ClassLevers()
+        priced = profile.setting.levers if profile.setting else ClassLevers()
+        if name in plan.classes and planned != priced:
+            raise MismatchError(
+                f"the plan gives {name} {planned}, its profile is for {priced}; carry the profiles over to "
+                "the plan's levers (qsync.replayer.profiles_under_levers)"
+            )

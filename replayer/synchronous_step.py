@@ -1,0 +1,319 @@
+"""One steady synchronous step of a cluster, from the costs of its device classes.
+
+All ranks of a class behave alike, so each class is simulated once, whatever its count. A step of a class is
+
+    data loading -> host -> forward -> loss -> backward -> (all-reduces done) -> optimizer
+
+and the classes meet in the all-reduces, which run one after the other. Bucket k starts when the slowest class
+has made its gradients and bucket k-1 is done. Events are buckets of classes, never operators: the times of
+operators are only summed.
+
+While any class still computes, an all-reduce runs at `link.overlap_rate` of its speed. The toll of an
+all-reduce on a class is the compute seconds that the class loses if it computes during the whole all-reduce;
+a rank whose peers all wait when the all-reduce starts loses `link.waiting_toll` times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import sub, truediv
+
+import numpy as np
+
+from qsync.records.cluster import Cluster, Link
+from qsync.records.graph import OpGraph
+from qsync.records.precision import type_bytes
+from qsync.records.profiles import Profile
+from qsync.replayer.communication import Bucket, buckets, cluster_all_reduce_s, gradient_bytes
+from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
+from qsync.replayer.costs.vectorized_costs import VectorizedCosts
+
+# Steps simulated without a barrier at most, until the ranks' drift is steady within this part of a step. Two
+# suffice unless a class still computes after the last all-reduce: it falls behind until all wait for it.
+MAX_STEPS = 100
+STEADY = 1e-12
+
+# By class, the part of its full speed at which it computes.
+Rates = tuple[float, ...]
+
+# An all-reduce leaves compute at least this part of the core.
+LEAST_RATE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One class's step at full speed.
+
+    `lead_s` are the seconds before backward, `ready_s[k]` the seconds of backward until bucket k is complete,
+    `backward_s` the seconds of the whole backward. `tolls_s[k]` are the compute seconds lost to all-reduce k.
+    `is_one` says whether the class is one rank, whose peers are all of other classes.
+    """
+
+    lead_s: float
+    ready_s: tuple[float, ...]
+    backward_s: float
+    optimizer_s: float
+    tolls_s: tuple[float, ...] = ()
+    is_one: bool = False
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole step without communication."""
+        return self.lead_s + self.backward_s + self.optimizer_s
+
+    def slower(self, factor: float) -> Work:
+        """Return the same step with `factor` times the compute."""
+        if factor == 1:
+            return self
+        ready = tuple(factor * at for at in self.ready_s)
+        times = (factor * self.lead_s, ready, factor * self.backward_s, factor * self.optimizer_s)
+        return Work(*times, self.tolls_s, self.is_one)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of all classes; seconds after the end of the last all-reduce of the step before.
+
+    Per class: the start of its step (`starts_s`), the end of its backward (`finished_s`), the delay of
+    backward by the all-reduces it overlapped (`slowed_s`), and the time for which the class is ready before
+    its step starts (`idle_s`). `flights` are the all-reduces as (start, end); `rates` has for each of them
+    the part of its full speed at which each class computes beside it. `reduced_s` is the end of the last
+    all-reduce; it equals the period once the drift between classes is steady.
+    """
+
+    starts_s: tuple[float, ...]
+    slowed_s: tuple[float, ...]
+    finished_s: tuple[float, ...]
+    flights: tuple[tuple[float, float], ...]
+    reduced_s: float
+    rates: tuple[Rates, ...] = ()
+    idle_s: tuple[float, ...] = ()
+
+
+class Exchange:
+    """The gradient exchange of one graph: buckets, seconds of each all-reduce, and bytes copied per operator.
+
+    With one rank there is no bucket and no copy. If the model has buffers (running statistics), DDP also
+    broadcasts the buffers of rank 0 before every forward pass, and all ranks wait for this broadcast.
+    """
+
+    def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
+        self.link: Link = cluster.link
+        self._single = {device_class.name for device_class in cluster.classes if device_class.count == 1}
+        self.buckets: tuple[Bucket, ...] = ()
+        self.copied_bytes: FloatArray = np.zeros(len(graph.ops))
+        self.unused_bytes = 0
+        self.broadcast_s = 0.0
+        if cluster.num_ranks > 1:
+            broadcast_bytes = sum(
+                type_bytes(value.dtype, value.num_elements)
+                for value in graph.inputs
+                if value.kind == "buffer" and not value.name.startswith("constant:")
+            )
+            if broadcast_bytes:
+                self.broadcast_s = cluster_all_reduce_s(cluster, broadcast_bytes)
+            self.buckets = buckets(graph, bucket_cap_bytes)
+            for position, num_bytes in gradient_bytes(graph).items():
+                if position >= 0:
+                    self.copied_bytes[position] = num_bytes
+                else:
+                    self.unused_bytes = num_bytes
+        sizes = {bucket.num_bytes for bucket in self.buckets}
+        durations = {num_bytes: cluster_all_reduce_s(cluster, num_bytes) for num_bytes in sizes}
+        self.durations_s = tuple(durations[bucket.num_bytes] for bucket in self.buckets)
+        self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
+        self._sizes = np.array([bucket.num_bytes for bucket in self.buckets], dtype=np.float64)
+
+    def work(self, costs: ClassCosts | VectorizedCosts) -> Work:
+        """Return the step of one class at full speed, with the copies to buckets in its backward."""
+        if costs.launches is not None:
+            return self._launched_work(costs, costs.launches)
+        profile = costs.profile
+        backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
+        # until[i]: backward work done once operator i has run backward.
+        until = np.cumsum(backward[::-1])[::-1]
+        total = float(until[0]) if len(until) else 0.0
+        total += self.unused_bytes * profile.bucket_s_per_byte
+        before = profile.loading_s + profile.host_s
+        lead = before + float(costs.forward_s.sum()) + profile.outside.total_s
+        return self._work(profile, lead, until, total, profile.optimizer_s)
+
+    def _work(
+        self, profile: Profile, lead_s: float, until_s: FloatArray, total_s: float, optimizer_s: float
+    ) -> Work:
+        # Position -1, a bucket that waits for the end of backward, is the last entry.
+        ready = tuple(np.append(until_s, total_s)[self._ready].tolist())
+        tolls = profile.reduce_s_per_call + profile.reduce_s_per_byte * self._sizes
+        is_one = profile.device_class in self._single
+        return Work(lead_s, ready, total_s, optimizer_s, tuple(tolls.tolist()), is_one)
+
+    def _launched_work(
+        self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts
+    ) -> Work:
+        """Return the step of a class whose host launches kernels that run one after the other.
+
+        A kernel begins when it is launched and the one before it is done. So the k-th is done at
+
+            max over j <= k of (launched_j + kernel_j + ... + kernel_k).
+        """
+        kernels_s, launched_s = self._parts_s(costs), self._parts_s(launches)
+        launched_s[0] += costs.profile.loading_s
+        kernels_s[0] -= costs.profile.loading_s  # the host waits for the batch
+        done_s = np.cumsum(kernels_s)
+        done_s += np.maximum.accumulate(np.cumsum(launched_s) - (done_s - kernels_s))
+        num_ops = len(costs.forward_s)
+        lead_s, total_s, end_s = (float(done_s[k]) for k in (num_ops + 1, -2, -1))
+        until_s = done_s[-3 : num_ops + 1 : -1] - lead_s
+        return self._work(costs.profile, lead_s, until_s, total_s - lead_s, end_s - total_s)
+
+    def _parts_s(self, costs: ClassCosts | VectorizedCosts) -> FloatArray:
+        """Return the seconds of what a step does in turn.
+
+        That is the host's part, each operator forward, the loss, each operator backward, copies of gradients
+        that no operator makes, and the optimizer.
+        """
+        profile = costs.profile
+        backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
+        before, unused_s = profile.loading_s + profile.host_s, self.unused_bytes * profile.bucket_s_per_byte
+        after = [unused_s, profile.optimizer_s]
+        return np.concatenate(([before], costs.forward_s, [profile.outside.total_s], backward[::-1], after))
+
+
+def steady_step(
+    works: Sequence[Work], durations_s: Sequence[float], link: Link, broadcast_s: float = 0.0
+) -> Step:
+    """Return the steady step of ranks that meet in all-reduces alone.
+
+    A class starts its next step as soon as its own optimizer is done. A class with a fast optimizer therefore
+    gets ahead, by the same time in every step. If buffers are broadcast before the step, all classes
+    start together: `broadcast_s` after the last one is ready.
+    """
+    starts = tuple(work.optimizer_s for work in works)
+    usual = [tuple([compute_rate(work, k, d, link) for work in works]) for k, d in enumerate(durations_s)]
+    waiting = usual
+    if link.waiting_toll != 1.0:
+        waiting = [
+            tuple([compute_rate(work, k, d, link, peers_wait=True) for work in works])
+            for k, d in enumerate(durations_s)
+        ]
+    rates = list(zip(usual, waiting, strict=True))
+    step = _step(_met(starts, broadcast_s), works, durations_s, rates, link)
+    for _ in range(MAX_STEPS - 1):
+        ahead = tuple(
+            max(0.0, finished - step.reduced_s) + work.optimizer_s
+            for finished, work in zip(step.finished_s, works, strict=True)
+        )
+        if max(map(abs, map(sub, ahead, starts))) <= STEADY * step.reduced_s:
+            break
+        starts = ahead
+        step = _step(_met(starts, broadcast_s), works, durations_s, rates, link)
+    return replace(step, idle_s=tuple(b - a for a, b in zip(starts, step.starts_s, strict=True)))
+
+
+def starts_s(works: Sequence[Work], exchange: Exchange) -> tuple[float, ...]:
+    """Return for each class the earliest start of its next step, in seconds after the last all-reduce.
+
+    >>> starts_s([exchange.work(costs) for costs in by_class], exchange)
+    """
+    return _met(tuple(work.optimizer_s for work in works), exchange.broadcast_s)
+
+
+def _met(starts: tuple[float, ...], broadcast_s: float) -> tuple[float, ...]:
+    return (max(starts) + broadcast_s,) * len(starts) if broadcast_s else starts
+
+
+def step_time(works: Sequence[Work], exchange: Exchange) -> float:
+    """Return the seconds of a steady step; the allocator calls this hundreds of times.
+
+    >>> step_time([exchange.work(costs) for costs in by_class], exchange)
+    """
+    return steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s).reduced_s
+
+
+def least_time(work: Work, start_s: float, exchange: Exchange) -> float:
+    """Return a lower bound of the step's seconds, from the work and start of one class alone.
+
+    After the class has filled bucket k, at least all-reduces k, k + 1, ... remain, one after the other.
+
+    >>> least_time(work, start_s, exchange) <= step_time([work, other], exchange)
+    """
+    left = start_s + work.lead_s
+    if not exchange.durations_s:
+        return left + work.backward_s
+    ready, alone = np.array(work.ready_s), np.array(exchange.durations_s)
+    lost = least_losses_s(work, exchange)
+    before = np.cumsum(lost) - lost
+    onwards = np.cumsum(alone[::-1])[::-1]
+    return left + max(work.backward_s, float((ready + before + onwards).max()))
+
+
+def least_losses_s(work: Work, exchange: Exchange) -> FloatArray:
+    """Return the seconds that each all-reduce costs a class at least before the class can start the next.
+
+    If the class computes beside it, that is its toll, or what `LEAST_RATE` takes; if not, its duration.
+    """
+    alone = np.array(exchange.durations_s)
+    beside = (1.0 - LEAST_RATE) / exchange.link.overlap_rate
+    return np.minimum(work.tolls_s, min(beside, 1.0) * alone) if work.tolls_s else np.zeros(len(alone))
+
+
+def compute_rate(work: Work, bucket: int, duration_s: float, link: Link, peers_wait: bool = False) -> float:
+    """Return the part of its full speed at which a class computes beside the all-reduce of a bucket.
+
+    `duration_s` are the seconds of the all-reduce with no compute beside it. A class that computes during the
+    whole all-reduce loses the seconds of its toll. `peers_wait` says that no other class computes.
+    """
+    toll_s = work.tolls_s[bucket] if work.tolls_s else 0.0
+    if peers_wait and work.is_one:
+        toll_s *= link.waiting_toll
+    if duration_s <= 0.0:
+        return 1.0
+    return max(LEAST_RATE, 1.0 - toll_s * link.overlap_rate / duration_s)
+
+
+def _step(
+    starts: tuple[float, ...],
+    works: Sequence[Work],
+    durations_s: Sequence[float],
+    rates_of_buckets: Sequence[tuple[Rates, Rates]],
+    link: Link,
+) -> Step:
+    """Simulate one step of all classes from the start of each. O(buckets x classes).
+
+    The rates of a bucket are those beside peers of which some compute, and those beside peers that all wait.
+    """
+    now = 0.0
+    # Backward work done by `now`.
+    done = [-start - work.lead_s for start, work in zip(starts, works, strict=True)]
+    total = [work.backward_s for work in works]
+    slowed = [0.0] * len(works)
+    flights, rates_used = [], []
+    # For each bucket: when each class has filled it, and the rate of each beside its all-reduce.
+    ready = zip(*(work.ready_s for work in works), strict=True)
+    for duration, ready_s, (usual, waiting) in zip(durations_s, ready, rates_of_buckets, strict=True):
+        gap = max(0.0, *map(sub, ready_s, done))
+        now += gap
+        done = [one + gap if one + gap < most else most for one, most in zip(done, total, strict=True)]
+        left = list(map(sub, total, done))
+        rates = usual
+        if waiting is not usual and sum(seconds > 0.0 for seconds in left) == 1:
+            rates = waiting
+        rates_used.append(rates)
+        computing = max(map(truediv, left, rates))
+        elapsed = duration / link.overlap_rate
+        # The last class may stop computing on the way: from there the all-reduce has full speed.
+        if elapsed > computing:
+            elapsed = computing + duration - computing * link.overlap_rate
+        for c, rate in enumerate(rates):
+            if left[c] > 0.0:
+                slowed[c] += min(elapsed, left[c] / rate) * (1.0 - rate)
+                done[c] = min(total[c], done[c] + elapsed * rate)
+        flights.append((now, now + elapsed))
+        now += elapsed
+    finished = [
+        start + work.lead_s + work.backward_s + more
+        for start, work, more in zip(starts, works, slowed, strict=True)
+    ]
+    reduced_s = now if flights else max(finished)
+    return Step(starts, tuple(slowed), tuple(finished), tuple(flights), reduced_s, tuple(rates_used))
