@@ -29,10 +29,14 @@ _CLIP_DEVIATIONS = 3.0
 
 
 class _Fit(NamedTuple):
-    """The walk's level at each sample, and the covariance of the labels' constants."""
+    """The walk's level at each sample, the covariance of the labels' constants, and what the walk gains.
+
+    `gained` is the variance that the walk gains from the first sample to the last.
+    """
 
     level: FloatArray
     covariance: FloatArray
+    gained: float
 
 
 def drift_factors(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> list[float]:
@@ -61,6 +65,18 @@ def label_error(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequ
     return float(np.sqrt(np.trace(fit.covariance) / num - fit.covariance.sum() / num**2))
 
 
+def walk_rate(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> float:
+    """Return the variance that the logarithm of the machine's slowness gains in a second.
+
+    It is the mean over the likelihood of the grid. The deviation of the one path that was seen says less: of
+    a walk it is as uncertain as that of three numbers. 0 where no label has two samples.
+
+    >>> walk_rate(["a", "b", "a", "b"], [1.0, 2.0, 1.1, 2.2], [0.0, 1.0, 2.0, 3.0])
+    """
+    fit = _fit(labels, seconds, at_s)
+    return fit.gained / ((max(at_s) - min(at_s)) or 1.0) if fit is not None else 0.0
+
+
 def _fit(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> _Fit | None:
     """Fit labels, walk and noise; None where no label has two samples."""
     names = list(dict.fromkeys(labels))
@@ -81,9 +97,10 @@ def _fit(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[fl
 
 
 def _walk(log: FloatArray, design: FloatArray, walk: FloatArray) -> _Fit:
-    """Return the walk's level and the labels' covariance, at the gain of greatest likelihood."""
+    """Return level and covariance at the gain of greatest likelihood, and the mean of `gained` over all."""
     num, num_labels = design.shape
-    best, found = -np.inf, _Fit(np.zeros(num), np.zeros((num_labels, num_labels)))
+    level, labels = np.zeros(num), np.zeros((num_labels, num_labels))
+    likelihoods, gained = [], []
     for gain in _GAINS:
         covariance = gain * walk + np.eye(num)
         weighted = np.linalg.solve(covariance, np.column_stack([design, log]))
@@ -96,7 +113,10 @@ def _walk(log: FloatArray, design: FloatArray, walk: FloatArray) -> _Fit:
             + np.linalg.slogdet(inner)[1]
             + (num - num_labels) * np.log(squares)
         )
-        if likelihood > best:
-            best = likelihood
-            found = _Fit(gain * (walk @ left), squares / (num - num_labels) * np.linalg.inv(inner))
-    return found
+        noise = squares / (num - num_labels)
+        if likelihood > max(likelihoods, default=-np.inf):
+            level, labels = gain * (walk @ left), noise * np.linalg.inv(inner)
+        likelihoods.append(likelihood)
+        gained.append(gain * noise * num)
+    weights = np.exp(np.array(likelihoods) - max(likelihoods))
+    return _Fit(level, labels, float(weights @ gained / weights.sum()))

@@ -9,6 +9,7 @@ that a drift of the machine falls on all precisions alike.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -24,7 +25,7 @@ from qsync.lowering.lowered_graph import Run
 from qsync.predictor.profiling.clocks import Clock, CudaClock, KernelClock, LaunchClock, ShareClock, WallClock
 from qsync.predictor.profiling.launches import Launches
 from qsync.predictor.profiling.loader_wait import TimedLoader
-from qsync.predictor.profiling.machine_drift import drift_factors, label_error
+from qsync.predictor.profiling.machine_drift import drift_factors, label_error, walk_rate
 from qsync.predictor.profiling.mixed_assignments import RoundStep, num_round_steps, round_steps
 from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes, timing_hook_s
 from qsync.predictor.profiling.runner import Runner, check_finite, check_scalar
@@ -35,7 +36,6 @@ from qsync.predictor.profiling.step_statistics import (
     median_cost,
     node_costs,
     noise,
-    robust_deviation,
     timer_seconds,
 )
 from qsync.records.graph import OpGraph
@@ -255,6 +255,7 @@ class Profiler:
         if self._launches:  # as the steps are without a timer
             totals |= self._launches.whole_s(median(self._optimizer_s))
         drift = self.drift_factors() if drift is None else drift
+        seconds = time.perf_counter() - self._began_s
         # Behind a full queue an event of the GPU takes what a hook does; no step without one is as full.
         timer_s = self._timer.hook_s if self._launches else timer_seconds(steps, self._plain_s)
         found = node_costs(self._samples, drift, timer_s)
@@ -275,10 +276,10 @@ class Profiler:
             emulated_share=emulated_share,
             bucket_s_per_byte=median(self._bucket_s_per_byte),
             noise=noise(self._samples, drift),
-            drift=robust_deviation(drift),
+            drift=math.sqrt(walk_rate(*self._sampled()) * seconds / 6.0),  # see Profile.ahead
             error=leave_one_out_error(self._samples, drift),
             num_steps=self._num_steps,
-            seconds=time.perf_counter() - self._began_s,
+            seconds=seconds,
             refused=self._unsupported(),
             loading_s=self._loader.wait_s if self._loader else 0.0,
             model=self.graph.model,

@@ -79,8 +79,9 @@ class Profile:
     `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
 
     How far to trust it, as parts of a step's time (standard deviations): `noise` is how much one step differs
-    from its like, `drift` how much the machine changed between rounds, and `error` by how much the profile
-    missed steps of mixed precision that it had not seen. It took `num_steps` steps and `seconds`.
+    from its like, `drift` how far the machine's speed departs from its mean in `seconds`, and `error` by how
+    much the profile missed steps of mixed precision that it had not seen. It took `num_steps` steps and
+    `seconds`.
 
     `origin` says where the costs come from: LEARNED where a model priced the operators in `filled`, each with
     the model's stated error as a fraction; SIMULATED where all are those of a data sheet's device; CARRIED

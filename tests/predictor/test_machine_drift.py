@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsync.predictor.profiling.machine_drift import drift_factors, label_error
+from qsync.predictor.profiling.machine_drift import drift_factors, label_error, walk_rate
 
 DRAW = np.random.default_rng(0)
 NUM, TURNS = 24, 5
@@ -48,6 +48,7 @@ def test_the_order_in_which_samples_are_given_does_not_matter():
 def test_where_nothing_was_timed_twice_nothing_is_said():
     assert drift_factors(["a", "b"], [1.0, 5.0], [0.0, 1.0]) == [1.0, 1.0]
     assert label_error(["a", "b"], [1.0, 5.0], [0.0, 1.0]) == np.inf
+    assert walk_rate(["a", "b"], [1.0, 5.0], [0.0, 1.0]) == 0.0
 
 
 @pytest.mark.parametrize(("noise", "gain"), [(0.01, 0.0), (0.02, 0.3), (0.01, 1.0)])
@@ -76,3 +77,19 @@ def test_a_walk_does_not_follow_the_noise_itself():
         rest = log - np.log(drift_factors(labels, np.exp(log), np.arange(45)))
         left = rest.reshape(3, 15) - rest.reshape(3, 15).mean(0)
         assert np.std(left) > 0.0005
+
+
+@pytest.mark.parametrize(("rate", "noise"), [(1e-5, 0.01), (4e-5, 0.01), (1e-4, 0.02)])
+def test_eight_runs_in_ten_or_more_lie_where_the_rate_of_the_walk_puts_them(rate, noise):
+    """A minute of ten labels says how far the mean of the next five lies off, to 1.645 deviations."""
+    draw, num, later, spacing_s = np.random.default_rng(2), 60, 300, 1.0
+    labels, at_s = list(range(10)) * 6, spacing_s * np.arange(num)
+    rates, hits = [], []
+    for _ in range(100):
+        walk = np.cumsum(draw.normal(0.0, (rate * spacing_s) ** 0.5, num + later))
+        log = draw.normal(0.0, 0.3, 10)[labels] + walk[:num] + draw.normal(0.0, noise, num)
+        rates.append(walk_rate(labels, np.exp(log), at_s))
+        deviation = (rates[-1] * (num + later) * spacing_s / 3.0) ** 0.5
+        hits.append(abs(walk[num:].mean() - walk[:num].mean()) < 1.645 * deviation)
+    assert np.mean(rates) == pytest.approx(rate, rel=0.5)
+    assert np.mean(hits) > 0.8
