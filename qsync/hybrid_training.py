@@ -363,6 +363,7 @@ def _profile_and_plan(
         "precisions": profiling.precisions, "optimizer": profiling.make_optimizer,
         "cap": profiling.bucket_cap_bytes,
         **({"loader": "given"} if profiling.loader is not None else {}),
+        **{name: value for name, value in (profiling.ddp_options or {}).items() if isinstance(value, bool)},
         **({"compile": True} if profiling.compile else {}), **options,
     })  # fmt: skip
     plan = cached_plan(folder)
