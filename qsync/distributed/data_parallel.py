@@ -70,7 +70,16 @@ class HybridDDP(DistributedDataParallel):
         self._averaged = {id(p) for p in self.module.parameters() if p.requires_grad}
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._num_calls = 0
+        self.let_group_outlive_reducer()
         note_ddp(self.module, self)
+
+    def let_group_outlive_reducer(self) -> None:
+        """Make the process group the attribute that dies last: attributes die in their order.
+
+        A reducer that owns a group alone destroys it while it holds the interpreter's lock. The group then
+        waits for its threads, and a thread that still drops a Python object waits for the lock (torch 2.13).
+        """
+        self.process_group = self.__dict__.pop("process_group")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model once; its gradients are averaged in backward."""

@@ -136,6 +136,7 @@ class ElasticDDP(HybridDDP):
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
         self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
         self._has_rebuilt_buckets, self.require_forward_param_sync = False, True
+        self.let_group_outlive_reducer()
         self.hook.group = group
         self.register_comm_hook(self.hook, average_elastic_bucket)
 
