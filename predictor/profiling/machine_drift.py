@@ -100,7 +100,8 @@ def _walk(log: FloatArray, design: FloatArray, walk: FloatArray) -> _Fit:
     """Return level and covariance at the gain of greatest likelihood, and the mean of `gained` over all."""
     num, num_labels = design.shape
     level, labels = np.zeros(num), np.zeros((num_labels, num_labels))
-    likelihoods, gained = [], []
+    likelihoods: list[float] = []
+    gained: list[float] = []
     for gain in _GAINS:
         covariance = gain * walk + np.eye(num)
         weighted = np.linalg.solve(covariance, np.column_stack([design, log]))
@@ -116,7 +117,7 @@ def _walk(log: FloatArray, design: FloatArray, walk: FloatArray) -> _Fit:
         noise = squares / (num - num_labels)
         if likelihood > max(likelihoods, default=-np.inf):
             level, labels = gain * (walk @ left), noise * np.linalg.inv(inner)
-        likelihoods.append(likelihood)
-        gained.append(gain * noise * num)
+        likelihoods.append(float(likelihood))
+        gained.append(float(gain * noise * num))
     weights = np.exp(np.array(likelihoods) - max(likelihoods))
     return _Fit(level, labels, float(weights @ gained / weights.sum()))
