@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -315,26 +314,24 @@ def save(
     Example:
         >>> qsync.save("checkpoints/last", model, optimizer, step=1000, scheduler=scheduler)
     """
-    agree_locally("checking what to save", partial(_check_path, folder))
-    folder, subject = Path(folder), Subject(model, optimizer, plan, profiles, objects)
-    target = Path(os.path.realpath(folder)) if folder.is_symlink() else folder  # no folder replaces a link
+    subject = Subject(model, optimizer, plan, profiles, objects)
 
-    def check() -> None:
+    def checked_target() -> Path:
+        if not isinstance(folder, (str, Path)):
+            raise FormatError(f"save takes a folder first, then the model; the folder is {shortened(folder)}")
+        path = Path(folder)
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path  # no folder replaces a link
         if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             raise FormatError(f"{folder} is there already, and nothing is written over; name another folder")
         check_step(step)
         subject.state()
+        return target
 
-    agree_locally("checking what to save", check)
+    target = agree_locally("checking what to save", checked_target)
     saving = Save(target, subject, step)
     saving.stage()
     saving.write()
     if saving.is_first:
         # Not those of run1 for run[1], nor those of run.1 for run.
         remove_partials(target.parent, f"{glob.escape(target.name)}.{'[0-9a-f]' * 32}")
-    return folder
-
-
-def _check_path(folder: object) -> None:
-    if not isinstance(folder, (str, Path)):
-        raise FormatError(f"save takes a folder first, then the model; the folder is {shortened(folder)}")
+    return Path(folder)
