@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.fx
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.utils.checkpoint import checkpoint
 
 from qsync.backend.casts.epilogues import Activation, activation
@@ -235,6 +236,7 @@ class _Rewriter:
         self._after: dict[str, list[Cast]] = {}
         self._carried = {value.name: value.dtype for value in lowered.graph.inputs}
         inputs = set(self._carried)
+        self._trained = {name for op in lowered.graph.ops if op.requires_grad for name in op.inputs}
         pending: list[Cast] = []
         for node in lowered.nodes:
             if isinstance(node, Run):
@@ -254,8 +256,9 @@ class _Rewriter:
         new: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in segment.module.graph.nodes:
             name = segment.op_of.get(node)
-            for cast in self._before.get(name, ()) if name else ():
-                self._emit_cast(module, cast)
+            if name is not None:
+                for cast in self._before.get(name, ()):
+                    self._emit_cast(module, cast, trains=self._ops[name].requires_grad)
             if node.op == "output":
                 graph.output(self._returned(segment, node, name, new))
                 continue
@@ -312,8 +315,13 @@ class _Rewriter:
 
         return torch.fx.map_arg(node.args[0], handed_out)
 
-    def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast) -> None:
+    def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast, trains: bool = True) -> None:
+        """Add the call of a cast; `trains` says whether the operator beside it has a backward."""
         source = self._node_of[cast.value, cast.source]
+        # The first reader of an input may run in no_grad() or inference_mode(), and a later one train.
+        outside = None
+        if not trains and cast.value in self._trained:
+            outside = module.graph.call_function(_enter_inference_mode, (False,))
         is_kept = cast.of_parameter and self._kernels.keeps_copies
         is_tensor = isinstance(source.meta.get("example_value"), torch.Tensor)
         if not is_kept and is_tensor and cast.target in self._kernels.plain_casts:
@@ -321,7 +329,10 @@ class _Rewriter:
         else:
             call = (WeightCast if is_kept else CastCall)(self._kernels.cast, cast.target)
             node = _call(module, f"cast_{cast.target}", call, (source,), {})
-        note_conversion(node, source, cast.target)
+        if outside is not None:
+            module.graph.call_function(_exit_inference_mode, (outside,))
+        else:
+            note_conversion(node, source, cast.target)
         node = self._report(module, cast, node, [source], cast.num_elements)
         self._node_of[cast.value, cast.target] = node
 
