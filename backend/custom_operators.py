@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from qsync.backend.autograd import is_replayed
+from qsync.backend.autograd import is_replayed, no_second_derivative
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Encoded, Operand, encode
@@ -363,6 +363,8 @@ def _differentiate(name: str, ctx: Any, gradients: list[Tensor | None]) -> tuple
     found: list[Tensor | None] = [None] * ctx.num_tensors
     given = _call_of(ctx.call).given
     if gradients[0] is not None:
+        if torch.is_grad_enabled():
+            raise no_second_derivative()
         if not _call_of(ctx.call).gives(ctx.needs_input_grad[0]):
             raise UnsupportedError(
                 f"qsync::{name} was traced without gradients that are wanted now: trace outside of "
@@ -375,7 +377,7 @@ def _differentiate(name: str, ctx: Any, gradients: list[Tensor | None]) -> tuple
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
-    raise UnsupportedError("qsync's kernels cannot be differentiated twice: run this model in fp32")
+    raise no_second_derivative()
 
 
 def _register(name: str, run: Any, fake: Any, backward: Any, setup: Any = None) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.casts.cast_ops import LARGEST_CODE, scales
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.encoding import Operand, decode, encode

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.compressed_saves.activation_slopes import (
     decode_derivative,
     derivative_codes,

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from qsync.backend.autograd import differentiable, owned
+from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.cutlass.linear import to_fp16
 from qsync.backend.cutlass.products import Geometry, Scaling, conv, pad_channels
 from qsync.backend.encoding import Encoded, Operand, encode

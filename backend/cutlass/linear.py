@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable, owned
+from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.casts.cast_ops import round_columns, round_rows
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.cutlass.products import Scaling, gemm

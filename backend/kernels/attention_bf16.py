@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights
 from qsync.backend.kernel_timing import least_s
 from qsync.backend.kernels.attention_heads import AttentionOptions, Heads

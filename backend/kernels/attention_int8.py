@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.block_sizes import saves_weights, scores_per_block
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.attention_heads import AttentionOptions, Heads

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.encoding import Encoded
 from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.matmul import decode_matrices

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from qsync.backend.autograd import differentiable, is_replayed
+from qsync.backend.autograd import differentiable, is_replayed, once_differentiable
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.image_order import find_channels_last
 from qsync.backend.kernels.linear import DTYPES

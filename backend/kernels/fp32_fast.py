@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qsync.backend import shape_choices
-from qsync.backend.autograd import differentiable, owned
+from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.casts.cast_ops import sum_columns
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.kernel_timing import fastest

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable, owned
+from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.casts.cast_ops import nearest_codes
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.linear import DTYPES

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable, owned
+from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.casts.cast_ops import compiled_for
 from qsync.backend.casts.epilogues import Activation, activation_gradient_and_sum
 from qsync.backend.sixteen_bit_operands import as_matrix

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.kernels.linear import DTYPES
 
 # oneDNN prepares a product for every number of rows that it has not seen, longer than it multiplies 128 of

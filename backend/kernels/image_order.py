@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.casts.cast_ops import transpose_last
 
 ORDERS = (torch.channels_last, torch.contiguous_format)  # that of lowered convolutions' results first

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qsync.backend import shape_choices
 from qsync.backend.amx import has_amx
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.casts.cast_ops import sum_columns, transpose_last
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.sixteen_bit_operands import as_matrix

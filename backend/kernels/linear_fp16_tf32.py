@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.encoding import Operand
 from qsync.backend.kernels.fp16_tf32 import allow_tf32, product_fp16, product_tf32, scaled, unscaled
 from qsync.backend.kernels.linear import DTYPES

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable, owned
+from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.casts.cast_ops import decode_rows
 from qsync.backend.encoding import Encoded, Operand, memory_order
 from qsync.backend.int8_products import scaled_product

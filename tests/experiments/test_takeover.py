@@ -22,7 +22,7 @@ SENTENCES = {
     "`parallelize_module` (tensor parallelism)": "wrap the modules that are not parallelized",
     "wrap of `DataParallel(model)`": "use DistributedDataParallel",
     "wrap of a TorchScript model": "wrap the module it was made from",
-    "double backward (a gradient penalty)": "differentiate twice",
+    "double backward (a gradient penalty)": "cannot be differentiated twice",
 }
 WARNINGS = {
     "`model.half()` after the first call": "0 of 5 products in int8.*has it in fp16",
