@@ -537,6 +537,8 @@ def _module_path(text: str) -> str:
     text = re.sub(r"\.(?:__dict__\.)?_(?:modules|orig_mod)\b", "", text)
     text = re.sub(r"\.forward\.args\[0\]", "", text)  # the module, as activation_recomputation calls it
     text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
+    # torch's checkpoint_wrapper leaves itself out of the names of parameters, too.
+    text = re.sub(r"(?:\.__dict__)?(?:\._modules)?\._checkpoint_wrapped_module\b", "", text)
     return text.strip(".").removesuffix("._call_impl")
 
 
