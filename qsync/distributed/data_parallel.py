@@ -14,6 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync.backend.device_detection import device_of
@@ -41,11 +45,26 @@ _TWICE = (
 )
 
 
+class _Registered:
+    """A count of the parameters and modules that were added to any module of this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_module_parameter_registration_hook(self._note)
+        register_module_module_registration_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self.count += 1
+
+
+_registered = _Registered()
+
+
 class HybridDDP(DistributedDataParallel):
     """DDP around a planned model, as `qsync.hybrid` returns it. It copies and pickles as DDP does.
 
     A call through another DDP raises UnsupportedError. A trained parameter that DDP does not know raises
-    MismatchError: added, unfrozen, replaced or sharded after wrapping, it would never be averaged.
+    MismatchError: added, unfrozen, replaced, sharded or converted after wrapping, it would never be averaged.
 
     Args:
         module: the model.
@@ -67,7 +86,9 @@ class HybridDDP(DistributedDataParallel):
         self._register()
 
     def _register(self) -> None:
-        self._averaged = {id(p) for p in self.module.parameters() if p.requires_grad}
+        self._averaged = {id(p): p.dtype for p in self.module.parameters() if p.requires_grad}
+        self._one = next((p for p in self.module.parameters() if p.requires_grad), None)
+        self._num_registered = _registered.count
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._num_calls = 0
         self.let_group_outlive_reducer()
@@ -93,7 +114,12 @@ class HybridDDP(DistributedDataParallel):
         if DistributedDataParallel._active_ddp_module is not None:
             raise UnsupportedError(_TWICE)
         # To look at every parameter takes half a millisecond of a model of 400.
-        if self._num_calls % _CALLS_PER_CHECK == 0 or any(p.requires_grad for p in self._frozen):
+        if (
+            self._num_calls % _CALLS_PER_CHECK == 0
+            or self._num_registered != _registered.count
+            or (self._one is not None and self._one.dtype is not self._averaged[id(self._one)])
+            or any(p.requires_grad for p in self._frozen)
+        ):
             self._check_parameters()
         self._num_calls += 1
 
@@ -109,6 +135,14 @@ class HybridDDP(DistributedDataParallel):
                 "which was added, unfrozen or sharded after qsync.hybrid; do that to the plain model, then "
                 "call qsync.hybrid"
             )
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and p.dtype is not self._averaged.get(id(p), p.dtype):
+                raise MismatchError(
+                    f"DDP averages gradients of {self._averaged[id(p)]}, and "
+                    f"{shortened(name, quote=False)} was converted to {p.dtype}: convert the plain model, "
+                    "then call qsync.hybrid"
+                )
+        self._num_registered = _registered.count
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:

@@ -78,6 +78,15 @@ loss_fn(frozen, batch(seed=rank)).backward()
 for parameter in frozen.parameters():
     parameter.requires_grad_(True)
 refused("unfrozen", lambda: frozen(batch()[0]))
+
+def grown(model):
+    model.module.head = torch.nn.Sequential(model.module.head, torch.nn.Linear(4, 4))
+
+for what, change in (("grown", grown), ("converted", lambda model: model.bfloat16())):
+    changed = qsync.hybrid(make(), batch(), **options)
+    loss_fn(changed, batch(seed=rank)).backward()
+    change(changed)
+    refused(what, lambda: changed(batch()[0]))
 dist.destroy_process_group()
 """
 
@@ -96,6 +105,10 @@ def test_gradients_are_averaged_once_whoever_wraps_the_model_again(tmp_path):
             assert text.startswith("UnsupportedError") and f"{named} in DistributedDataParallel" in text
     for text in said(output, "unfrozen"):
         assert text.startswith("MismatchError") and "does not average inner.0.weight (and 3 more)" in text
+    for text in said(output, "grown"):  # though its first call has gone through
+        assert text.startswith("MismatchError") and "does not average head.1.weight (and 1 more)" in text
+    for text in said(output, "converted"):
+        assert text.startswith("MismatchError") and "inner.0.weight was converted to torch.bfloat16" in text
 
 
 OPTIONS = """
