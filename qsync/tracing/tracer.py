@@ -163,6 +163,8 @@ def nothing_to_lower(model: torch.nn.Module, breaks: dict[str, int], ops: Sequen
         reason = f"{fixed[0].name} stays as it is because {fixed[0].fixed_because}"
         if fixed[0].dtype in ("bf16", "fp16"):
             instead = f'model.float() with base="{fixed[0].dtype}" computes in it, with weights in FP32'
+        elif fixed[0].dtype == "fp64":
+            instead = "convert it with model.float(), or train it without qsync.wrap"
     elif ops and not new:
         reason = f"none of the {len(ops)} operators traced is a product in FP32 that there are kernels for"
     return TracingError(

@@ -643,7 +643,10 @@ def test_a_model_without_products_has_nothing_to_lower():
 
 
 def test_a_model_of_other_types_or_products_says_that_its_operators_were_traced():
-    with pytest.raises(TracingError, match="linear stays as it is because the model has it in fp64"):
+    with pytest.raises(
+        TracingError,
+        match="linear stays as it is because the model has it in fp64; convert it with model.float",
+    ):
         qsync.capture(nn.Linear(8, 8).double(), X.double())
 
 
