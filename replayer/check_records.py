@@ -97,6 +97,15 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
             )
         profiles[device_class.name].check_graph(graph)
         profiles[device_class.name].check_class(device_class)
+    measured = {c.name: profiles[c.name].device_class for c in cluster.classes}
+    for name, own in measured.items():
+        # A class may take the profile of another, but not one whose own class has yet another.
+        if own != name and measured.get(own, own) != own:
+            raise MismatchError(
+                f"the profile of {shortened(own, quote=False)} is given as that of {shortened(name)}, and "
+                f"{shortened(own)} has that of {shortened(measured[own], quote=False)}; give each profile "
+                "under the name of its class"
+            )
     check_versions({c.name: profiles[c.name] for c in cluster.classes})
 
 

@@ -10,6 +10,7 @@ import torch
 from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
 import qsync
+from qsync.distributed.plan_cache import cache_folder
 from qsync.errors import FormatError, MismatchError, TracingError
 
 GRAPH, CLUSTER = mlp(3, width=32, rows=16), cluster_of()
@@ -45,6 +46,19 @@ def test_what_no_file_could_hold_is_refused_by_plan_and_replay(place, given, wor
     if place != 2:
         with pytest.raises(FormatError, match=words):
             qsync.replay(parts[0], qsync.plan(*PARTS, slack=0.2), parts[1], parts[3])
+
+
+def test_profiles_under_each_other_s_names_are_refused():
+    train, infer = PROFILES.values()
+    assert qsync.plan(GRAPH, {"train": train, "infer": train}, *PARTS[2:]).classes
+    with pytest.raises(MismatchError, match="of infer is given as that of 'train', and 'infer' has that of"):
+        qsync.plan(GRAPH, {"train": infer, "infer": train}, *PARTS[2:])
+
+
+@pytest.mark.parametrize("folder", [5, "a\0b"])
+def test_a_cache_folder_that_is_no_path_is_refused(folder):
+    with pytest.raises(FormatError, match="cache_dir is the path of a folder"):
+        cache_folder(folder)
 
 
 def test_a_plan_s_file_is_no_plan():

@@ -14,7 +14,7 @@ import torch
 import qsync
 from qsync.backend.kernel_cache import user_folder
 from qsync.distributed.agreement import from_rank_zero
-from qsync.errors import QSyncError
+from qsync.errors import FormatError, QSyncError, shortened
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, digest
 from qsync.records.plans import Plan
@@ -23,8 +23,10 @@ from qsync.records.plans import Plan
 def cache_folder(given: str | Path | None) -> Path:
     """Return the folder of all cached plans: the given one, or the user's own cache.
 
-    Raises QSyncError where a user without a home folder gives none.
+    Raises QSyncError where a user without a home folder gives none, FormatError for what is no path.
     """
+    if given is not None and (not isinstance(given, (str, Path)) or "\0" in str(given)):
+        raise FormatError(f"cache_dir is the path of a folder, found {shortened(given)}; give one, or none")
     found = Path(given) if given is not None else user_folder()
     if found is None:
         raise QSyncError(
