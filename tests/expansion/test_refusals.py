@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expanding import made, recipe, tokens, trained
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from user_models import NET, RESIDUALS, STREAMS, Eps, Net, Residuals, Streams, lossless, with_lines
 
@@ -542,3 +543,9 @@ def test_the_state_of_another_model_does_not_grow_by_a_plan():
             plan.grown(wrong)
     with pytest.raises(FormatError, match="inp.weight is a int, 1; give what model.state_dict"):
         plan.grown(dict.fromkeys(Net().state_dict(), 1))
+
+
+def test_adapters_are_refused_by_their_package():
+    adapted = get_peft_model(Net(), LoraConfig(r=2, target_modules=["fc"]))
+    refused(adapted, NET.to(width=27, hidden=31), UnsupportedError, "adapters of peft, .*merge_and_unload")
+    lossless(adapted.merge_and_unload(), NET.to(width=27, hidden=31), torch.randn(4, 5, dtype=torch.float64))

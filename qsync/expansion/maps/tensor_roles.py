@@ -67,6 +67,7 @@ def tensors_of(model: torch.nn.Module, recipe: Recipe) -> dict[str, Tensor]:
         norm = module_kinds.norm_kind(module, name.rpartition(".")[0]) if _grows(line) else None
         found[name] = Tensor(name, value, line, module, norm, _roles(name, value, line, module, norm))
     if unnamed:
+        _check_adapters(model)
         raise UnsupportedError(
             f"the recipe {recipe.name} has no line for {first_few(unnamed)}; add what each reads and writes, "
             f"or `{unnamed[0].rpartition('.')[0] or unnamed[0]}  _ -> _` where nothing of it grows"
@@ -74,6 +75,15 @@ def tensors_of(model: torch.nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     _check_norms(model, recipe, found)
     _check_written(recipe, found.values())
     return found
+
+
+def _check_adapters(model: torch.nn.Module) -> None:
+    """Raise UnsupportedError for a model with adapters of peft, which shipped recipes do not know."""
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise UnsupportedError(
+            f"{type(model).__name__} has adapters of peft, which do not grow; grow the model without them "
+            "(merge_and_unload, unload, or get_base_model of prompts), and give the larger one new adapters"
+        )
 
 
 def _grows(line: Line) -> bool:
