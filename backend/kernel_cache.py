@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from qsync.errors import BuildError
+from qsync.records.graph import digest
 from qsync.records.json_files import write_text
 
 _why_unusable: str | None = None
@@ -55,8 +56,8 @@ def user_folder() -> Path | None:
         return None
 
 
-def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], suffix: str = ".so") -> Path:
-    """Return the file that `build(path)` writes for these facts: from the cache, or built now.
+def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None]) -> Path:
+    """Return the library that `build(path)` writes for these facts: from the cache, or built now.
 
     `facts` are all that determines the content: source, compiler and its version, processor, flags. Of
     ranks that ask at the same time one builds and the others wait. If the cache folder cannot be written,
@@ -65,10 +66,10 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], su
 
     >>> built("casts", {"source": source, "processor": "znver5"}, executable.export_library)
     """
-    digest = _digest(facts)
+    file_name = f"{name}-{digest(facts)}.so"
     global _why_unusable
     try:
-        return _in(folder(), f"{name}-{digest}{suffix}", build)
+        return _in(folder(), file_name, build)
     except OSError as error:
         first_error = error
         _why_unusable = (
@@ -76,7 +77,7 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], su
         )
     # A folder that cannot be written or a full disk costs every process its own build, and nothing more.
     try:
-        return _in(_own_folder(), f"{name}-{digest}{suffix}", build)
+        return _in(_own_folder(), file_name, build)
     except OSError as error:
         raise BuildError(
             f"cannot store compiled kernels in {folder()} ({first_error.strerror or first_error}) nor in "
@@ -120,7 +121,7 @@ class Choices:
     """
 
     def __init__(self, name: str, facts: Mapping[str, str]) -> None:
-        self._path = folder() / f"{name}-{_digest(facts)}.jsonl"
+        self._path = folder() / f"{name}-{digest(facts)}.jsonl"
         self._found: dict[str, list[int]] = {}
         self._used: dict[Hashable, int] = {}
         self._read()
@@ -184,10 +185,6 @@ def rounded_up(shape: Sequence[int]) -> tuple[int, ...]:
 def why_unusable() -> str | None:
     """Return why this process could not use the cache folder; None if it could, or did not try."""
     return _why_unusable
-
-
-def _digest(facts: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:

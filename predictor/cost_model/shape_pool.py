@@ -8,13 +8,14 @@ import random
 from qsync.predictor.cost_model.op_calls import Argument, Call
 from qsync.records.graph import num_elements
 
+_MAX_ELEMENTS = 2**22  # of a tensor
 _FOLLOWING = (
     "relu", "gelu", "silu", "softmax", "dropout", "layer_norm", "batch_norm", "add", "mul", "max_pool2d",
 )  # fmt: skip
 
 
-def pool(num: int, seed: int = 0, max_elements: int = 2**22) -> list[Call]:
-    """Draw `num` calls of the kinds in models; no tensor has more than `max_elements` elements.
+def pool(num: int, seed: int = 0) -> list[Call]:
+    """Draw `num` calls of the kinds in models; no tensor has more than 2^22 elements.
 
     A third each are matrix products, convolutions with attention, and following operators. Sizes are drawn
     evenly on a logarithmic scale; widths are mostly multiples of 16, as in models.
@@ -25,10 +26,8 @@ def pool(num: int, seed: int = 0, max_elements: int = 2**22) -> list[Call]:
     found: list[Call] = []
     while len(found) < num:
         call = _draw(draw)
-        if (
-            max(num_elements(call.output), *(argument.num_elements for argument in call.inputs))
-            <= max_elements
-        ):
+        sizes = (num_elements(call.output), *(argument.num_elements for argument in call.inputs))
+        if max(sizes) <= _MAX_ELEMENTS:
             found.append(call)
     return found
 
