@@ -80,7 +80,6 @@ def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale.view(torch.float32)
 
 
-@autotuned(lambda d: (random_values(d, 4096, 1024),))
 def to_bf16(x: Tensor) -> Tensor:
     """Convert an FP32 tensor of any shape to BF16, differentiably.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tvm.script import tirx as T
 
+from qsync.backend.casts.tvm.columns import add_parts
 from qsync.backend.casts.tvm.constants import ROWS_PER_PART, THREADS_PER_BLOCK
 from qsync.backend.casts.tvm.expressions import (
     EXP,
@@ -22,6 +23,7 @@ from qsync.backend.casts.tvm.expressions import (
     bf16,
     exp_negative,
     magnitude,
+    narrowed,
     polynomial,
     widened,
 )
@@ -237,9 +239,6 @@ def _activation(curve: Curve) -> Any:
 def _gradient(curve: Curve, dtype: str, out_dtype: str) -> Any:
     """Write the gradient in another type, and the sums of its columns, in blocks of rows."""
 
-    def cast(value: Any) -> Any:
-        return bf16(value) if out_dtype == "bfloat16" else value
-
     @T.prim_func
     def gradient(g: T.handle, saved: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
         T.func_attr({"tirx.noalias": True})
@@ -261,7 +260,7 @@ def _gradient(curve: Curve, dtype: str, out_dtype: str) -> Any:
                         T.bind(curve.gradient(T.bind(widened(G[block * ROWS_PER_PART + r, j], dtype)), k))
                     )
                     P[j] = P[j] + h
-                    H[block * ROWS_PER_PART + r, j] = cast(h)
+                    H[block * ROWS_PER_PART + r, j] = narrowed(h, out_dtype)
             for j in T.serial(n):
                 S[j] = S[j] + P[j]
 
@@ -270,9 +269,6 @@ def _gradient(curve: Curve, dtype: str, out_dtype: str) -> Any:
 
 def _gradient_in_parts(curve: Curve, dtype: str, out_dtype: str) -> Any:
     """Write the same on a GPU: a thread sums 64 rows of a column, a second round adds the parts."""
-
-    def cast(value: Any) -> Any:
-        return bf16(value) if out_dtype == "bfloat16" else value
 
     @T.prim_func
     def gradient(g: T.handle, saved: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
@@ -298,12 +294,7 @@ def _gradient_in_parts(curve: Curve, dtype: str, out_dtype: str) -> Any:
                                 )
                             )
                             P[b, column(c, t)] = P[b, column(c, t)] + h
-                            H[b * ROWS_PER_PART + r, column(c, t)] = cast(h)
-        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
-            for t in Threads.threads():
-                if column(c, t) < n:
-                    S[column(c, t)] = T.float32(0)
-                    for b in T.serial(parts):
-                        S[column(c, t)] = S[column(c, t)] + P[b, column(c, t)]
+                            H[b * ROWS_PER_PART + r, column(c, t)] = narrowed(h, out_dtype)
+        add_parts(S, P, parts, n)
 
     return gradient

@@ -34,6 +34,12 @@ def programs() -> dict[str, Any]:
     return found
 
 
+def _score(high: Any, low: Any, mask: Any, factor: Any, masked: bool) -> Any:
+    """Return the score (high + low) factor + mask."""
+    value = (T.Cast("float32", high) + T.Cast("float32", low)) * factor
+    return value + T.Cast("float32", mask) if masked else value
+
+
 def _ordered(value: Any) -> Any:
     """Return an integer with the order of FP32 numbers, NaN above all of them."""
     bits = T.reinterpret("int32", value)
@@ -75,12 +81,8 @@ def _exponential(x: Any) -> Any:
 def _softmax(masked: bool) -> Any:
     """Compute BF16 of the weights times `keep_factor`, the largest scores, and the sums.
 
-    Scores are (high + low) factor + mask. Row i sees the keys up to first + i. Sums are in units of 2^-30.
+    Row i sees the keys up to first + i. Sums are in units of 2^-30.
     """
-
-    def score(high: Any, low: Any, mask: Any, factor: Any) -> Any:
-        value = (T.Cast("float32", high) + T.Cast("float32", low)) * factor
-        return value + T.Cast("float32", mask) if masked else value
 
     @T.prim_func
     def softmax(
@@ -108,7 +110,7 @@ def _softmax(masked: bool) -> Any:
             top[h, i] = T.int32(-2147483648)
             S[h, i] = T.int64(0)
             for j in T.serial(T.min(n, first + i + 1)):
-                E[j] = score(H[h, i, j], L[h, i, j], M[h, i, j], factor)
+                E[j] = _score(H[h, i, j], L[h, i, j], M[h, i, j], factor, masked)
                 top[h, i] = T.max(top[h, i], _ordered(E[j]))
             for j in T.serial(T.min(n, first + i + 1)):
                 E[j] = _exponential(E[j] - _largest(top[h, i], masked))
@@ -132,10 +134,6 @@ def _softmax_gradient(masked: bool) -> Any:
 
     dS = P (keep_factor dW - means)
     """
-
-    def score(high: Any, low: Any, mask: Any, factor: Any) -> Any:
-        value = (T.Cast("float32", high) + T.Cast("float32", low)) * factor
-        return value + T.Cast("float32", mask) if masked else value
 
     @T.prim_func
     def softmax_gradient(
@@ -163,7 +161,7 @@ def _softmax_gradient(masked: bool) -> Any:
         G = T.match_buffer(gradient, (b, m, n), "bfloat16")
         for h, i in T.grid(b, m):
             for j in T.serial(T.min(n, first + i + 1)):
-                E[j] = _exponential(score(H[h, i, j], L[h, i, j], M[h, i, j], factor) - S[h, i])
+                E[j] = _exponential(_score(H[h, i, j], L[h, i, j], M[h, i, j], factor, masked) - S[h, i])
                 W[h, i, j] = bf16(E[j] * keep_factor)
                 G[h, i, j] = bf16(E[j] * (T.Cast("float32", G[h, i, j]) * keep_factor - A[h, i]))
             for j in T.serial(n - T.min(n, first + i + 1)):

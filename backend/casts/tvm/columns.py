@@ -42,6 +42,24 @@ def programs(loops: Any) -> dict[str, Any]:
     return found
 
 
+def _in_bf16(value: Any, dtype: str) -> Any:
+    """Return BF16 of a buffer's element."""
+    return value if dtype == "bfloat16" else bf16(value)
+
+
+@T.inline
+def _find_scales(S: Any, R: Any, value: Any, m: Any, n: Any) -> None:
+    """Find each column's scale, of `value(i, j)`, and its inverse."""
+    for j in T.serial(n):
+        R[j] = T.int32(SMALLEST_AMAX_BITS)
+    for i in T.serial(m):
+        for j in T.serial(n):
+            R[j] = T.max(R[j], magnitude(value(i, j)))
+    for j in T.serial(n):
+        S[j] = scale(R[j])
+        R[j] = T.reinterpret("int32", inverse(R[j]))
+
+
 def _quantize_columns(dtype: str) -> Any:
     @T.prim_func
     def quantize_columns(x: T.handle, codes: T.handle, scales: T.handle, inverses: T.handle):
@@ -51,14 +69,7 @@ def _quantize_columns(dtype: str) -> Any:
         Q = T.match_buffer(codes, (m, n), "int8")
         S = T.match_buffer(scales, (n,), "int32")
         R = T.match_buffer(inverses, (n,), "int32")
-        for j in T.serial(n):
-            R[j] = T.int32(SMALLEST_AMAX_BITS)
-        for i in T.serial(m):
-            for j in T.serial(n):
-                R[j] = T.max(R[j], magnitude(T.Cast("float32", X[i, j])))
-        for j in T.serial(n):
-            S[j] = scale(R[j])
-            R[j] = T.reinterpret("int32", inverse(R[j]))
+        _find_scales(S, R, lambda i, j: T.Cast("float32", X[i, j]), m, n)
         for i in T.serial(m):
             for j in T.serial(n):
                 Q[i, j] = T.Cast("int8", nearest(T.Cast("float32", X[i, j]) * T.reinterpret("float32", R[j])))
@@ -78,14 +89,7 @@ def _round_columns(dtype: str) -> Any:
         Q = T.match_buffer(codes, (m, n), "int8")
         S = T.match_buffer(scales, (n,), "int32")
         R = T.match_buffer(inverses, (n,), "int32")
-        for j in T.serial(n):
-            R[j] = T.int32(SMALLEST_AMAX_BITS)
-        for i in T.serial(m):
-            for j in T.serial(n):
-                R[j] = T.max(R[j], magnitude(T.Cast("float32", G[i, j]) * F[i]))
-        for j in T.serial(n):
-            S[j] = scale(R[j])
-            R[j] = T.reinterpret("int32", inverse(R[j]))
+        _find_scales(S, R, lambda i, j: T.Cast("float32", G[i, j]) * F[i], m, n)
         for i in T.serial(m):
             for j in T.serial(n):
                 Q[i, j] = T.Cast(
@@ -103,9 +107,6 @@ def _round_columns(dtype: str) -> Any:
 
 
 def _to_bf16_and_sum(dtype: str) -> Any:
-    def rounded(value: Any) -> Any:
-        return value if dtype == "bfloat16" else bf16(value)
-
     @T.prim_func
     def to_bf16_and_sum(g: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
         T.func_attr({"tirx.noalias": True})
@@ -124,7 +125,7 @@ def _to_bf16_and_sum(dtype: str) -> Any:
             for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - block * ROWS_PER_PART)):
                 for j in T.serial(n):
                     P[j] = P[j] + T.Cast("float32", G[block * ROWS_PER_PART + r, j])
-                    H[block * ROWS_PER_PART + r, j] = rounded(G[block * ROWS_PER_PART + r, j])
+                    H[block * ROWS_PER_PART + r, j] = _in_bf16(G[block * ROWS_PER_PART + r, j], dtype)
             for j in T.serial(n):
                 S[j] = S[j] + P[j]
 
@@ -153,6 +154,39 @@ def _sum_columns(dtype: str) -> Any:
     return sum_columns
 
 
+@T.inline
+def add_parts(S: Any, P: Any, parts: Any, n: Any) -> None:
+    """Add up the sums of all parts in order, a thread per column: the second round on a GPU."""
+    for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
+        for t in Threads.threads():
+            if column(c, t) < n:
+                S[column(c, t)] = T.float32(0)
+                for b in T.serial(parts):
+                    S[column(c, t)] = S[column(c, t)] + P[b, column(c, t)]
+
+
+@T.inline
+def _find_scales_in_parts(S: Any, R: Any, value: Any, m: Any, n: Any, parts: Any) -> None:
+    """Find the same on a GPU; the inverses stand in the first part."""
+    for c in Threads.planes((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
+        for b in Threads.rows(parts):
+            for t in Threads.threads():
+                if column(c, t) < n:
+                    R[b, column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
+                    for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - b * ROWS_PER_PART)):
+                        R[b, column(c, t)] = T.max(
+                            R[b, column(c, t)],
+                            magnitude(value(b * ROWS_PER_PART + r, column(c, t))),
+                        )
+    for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
+        for t in Threads.threads():
+            if column(c, t) < n:
+                for b in T.serial(1, parts):
+                    R[0, column(c, t)] = T.max(R[0, column(c, t)], R[b, column(c, t)])
+                S[column(c, t)] = scale(R[0, column(c, t)])
+                R[0, column(c, t)] = T.reinterpret("int32", inverse(R[0, column(c, t)]))
+
+
 def _quantize_columns_in_parts(dtype: str) -> Any:
     @T.prim_func
     def quantize_columns(x: T.handle, codes: T.handle, scales: T.handle, inverses: T.handle):
@@ -162,23 +196,7 @@ def _quantize_columns_in_parts(dtype: str) -> Any:
         Q = T.match_buffer(codes, (m, n), "int8")
         S = T.match_buffer(scales, (n,), "int32")
         R = T.match_buffer(inverses, (parts, n), "int32")
-        for c in Threads.planes((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
-            for b in Threads.rows(parts):
-                for t in Threads.threads():
-                    if column(c, t) < n:
-                        R[b, column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
-                        for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - b * ROWS_PER_PART)):
-                            R[b, column(c, t)] = T.max(
-                                R[b, column(c, t)],
-                                magnitude(T.Cast("float32", X[b * ROWS_PER_PART + r, column(c, t)])),
-                            )
-        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
-            for t in Threads.threads():
-                if column(c, t) < n:
-                    for b in T.serial(1, parts):
-                        R[0, column(c, t)] = T.max(R[0, column(c, t)], R[b, column(c, t)])
-                    S[column(c, t)] = scale(R[0, column(c, t)])
-                    R[0, column(c, t)] = T.reinterpret("int32", inverse(R[0, column(c, t)]))
+        _find_scales_in_parts(S, R, lambda i, j: T.Cast("float32", X[i, j]), m, n, parts)
         for i in Threads.rows(m):
             for t in Threads.threads():
                 for j in Threads.columns(t, n):
@@ -201,26 +219,7 @@ def _round_columns_in_parts(dtype: str) -> Any:
         Q = T.match_buffer(codes, (m, n), "int8")
         S = T.match_buffer(scales, (n,), "int32")
         R = T.match_buffer(inverses, (parts, n), "int32")
-        for c in Threads.planes((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
-            for b in Threads.rows(parts):
-                for t in Threads.threads():
-                    if column(c, t) < n:
-                        R[b, column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
-                        for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - b * ROWS_PER_PART)):
-                            R[b, column(c, t)] = T.max(
-                                R[b, column(c, t)],
-                                magnitude(
-                                    T.Cast("float32", G[b * ROWS_PER_PART + r, column(c, t)])
-                                    * F[b * ROWS_PER_PART + r]
-                                ),
-                            )
-        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
-            for t in Threads.threads():
-                if column(c, t) < n:
-                    for b in T.serial(1, parts):
-                        R[0, column(c, t)] = T.max(R[0, column(c, t)], R[b, column(c, t)])
-                    S[column(c, t)] = scale(R[0, column(c, t)])
-                    R[0, column(c, t)] = T.reinterpret("int32", inverse(R[0, column(c, t)]))
+        _find_scales_in_parts(S, R, lambda i, j: T.Cast("float32", G[i, j]) * F[i], m, n, parts)
         for i in Threads.rows(m):
             for t in Threads.threads():
                 for j in Threads.columns(t, n):
@@ -239,9 +238,6 @@ def _round_columns_in_parts(dtype: str) -> Any:
 
 
 def _to_bf16_and_sum_in_parts(dtype: str) -> Any:
-    def rounded(value: Any) -> Any:
-        return value if dtype == "bfloat16" else bf16(value)
-
     @T.prim_func
     def to_bf16_and_sum(g: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
         T.func_attr({"tirx.noalias": True})
@@ -259,15 +255,10 @@ def _to_bf16_and_sum_in_parts(dtype: str) -> Any:
                             P[b, column(c, t)] = P[b, column(c, t)] + T.Cast(
                                 "float32", G[b * ROWS_PER_PART + r, column(c, t)]
                             )
-                            H[b * ROWS_PER_PART + r, column(c, t)] = rounded(
-                                G[b * ROWS_PER_PART + r, column(c, t)]
+                            H[b * ROWS_PER_PART + r, column(c, t)] = _in_bf16(
+                                G[b * ROWS_PER_PART + r, column(c, t)], dtype
                             )
-        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
-            for t in Threads.threads():
-                if column(c, t) < n:
-                    S[column(c, t)] = T.float32(0)
-                    for b in T.serial(parts):
-                        S[column(c, t)] = S[column(c, t)] + P[b, column(c, t)]
+        add_parts(S, P, parts, n)
 
     return to_bf16_and_sum
 
@@ -289,11 +280,6 @@ def _sum_columns_in_parts(dtype: str) -> Any:
                             P[b, column(c, t)] = P[b, column(c, t)] + T.Cast(
                                 "float32", G[b * ROWS_PER_PART + r, column(c, t)]
                             )
-        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
-            for t in Threads.threads():
-                if column(c, t) < n:
-                    S[column(c, t)] = T.float32(0)
-                    for b in T.serial(parts):
-                        S[column(c, t)] = S[column(c, t)] + P[b, column(c, t)]
+        add_parts(S, P, parts, n)
 
     return sum_columns

@@ -14,7 +14,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from qsync.backend.casts.tvm.constants import TWISTER_WORDS
-from qsync.backend.casts.tvm.expressions import bf16, widened
+from qsync.backend.casts.tvm.expressions import narrowed, widened
 
 _FAR = 397  # words ahead
 _NEAR = TWISTER_WORDS - _FAR  # words back
@@ -61,13 +61,13 @@ def _dropout(dtype: str) -> Any:
         if dtype == "uint8":
             return T.Cast("uint8", kept)
         value = T.Select(kept, factor, T.float32(0))
-        return value if dtype == "float32" else bf16(value)
+        return narrowed(value, dtype)
 
     def product(x: Any, kept: Any, factor: Any) -> Any:
         if dtype == "uint8":
             return noise_of(kept, factor)
         value = widened(x, dtype) * T.Select(kept, factor, T.float32(0))  # NaN times 0 is NaN
-        return value if dtype == "float32" else bf16(value)
+        return narrowed(value, dtype)
 
     @T.prim_func
     def dropout(

@@ -105,6 +105,11 @@ def widened(value: Any, dtype: str) -> Any:
     return T.reinterpret("float32", T.shift_left(bits, T.uint32(16)))
 
 
+def narrowed(value: Any, dtype: str) -> Any:
+    """Return an FP32 number in a type: FP32 or BF16."""
+    return value if dtype == "float32" else bf16(value)
+
+
 def bf16(value: Any) -> Any:
     """Return BF16 of an FP32 number; NaN as 0x7FC00000, as 0x7FFFFFFF would round to -0."""
     # NaN is found by its bits: TVM simplifies `value == value` to true.

@@ -19,7 +19,7 @@ from tvm.script import tirx as T
 
 from qsync.backend.casts.tvm.activations import Curve, curves
 from qsync.backend.casts.tvm.constants import STRIPS, TILE_ROWS
-from qsync.backend.casts.tvm.expressions import bf16, widened
+from qsync.backend.casts.tvm.expressions import narrowed, widened
 
 _SIZE = 2 * TILE_ROWS  # rows and columns of sums at a time
 _CHUNK = 8  # tiles of the inner dimension, of a panel in the first cache
@@ -110,7 +110,7 @@ def _add_tiles(A: Any, P: Any, row: Any, panel: Any, q: Any, width: Any) -> None
 
 def _write(x: Any, curve: Curve | None, dtype: str, saved: Any, out: Any, place: list[Any]) -> None:
     def store(buffer: Any, value: Any) -> None:
-        T.buffer_store(buffer, bf16(value) if dtype == "bfloat16" else value, place)
+        T.buffer_store(buffer, narrowed(value, dtype), place)
 
     if curve is None:
         store(out, x)

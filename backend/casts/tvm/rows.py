@@ -47,7 +47,6 @@ def module(device_type: str = "cpu", has_amx: bool = False) -> tvm.IRModule:
             name = "dequantize_biased" if biased else "dequantize"
             programs[f"{name}_{dtype}"] = _dequantize(loops, dtype, biased)
         programs[f"scale_images_{dtype}"] = _scale_images(loops, dtype)
-    programs["to_bf16"] = _to_bf16(loops)
     transpose = _transpose_in_blocks if loops is Serial else partial(_transpose, loops)
     programs["transpose_to_fp32"] = transpose("bfloat16", "float32")
     for dtype in ("int8", "float32", "bfloat16"):
@@ -61,6 +60,7 @@ def module(device_type: str = "cpu", has_amx: bool = False) -> tvm.IRModule:
     programs |= fused_columns.programs(loops)
     programs |= activations.programs(loops)
     if loops is Serial:
+        programs["to_bf16"] = _to_bf16()
         programs["depthwise_weight_gradient"] = _depthwise_weight_gradient()
         programs |= attention.programs()
         programs |= dropout.programs()
@@ -129,17 +129,17 @@ def _round_rows(loops: Any, dtype: str) -> Any:
     return round_rows
 
 
-def _to_bf16(loops: Any) -> Any:
+def _to_bf16() -> Any:
+    """Convert to BF16, on a CPU."""
+
     @T.prim_func
     def to_bf16(x: T.handle, out: T.handle):
         T.func_attr({"tirx.noalias": True})
         m, n = T.int64(), T.int64()
         X = T.match_buffer(x, (m, n), "float32")
         Y = T.match_buffer(out, (m, n), "bfloat16")
-        for i in loops.rows(m):
-            for t in loops.threads():
-                for j in loops.columns(t, n):
-                    Y[i, j] = bf16(X[i, j])
+        for i, j in T.grid(m, n):
+            Y[i, j] = bf16(X[i, j])
 
     return to_bf16
 
