@@ -7,7 +7,6 @@ and get batches GPU_BATCH times as large: with the small ones such a device woul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,14 +44,12 @@ def measure(
     seconds: float = 30.0,
     rounds: int | None = None,
     seed: int = 0,
-    progress: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Profile one of the experiments' models here; write graph, profile and sensitivity to a folder.
 
     Beside it the graph at the larger batch, `graph-large.json`. The sensitivity is that of two batches.
     """
     chosen = subject(name)
-
     model, batch = chosen.make_model(seed), chosen.batch(seed, 0, 0)
     graph = api.trace_step(model, batch, chosen.loss)
     large = [value[:1].expand(GPU_BATCH * len(value), *value.shape[1:]).contiguous() for value in batch]
@@ -62,7 +59,7 @@ def measure(
     own = replace(detect_class(torch.device("cpu")), name=HERE)
     profile = api.profile(
         model, batch, chosen.loss, device_class=own, precisions=offered_precisions(torch.device("cpu")),
-        seconds=seconds, rounds=rounds, progress=progress,
+        seconds=seconds, rounds=rounds,
     )  # fmt: skip
     batches = [chosen.batch(seed, step, 0) for step in range(2)]
     graph.save(folder / "graph.json")

@@ -129,13 +129,13 @@ def learned(folder: Path) -> CostModel:
     return CostModel(samples)
 
 
-def made_up(graph: OpGraph, costs: CostModel, count: int, seed: int, sheets: Sequence[str] = SHEETS) -> Basis:
-    """Make a basis of `count` ranks of each of the devices, with a sensitivity drawn from `seed`."""
+def made_up(graph: OpGraph, costs: CostModel, count: int, seed: int) -> Basis:
+    """Make a basis of `count` ranks of each device of `SHEETS`, with a sensitivity drawn from `seed`."""
     base = large_models.synthetic_profile(graph, "base", 1.0)  # only what is outside of operators counts
-    cluster = Cluster(tuple(card(sheet, count, MEMORY_BYTES) for sheet in sheets), LINK)
+    cluster = Cluster(tuple(card(sheet, count, MEMORY_BYTES) for sheet in SHEETS), LINK)
     profiles = {
         c.name: simulate(base, graph, datasheet(sheet), c.name, costs)
-        for sheet, c in zip(sheets, cluster.classes, strict=True)
+        for sheet, c in zip(SHEETS, cluster.classes, strict=True)
     }
     sensitivity = large_models.made_up_sensitivity(random.Random(seed), graph, 0.3)
     return Basis(graph, cluster, profiles, sensitivity)

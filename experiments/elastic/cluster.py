@@ -126,12 +126,12 @@ class Cards:
         """Return whether a card's process lives."""
         return name in self.processes and self.processes[name].poll() is None
 
-    def wait_for_step(self, names: list[str], since_s: float, timeout_s: float = _START_S) -> float:
+    def wait_for_step(self, names: list[str], since_s: float) -> float:
         """Return when every one of these cards had taken a step that began after a time.
 
         Raises QSyncError if that takes too long, which is a hang, or if a card ended.
         """
-        until = time.time() + timeout_s
+        until = time.time() + _START_S
         while time.time() < until:
             ends: list[float | None] = []
             for name in names:
@@ -145,7 +145,7 @@ class Cards:
             if all(end is not None for end in ends):
                 return max(end for end in ends if end is not None)
             time.sleep(0.05)
-        raise QSyncError(f"no step of {', '.join(names)} within {timeout_s:g} s")
+        raise QSyncError(f"no step of {', '.join(names)} within {_START_S:g} s")
 
     def errors(self, name: str) -> str:
         """Return the end of what a card wrote to stderr."""

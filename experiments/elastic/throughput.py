@@ -10,7 +10,7 @@ import numpy as np
 from qsync.experiments.elastic.cluster import BATCH_SIZE
 from qsync.experiments.elastic.events import NAMES
 from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure
-from qsync.figures.style import INK
+from qsync.figures.style import INK, save_png
 
 _MARKS = {"kill": "x", "two": "X", "stop": "s", "release": "v", "ask": "v", "join": "^", "lighthouse": "*"}
 _BIN_S = 1.0
@@ -33,5 +33,4 @@ def draw(job: dict[str, Any], path: Path) -> None:
     bottom.step(ends - begin, [cards for _, cards in job["steps"]], where="post", color=INK)
     axes_of(bottom, x="seconds", y="cards", ylim=(0, len(NAMES) + 0.4))
     legend_below(figure, [top], ncols=len(_MARKS))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_png(figure, path, dpi=130)

@@ -120,9 +120,9 @@ def plan_path(folder: Path, of: Setting) -> Path:
     return folder / f"plan-{of.workload}.json"
 
 
-def make_plan(of: Setting, folder: Path, seed: int = 0, rounds: int | None = None) -> Plan:
-    """Profile the model grown from a seed's source on this machine, plan for it, and keep the plan."""
-    workload = workload_of(of)
+def make_plan(of: Setting, folder: Path, rounds: int | None = None) -> Plan:
+    """Profile the model grown from the first source on this machine, plan for it, and keep the plan."""
+    workload, seed = workload_of(of), 0
     model = grown(of, source_of(of, seed, folder), "random", seed)
     inputs, targets = workload.batch(seed, 0, LARGE)
     batch = tuple(part.chunk(len(CLASSES))[0] for part in (inputs, targets))

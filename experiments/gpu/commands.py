@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -24,9 +24,7 @@ class Ended(NamedTuple):
     cut: bool = False
 
 
-def run_within(
-    command: Sequence[str], most_s: float, log: Path, more: Mapping[str, str] | None = None
-) -> Ended:
+def run_within(command: Sequence[str], most_s: float, log: Path) -> Ended:
     """Run a command, all output to `log`; end it and all that it started after `most_s` seconds."""
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
@@ -34,7 +32,7 @@ def run_within(
         with _interruptible():
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**os.environ, **(more or {})},
+                start_new_session=True,
             )  # fmt: skip
         try:
             code = process.wait(most_s)

@@ -163,11 +163,12 @@ def with_contiguous_gradients(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def what_torchao_runs(device: torch.device, size: int = 64) -> str:
+def what_torchao_runs(device: torch.device) -> str:
     """Say which products torchao's INT8 training runs on one layer, forward and backward."""
     version = torchao_version()
     if version is None:
         return "not installed"
+    size = 64
     x = torch.randn(size, size, device=device, requires_grad=True)
     try:
         # In a Sequential: quantize_ replaces children.

@@ -20,10 +20,4 @@ def run(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     module = import_module(f"qsync.experiments.integrations.{config['module']}").__name__
     only = config.get("only")
     own = [one for one in CASES if one.do.__module__ == module and (only is None or one.name in only)]
-    found = []
-    for one in own:
-        verdict = judge(one, Path(config["folder"]))
-        if os.environ["RANK"] == "0" and config.get("speaks"):
-            print(f"{verdict['verdict']:8} {one.group}: {one.name}  {verdict['sentence']}", flush=True)
-        found.append(verdict)
-    return found
+    return [judge(one, Path(config["folder"])) for one in own]

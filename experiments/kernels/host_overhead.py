@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import qsync
 from qsync.experiments.kernels.cases import Bar, Bench, Case, Run
 
+_WIDTH = 16
 EAGER, AUTOCAST, MODES = "eager", "autocast", ("fp32", "fp32_fast", "bf16")
 BARS = (
     Bar("fp32", EAGER, 1.1, at_most=True),
@@ -25,9 +26,9 @@ BARS = (
 class Block(nn.Module):
     """Four operators."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.fc, self.norm, self.act = nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()
+        self.fc, self.norm, self.act = nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of the input and the activated, normed product."""
@@ -35,11 +36,11 @@ class Block(nn.Module):
         return x + activated
 
 
-def host_case(bench: Bench, bars: tuple[Bar, ...] = BARS, blocks: int = 100, width: int = 16) -> Case:
+def host_case(bench: Bench, bars: tuple[Bar, ...] = BARS, blocks: int = 100) -> Case:
     """Compare forward and backward in FP32 eager, in torch.autocast and in qsync's precisions."""
     torch.manual_seed(bench.seed)
-    model = nn.Sequential(*(Block(width) for _ in range(blocks))).to(bench.device)
-    x = torch.randn(2, width, device=bench.device)
+    model = nn.Sequential(*(Block() for _ in range(blocks))).to(bench.device)
+    x = torch.randn(2, _WIDTH, device=bench.device)
 
     def step(model: nn.Module, autocast: bool = False) -> Run:
         def run() -> None:
@@ -50,7 +51,7 @@ def host_case(bench: Bench, bars: tuple[Bar, ...] = BARS, blocks: int = 100, wid
 
         return run
 
-    case = Case("host", f"{4 * blocks} operators of 2 x {width}", EAGER, bars)
+    case = Case("host", f"{4 * blocks} operators of 2 x {_WIDTH}", EAGER, bars)
     case.add(EAGER, lambda: step(copy.deepcopy(model)))
     case.add(AUTOCAST, lambda: step(copy.deepcopy(model), True))
     for mode in MODES:

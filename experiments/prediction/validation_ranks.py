@@ -73,7 +73,7 @@ def table(validation: Validation) -> Table:
     return table_of(title, headings, rows)
 
 
-def kinds_table(validation: Validation, most: int = _MAX_KINDS_SHOWN) -> Table:
+def kinds_table(validation: Validation) -> Table:
     """Return the kinds of nodes by how much they add to the misses of all runs."""
     totals: dict[tuple[str, str], list[float]] = {}
     for one in validation.comparisons:
@@ -86,7 +86,7 @@ def kinds_table(validation: Validation, most: int = _MAX_KINDS_SHOWN) -> Table:
         for key, (predicted, measured) in sorted(totals.items(), key=lambda of: -abs(of[1][1] - of[1][0]))
     ]
     headings = ("class", "kind", "predicted", "measured", "miss")
-    return table_of("By kind of node, over all runs", headings, rows[:most], left=2)
+    return table_of("By kind of node, over all runs", headings, rows[:_MAX_KINDS_SHOWN], left=2)
 
 
 def _ms(seconds: float) -> str:
