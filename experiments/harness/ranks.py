@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from qsync import QSyncError
 from qsync.distributed import job
@@ -143,6 +144,20 @@ def main() -> None:
             time.sleep(1.0)
         print(f"qsync {task['command']}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def process_group_of_one() -> Iterator[None]:
+    """Form a process group of this process alone, unless there is one: DDP with nobody to wait for."""
+    if dist.is_initialized():
+        yield
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def gpus() -> list[str]:

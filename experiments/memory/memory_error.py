@@ -19,14 +19,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -46,6 +44,7 @@ from qsync.experiments.harness import (
     yes,
 )
 from qsync.experiments.harness.pictures import new_figure
+from qsync.experiments.harness.ranks import process_group_of_one
 from qsync.experiments.memory.memory_runs import MODELS, SEED, SHARES, Trained, drawn, parts_of, run_ranks
 from qsync.figures.memory import stack_parts
 from qsync.figures.style import INK, SERIES_COLOURS, remove_frame, save_png
@@ -140,7 +139,7 @@ def _state(content: Mapping[str, Any]) -> None:
 
 def random_plans(name: str, num: int, part: str, seed: int) -> dict[str, Any]:
     """Return a row for each of so many random plans of a model on one rank, and the curve of the last one."""
-    with alone():
+    with process_group_of_one():
         trained = make(name)
         rows = [
             {"part": part, "model": name, "seed": seed, "plan": number}
@@ -154,17 +153,6 @@ def make(name: str) -> Trained:
     """Return a model in training."""
     torch._dynamo.reset()
     return Trained(*parts_of(name))
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Form a process group of one: DDP with its buckets, and nobody to wait for."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _bars(part: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:

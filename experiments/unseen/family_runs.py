@@ -31,11 +31,10 @@ from qsync.experiments.harness.emulated_profiles import GLOO, HERE
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.experiments.harness.pairing import Samples, measure, ratios
-from qsync.experiments.harness.ranks import Place, run_on_ranks
+from qsync.experiments.harness.ranks import Place, process_group_of_one, run_on_ranks
 from qsync.experiments.kernels.cases import Bench, Case
 from qsync.experiments.kernels.roofline import SQUARE, Peaks, measure_peaks
 from qsync.experiments.kernels.whole_steps import least_times, peer_step, training_step
-from qsync.experiments.memory.memory_error import alone
 from qsync.experiments.memory.memory_runs import Choice, Trained
 from qsync.experiments.workloads.families import Batch, family_named
 from qsync.runtime import choosers, coverage, planned_forward
@@ -249,7 +248,7 @@ def memory(
 ) -> dict[str, Any]:
     """Return the bytes of a step in FP32 and in each mode: saved for backward and at the peak, both ways."""
     model, batches = _begin(name, tiny, device)
-    with alone():
+    with process_group_of_one():
         trained = Trained(_OfBatch(model), (batches[0], None), lambda loss, _: loss)
         found = {}
         for mode in (FP32, *modes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn  # noqa: E402
 
 from qsync.allocator import allocate  # noqa: E402
 from qsync.errors import QSyncError  # noqa: E402
+from qsync.experiments.harness.ranks import process_group_of_one  # noqa: E402
 from qsync.experiments.memory import memory_error, memory_runs  # noqa: E402
 from qsync.experiments.workloads.gpt import Gpt  # noqa: E402
 from qsync.lowering.incremental import lower  # noqa: E402
@@ -28,7 +28,7 @@ def alone():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    with memory_error.alone():
+    with process_group_of_one():
         yield
     torch.set_num_threads(threads)
 
@@ -110,7 +110,6 @@ def small(tmp_path, monkeypatch):
     """The experiment on one small model, and its files elsewhere."""
     monkeypatch.setattr(memory_error, "MODELS", ("small",))
     monkeypatch.setattr(memory_error, "make", lambda name: dropping())
-    monkeypatch.setattr(memory_error, "alone", contextlib.nullcontext)
     monkeypatch.setattr(memory_error, "PREDICTED", tmp_path / "stated.json")
     monkeypatch.setattr(memory_error, "RESULTS_PAGE", tmp_path / "memory.md")
     monkeypatch.setattr(memory_error, "run_ranks", lambda models, plans, seed: [

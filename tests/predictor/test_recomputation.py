@@ -19,7 +19,7 @@ import qsync
 from qsync.allocator import allocate, check_plan
 from qsync.errors import FormatError, MismatchError
 from qsync.experiments.harness.measured_memory import step_peak_bytes
-from qsync.experiments.memory.memory_error import alone
+from qsync.experiments.harness.ranks import process_group_of_one
 from qsync.experiments.memory.memory_runs import TINY, Trained, parts_of
 from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Run
@@ -191,7 +191,7 @@ def test_incremental_vectorized_and_whole_memory_agree_mark_recomputed_blocks(da
 def test_the_peak_is_what_is_predicted(precision, saving, kept, monkeypatch):
     for module in ("backend.kernel_selection", "predictor.memory.lifetimes"):
         monkeypatch.setattr(f"qsync.{module}.keeps_weight_casts", lambda device: kept)
-    with alone():
+    with process_group_of_one():
         torch._dynamo.reset()
         model, batch, loss_fn = parts_of(TINY)
         trained = Trained(model, batch, loss_fn)

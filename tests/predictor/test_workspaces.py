@@ -13,7 +13,8 @@ from torch.nn import functional as F  # noqa: E402
 
 from qsync.backend import int8_products  # noqa: E402
 from qsync.backend.kernels import attention_bf16  # noqa: E402
-from qsync.experiments.memory import memory_error, memory_runs  # noqa: E402
+from qsync.experiments.harness.ranks import process_group_of_one  # noqa: E402
+from qsync.experiments.memory import memory_runs  # noqa: E402
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision  # noqa: E402
 from qsync.records.save_less import can_save_less  # noqa: E402
 
@@ -26,7 +27,7 @@ def alone() -> Iterator[None]:
     torch._dynamo.reset()
     patch = pytest.MonkeyPatch()
     patch.setattr(attention_bf16, "_torch_is_faster", lambda *_: False)
-    with memory_error.alone():
+    with process_group_of_one():
         yield
     patch.undo()
 

@@ -6,13 +6,11 @@ would look at: outputs, or gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -125,17 +123,3 @@ def called(make: Maker, model: Any = None) -> Any:
     made(data()).sum().backward()
     made.zero_grad()
     return made
-
-
-@contextmanager
-def one_process() -> Iterator[None]:
-    """Form a process group of this process alone."""
-    if dist.is_initialized():
-        yield
-        return
-    store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -6,16 +6,8 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import qsync
-from qsync.experiments.takeover.cases.case import (
-    Maker,
-    Outcome,
-    called,
-    case,
-    data,
-    gradients,
-    net,
-    one_process,
-)
+from qsync.experiments.harness.ranks import process_group_of_one
+from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, data, gradients, net
 
 
 @case("wrap", "a submodule of a plain model")
@@ -47,13 +39,13 @@ def _(make: Maker) -> Outcome:
 
 @case("wrap", "`DistributedDataParallel(model)`")
 def _(make: Maker) -> Outcome:
-    with one_process():
+    with process_group_of_one():
         return gradients(DistributedDataParallel(make(net())))
 
 
 @case("wrap", "wrap of `DistributedDataParallel(model)`")
 def _(make: Maker) -> Outcome:
-    with one_process():
+    with process_group_of_one():
         return gradients(make(DistributedDataParallel(net())))
 
 
@@ -72,7 +64,7 @@ def _(make: Maker) -> Outcome:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    with one_process():
+    with process_group_of_one():
         model, mesh = make(net()), init_device_mesh("cpu", (1,))
         for module in (model.first, model.second, model):
             fully_shard(module, mesh=mesh)
@@ -85,7 +77,7 @@ def _(make: Maker) -> Outcome:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    with one_process():
+    with process_group_of_one():
         model = make(net().head)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -102,7 +94,7 @@ def _(make: Maker) -> Outcome:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    with one_process():
+    with process_group_of_one():
         model, mesh = make(net()), init_device_mesh("cpu", (1,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for module in (model.first, model.second, model):
@@ -116,7 +108,7 @@ def _(make: Maker) -> Outcome:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    with one_process():
+    with process_group_of_one():
         layers = {"first.up": ColwiseParallel(), "first.down": RowwiseParallel()}
         return parallelize_module(make(net()), init_device_mesh("cpu", (1,)), layers)(data())
 
