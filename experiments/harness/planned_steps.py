@@ -1,9 +1,9 @@
-"""Steps of a model under a plan, on one rank of a job: timed, and with the bytes at their peak."""
+"""Plans that all ranks of a job run, and steps of a model under one: timed, and the bytes at their peak."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync
 from qsync import Plan, api
+from qsync.distributed.agreement import from_rank_zero
 from qsync.distributed.data_parallel import in_ddp
 from qsync.experiments.harness.measured_memory import bucket_bytes, state_bytes, step_peak_bytes
 from qsync.records.levers import ClassLevers
+
+
+def plans_of_first_rank(make: Callable[[], Mapping[str, Plan]]) -> dict[str, Plan]:
+    """Make plans on rank 0, and return them by name on every rank."""
+    made = from_rank_zero("planning", lambda: {name: plan.to_json() for name, plan in make().items()})
+    return {name: Plan.from_json(plan) for name, plan in made.items()}
 
 
 class PlannedSteps:

@@ -29,7 +29,7 @@ from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command, table_of
-from qsync.experiments.harness.planned_steps import PlannedSteps
+from qsync.experiments.harness.planned_steps import PlannedSteps, plans_of_first_rank
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.memory.memory_runs import loss_of, parts_of
 from qsync.experiments.speedup.ways import every_share
@@ -105,16 +105,14 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     precisions = (*PRECISIONS, "int8_all") if "base" in config else PRECISIONS
     whole = _basis(job.TrainingStep(model, batch, loss), own, precisions, save_less=config["tight"])
     if config["tight"]:
-        found = agree("planning", lambda: None if rank else _tight_plans(whole, trials))[0]
+        plans = plans_of_first_rank(lambda: _tight_plans(whole, trials))
     else:
         smaller = tuple(t[: len(t) // 2] for t in batch)
         half = _basis(job.TrainingStep(model, smaller, loss), own, precisions)
         other = Sized(half.graph, half.profiles)
         base = config.get("base")
         make = partial(_plans_above, base=base) if base else _plans
-        found = agree("planning", lambda: None if rank else make(whole, other, trials))[0]
-    assert found is not None
-    plans = {title: Plan.from_json(plan) for title, plan in found.items()}
+        plans = plans_of_first_rank(lambda: make(whole, other, trials))
     times: dict[str, list[float]] = {title: [] for title in plans}
     peaks: dict[str, list[int]] = {}
     for _ in range(config["turns"]):
@@ -146,7 +144,7 @@ def _basis(
     return form_basis(step, rank, graph, job.form_cluster(rank), options)
 
 
-def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
+def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Plan]:
     """Return plans in FP32 with one lever each, then with precisions: without levers, and as searched."""
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
     captured, slow = basis.graph.batch_shapes[0][0], 1e3  # so long a target is always reached
@@ -159,7 +157,7 @@ def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
     quarter = captured // 4
     shares = {FAST: ClassLevers(captured + quarter), WEAK: ClassLevers(captured - quarter)}
     target_s = (allocate(*parts, slack=0.0).target_s or 0.0) * (1 + SLACK)
-    plans = {
+    return {
         "FP32": fp32({}),
         "FP32, a quarter less on the weak rank": fp32(shares),
         "FP32, two passes on the weak rank": fp32({WEAK: ClassLevers(passes=2)}),
@@ -170,10 +168,9 @@ def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
             solver="greedy",
         ),
     }  # fmt: skip
-    return {title: plan.to_json() for title, plan in plans.items()}
 
 
-def _plans_above(basis: Basis, other: Sized, trials: int, base: str) -> dict[str, Any]:
+def _plans_above(basis: Basis, other: Sized, trials: int, base: str) -> dict[str, Plan]:
     """Return plans above a base: nothing lowered, shares by speed, precisions alone, and both.
 
     Shares by speed are those of the least predicted step. The target of both is the least step that any
@@ -191,16 +188,15 @@ def _plans_above(basis: Basis, other: Sized, trials: int, base: str) -> dict[str
         *parts, levers=["share"], other=other, trials=trials, target_s=(1 + BASE_SLACK) * (target_s or 0.0),
         solver="greedy", base=base,
     )  # fmt: skip
-    plans = {
+    return {
         NOTHING: uniform(basis.graph, basis.profiles, basis.cluster, {}, base=base),
         SHARES: by_speed,
         PRECISIONS_ALONE: allocate(*parts, base=base),
         BOTH: both,
     }
-    return {title: plan.to_json() for title, plan in plans.items()}
 
 
-def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
+def _tight_plans(basis: Basis, trials: int) -> dict[str, Plan]:
     """Return plans for little memory on the weak rank.
 
     In FP32 as torch saves, and with two blocks saving less; then in less memory than FP32 needs however much
@@ -217,13 +213,12 @@ def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         "target_s": (1 + TIGHT_SLACK) * (whole.step_s or 0.0), "budgets": {WEAK: int(TIGHT * needed)},
     }  # fmt: skip
-    plans = {
+    return {
         "FP32": whole,
         "FP32, two blocks saving less on the weak rank": list(every.values())[2],
         "precisions alone": allocate(*parts, **options),
         "precisions, saving less searched": search(*parts, levers=["save_less"], trials=trials, **options),
     }
-    return {title: plan.to_json() for title, plan in plans.items()}
 
 
 def predicted_bytes(plan: Plan, device_class: str) -> int:

@@ -22,7 +22,7 @@ import qsync
 from qsync import Cluster, Link, OpGraph, Precision, Profile
 from qsync.backend.device_detection import detect_class
 from qsync.distributed import job
-from qsync.distributed.agreement import agree
+from qsync.distributed.agreement import agree, from_rank_zero
 from qsync.distributed.data_parallel import in_ddp
 from qsync.errors import InfeasibleError
 from qsync.experiments.harness.measured_memory import (
@@ -290,4 +290,4 @@ def accepted(name: str, rank: int) -> list[list[Any] | None]:
             else:
                 yield [[budgets[name], dict(plan[name].assignment)] for name in (FAST, WEAK)]
 
-    return agree("planning", lambda: list(planned()) if rank == 0 else [])[0]
+    return from_rank_zero("planning", lambda: list(planned()))

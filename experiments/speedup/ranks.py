@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qsync import Plan, Precision
+from qsync import Precision
 from qsync.distributed import job
-from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
 from qsync.experiments.harness.offered_precisions import offered_precisions
-from qsync.experiments.harness.planned_steps import PlannedSteps
+from qsync.experiments.harness.planned_steps import PlannedSteps, plans_of_first_rank
 from qsync.experiments.harness.ranks import FAST, WEAK, Place
 from qsync.experiments.speedup.report import row
 from qsync.experiments.speedup.ways import ALONE, ways
@@ -40,17 +39,8 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     basis = form_basis(step, own, graph, job.form_cluster(own), options)
     torch._dynamo.reset()
     smaller = job.form_graph(job.TrainingStep(model, tuple(t[: len(t) // 2] for t in batch), workload.loss))
-
-    def planned() -> dict[str, Any] | None:
-        if rank:
-            return None
-        base = Precision.parse(config["base"])
-        found = ways(basis, Sized(smaller, {}), base)
-        return {way: plan.to_json() for way, plan in found.items()}
-
-    found = agree("planning", planned)[0]
-    assert found is not None
-    plans = {way: Plan.from_json(plan) for way, plan in found.items()}
+    base = Precision.parse(config["base"])
+    plans = plans_of_first_rank(lambda: ways(basis, Sized(smaller, {}), base))
     turns: dict[str, list[float]] = {way: [] for way in plans}
     for _ in range(config["turns"]):
         for way, plan in plans.items():
