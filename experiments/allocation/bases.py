@@ -7,14 +7,16 @@ and get batches GPU_BATCH times as large: with the small ones such a device woul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from qsync import Cluster, DeviceClass, OpGraph, Precision, Profile, Sensitivity, api
 from qsync.backend.device_detection import detect_class
-from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, here_and_half
+from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, SHARE, here_and_half
 from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.workloads.subjects import subject
 from qsync.predictor.cost_model.fill_profile import fill, simulate
@@ -67,21 +69,50 @@ def measure(
     api.sensitivity(model, batches, chosen.loss, seed=seed).save(folder / "sensitivity.json")
 
 
+@dataclass(frozen=True)
+class MeasuredModel:
+    """What `measure` wrote to a folder; `large` is the graph at the larger batch."""
+
+    graph: OpGraph
+    large: OpGraph
+    profile: Profile
+    sensitivity: Sensitivity
+
+    @classmethod
+    def load(cls, folder: Path) -> MeasuredModel:
+        """Read the files of a folder."""
+        graph, large = (OpGraph.load(folder / f"{which}.json") for which in ("graph", "graph-large"))
+        profile = Profile.load(folder / f"profile-{HERE}.json")
+        return cls(graph, large, profile, Sensitivity.load(folder / "sensitivity.json"))
+
+    @cached_property
+    def _large_profile(self) -> Profile:
+        return fill(self.profile, self.large, measured_on=self.graph)
+
+    def beside_share(self, share: float = SHARE, count: int = 1) -> Basis:
+        """Return the basis for so many of this machine beside as many of a share of it. Emulated."""
+        cluster, profiles = here_and_half(self.profile, share, count)
+        return Basis(self.graph, cluster, profiles, self.sensitivity)
+
+    def on_cards(self, names: Sequence[str]) -> Basis:
+        """Return the basis for GPUs, one of each, at the larger batch. Simulated from their data sheets."""
+        cards = {name: card(name) for name in names}
+        profiles = {
+            c.name: simulate(self._large_profile, self.large, datasheet(name), c.name)
+            for name, c in cards.items()
+        }
+        return Basis(self.large, Cluster(tuple(cards.values()), NETWORK), profiles, self.sensitivity)
+
+
 def problems(name: str, folder: Path) -> list[ModelOnCluster]:
     """Return the clusters that a measured model is planned on."""
-    graph, large = (OpGraph.load(folder / f"{which}.json") for which in ("graph", "graph-large"))
-    profile = Profile.load(folder / f"profile-{HERE}.json")
-    sensitivity = Sensitivity.load(folder / "sensitivity.json")
-    cluster, profiles = here_and_half(profile)
-    here = Basis(graph, cluster, profiles, sensitivity)
-    found = [ModelOnCluster(name, "this machine + half of it", MEASURED, here)]
-    larger = fill(profile, large, measured_on=graph)
-    for names in SIMULATED:
-        cards = {name: card(name) for name in names}
-        profiles = {c.name: simulate(larger, large, datasheet(name), c.name) for name, c in cards.items()}
-        basis = Basis(large, Cluster(tuple(cards.values()), NETWORK), profiles, sensitivity)
-        found.append(ModelOnCluster(name, " + ".join(names), "simulated devices", basis))
-    return found
+    measured = MeasuredModel.load(folder)
+    here = ModelOnCluster(name, "this machine + half of it", MEASURED, measured.beside_share())
+    simulated = [
+        ModelOnCluster(name, " + ".join(names), "simulated devices", measured.on_cards(names))
+        for names in SIMULATED
+    ]
+    return [here, *simulated]
 
 
 def card(sheet: str, count: int = 1, memory_bytes: int | None = None) -> DeviceClass:

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from qsync import Cluster, OpGraph, Precision, Profile, QSyncError, Sensitivity
-from qsync.experiments.allocation.bases import card, measure
+from qsync import Precision, QSyncError
+from qsync.experiments.allocation.bases import MeasuredModel, measure
 from qsync.experiments.harness import (
     Experiment,
     Fresh,
@@ -28,13 +28,10 @@ from qsync.experiments.harness import (
     Publish,
     run_command,
 )
-from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, here_and_half
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.speedup import ranks, report
 from qsync.experiments.speedup.ways import ways
 from qsync.experiments.workloads.subjects import NAMES
-from qsync.predictor.cost_model.fill_profile import fill, simulate
-from qsync.records.datasheets import datasheet
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import Sized
@@ -96,23 +93,17 @@ def main(
 
 def _replayed(folder: Path, share: float, count: int) -> dict[str, Any]:
     """Replay every way for so many ranks of this machine and as many of a share of it."""
-    graph, large = (OpGraph.load(folder / f"{which}.json") for which in ("graph", "graph-large"))
-    profile = Profile.load(folder / f"profile-{HERE}.json")
-    cluster, profiles = here_and_half(profile, share, count)
-    basis = Basis(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))
-    found = _rows(ways(basis, Sized(large, {}), Precision.FP32_FAST), basis)
+    model = MeasuredModel.load(folder)
+    basis = model.beside_share(share, count)
+    found = _rows(ways(basis, Sized(model.large, {}), Precision.FP32_FAST), basis)
     return {"model": folder.name, "share": share, "ranks": 2 * count, "ways": found}
 
 
 def _simulated(folder: Path, pair: tuple[str, str]) -> dict[str, Any]:
     """Replay every way for two GPUs as their data sheets have them."""
-    graph, large = (OpGraph.load(folder / f"{which}.json") for which in ("graph", "graph-large"))
-    larger = fill(Profile.load(folder / f"profile-{HERE}.json"), large, measured_on=graph)
-    cards = {name: card(name) for name in pair}
-    profiles = {c.name: simulate(larger, large, datasheet(name), c.name) for name, c in cards.items()}
-    sensitivity = Sensitivity.load(folder / "sensitivity.json")
-    basis = Basis(large, Cluster(tuple(cards.values()), NETWORK), profiles, sensitivity)
-    found = _rows(ways(basis, Sized(graph, {}), Precision.FP32), basis)
+    model = MeasuredModel.load(folder)
+    basis = model.on_cards(pair)
+    found = _rows(ways(basis, Sized(model.graph, {}), Precision.FP32), basis)
     return {"model": folder.name, "pair": " + ".join(pair), "ranks": 2, "ways": found}
 
 
