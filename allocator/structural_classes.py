@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from qsync.allocator.problem import ClassProblem
 from qsync.lowering.wiring import Wiring, wiring
-from qsync.records.graph import Input, Op, OpGraph, Role
+from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import Precision
 
@@ -66,7 +66,7 @@ class StructuralClasses:
         wired = wiring(graph)
         self._offset = wired.offset
         self._adjustable = [i for i, op in enumerate(graph.ops) if op.role is Role.ADJUSTABLE]
-        self._own = _numbered(_keys(graph, part, wired))
+        self._own = _numbered(_keys(part, wired))
         of_graph, beside = _EDGES.of(graph, dict), bool(part.profile.switch_s)
         if beside not in of_graph:
             of_graph[beside] = _Edges(wired, beside)
@@ -90,14 +90,13 @@ class StructuralClasses:
         return dict(zip(at, now[[self._offset + i for i in at]].tolist(), strict=True))
 
 
-def _keys(graph: OpGraph, part: ClassProblem, wired: Wiring) -> list[Hashable]:
+def _keys(part: ClassProblem, wired: Wiring) -> list[Hashable]:
     """Return for every value the properties that two values of one class share, neighbours aside."""
     casts: dict[str, list[Any]] = {}
     for (value, source, target), cost in sorted(part.profile.casts.items()):
         casts.setdefault(value, []).append((source, target, cost))
     found: list[Hashable] = []
-    entries: list[Input | Op] = [*wired.inputs, *graph.ops]
-    for entry in entries:
+    for entry in wired.entries:
         common = (entry.kind, entry.shape, entry.dtype, entry.requires_grad, tuple(casts.get(entry.name, ())))
         found.append((*common, *_of_op(entry, part)) if isinstance(entry, Op) else common)
     return found

@@ -15,12 +15,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from qsync.allocator.problem import ClassProblem
-from qsync.allocator.solvers.milp_expressions import ONE, ZERO, Program, Sum, negated, total
+from qsync.allocator.solvers.milp_expressions import (
+    ONE,
+    ZERO,
+    FloatArray,
+    Program,
+    Sum,
+    difference,
+    negated,
+    total,
+)
 from qsync.errors import MismatchError
 from qsync.lowering import cast_rules as rule
 from qsync.lowering.lowered_graph import REPLACED, Cast, Run
 from qsync.lowering.wiring import wiring
-from qsync.records.graph import Op, OpGraph, Role
+from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer.costs.class_costs import cast_cost, run_cost
@@ -89,11 +98,10 @@ class ClassModel:
         for value in range(self._wiring.num_values):
             self._price_casts(value)
 
-    def assignment(self, point: Sequence[float]) -> dict[str, Precision]:
+    def assignment(self, point: FloatArray) -> dict[str, Precision]:
         """Return the precisions that a solution chooses."""
         return {
-            op: max(binaries, key=lambda p: binaries[p].constant + sum(point[c] for c in binaries[p].terms))
-            for op, binaries in self.chosen.items()
+            op: max(binaries, key=lambda p: binaries[p].at(point)) for op, binaries in self.chosen.items()
         }
 
     def excluding(self, assignment: Mapping[str, Precision]) -> tuple[Sum, float, float]:
@@ -150,16 +158,12 @@ class ClassModel:
             for precision in self.chosen[op.name]:
                 for output, binary in self._output_types(i, precision):
                     carried.setdefault(output, Sum()).add(binary)
-            alone = [
-                binary for p, binary in self.chosen[op.name].items() if rule.makes_channels_last(op, p, False)
-            ]
-            passing = [
-                binary for p, binary in self.chosen[op.name].items() if rule.makes_channels_last(op, p, True)
-            ]
-            through = total(passing)
-            through.add(total(alone), -1.0)
-            channels_last = total(alone)
-            channels_last.add(self.program.all_of([through, first]))
+            alone, passing = (
+                total(b for p, b in self.chosen[op.name].items() if rule.makes_channels_last(op, p, ordered))
+                for ordered in (False, True)
+            )
+            through = self.program.all_of([difference(passing, alone), first])
+            channels_last = total([alone, through])
         else:
             modes = self._widest(op, [self._carried[value] for value in self._wiring.floats[i]])
             self._modes.append(modes)
@@ -182,9 +186,7 @@ class ClassModel:
             wanted = self._wanted[self._wiring.offset + i]
             self._in_16_bit[i, precision] = self.program.all_of([binary, wanted])
         in_16_bit = self._in_16_bit[i, precision]
-        wide = total([binary])
-        wide.add(in_16_bit, -1.0)
-        yield output, wide
+        yield output, difference(binary, in_16_bit)
         yield self._output(op, precision, True), in_16_bit
 
     def _widest(self, op: Op, inputs: Sequence[Binaries]) -> Binaries:
@@ -303,9 +305,7 @@ class ClassModel:
         if by.settled:
             return [(by.constant == 1.0, binary)]
         both = self.program.all_of([binary, by])
-        rest = total([binary])
-        rest.add(both, -1.0)
-        return [(False, rest), (True, both)]
+        return [(False, difference(binary, both)), (True, both)]
 
     def _add(self, i: int, binary: Sum, cost: Callable[[], Cost]) -> None:
         """Charge operator i with a price where a variable is 1; forbid what has no price."""
@@ -326,43 +326,32 @@ class ClassModel:
         takers = self.takers(value)
         if owner is None or not takers:
             return
-        entry = (
-            self._graph.inputs[value]
-            if value < self._wiring.offset
-            else self._graph.ops[value - self._wiring.offset]
-        )
-        parameter = value < self._wiring.offset and self._graph.inputs[value].kind == "parameter"
+        entry = self._wiring.entries[value]
+        parameter = isinstance(entry, Input) and entry.kind == "parameter"
         carried = self._carried[value]
         for target, binaries in takers.items():
             sources = [source for source in carried if rule.needed_casts([target], source)]
             if not sources:
                 continue
             taken = self.program.at_least_any(binaries)
-            needed = total([taken])
-            needed.add(carried.get(target, ZERO), -1.0)
+            needed = difference(taken, carried.get(target, ZERO))
             made = Sum()
             alternatives = [
                 (s, channels_last, binary)
                 for s in sources
-                for channels_last, binary in self._orders(value, carried[s])
+                for channels_last, binary in self._split(carried[s], self._channels_last[value])
             ]
             for source, channels_last, binary in alternatives:
                 if len(alternatives) == 1 and len(carried) == 1:
                     there = taken
                 else:
                     there = self.program.binary()
-                    gap = total([binary])
-                    gap.add(there, -1.0)
-                    self.program.row(gap, least=0.0)
+                    self.program.at_most(there, binary)
                     made.add(there)
                 cast = Cast(entry.name, source, target, entry.num_elements, parameter, channels_last)
                 self._add(owner, there, partial(cast_cost, self._part.profile, cast))
             if not made.settled:
-                made.add(needed, -1.0)
-                self.program.row(made, least=0.0)
-
-    def _orders(self, value: int, binary: Sum) -> list[tuple[bool, Sum]]:
-        return self._split(binary, self._channels_last[value])
+                self.program.at_most(needed, made)
 
     def takers(self, value: int) -> dict[str, list[Sum]]:
         """Return by type the variables that a reader takes this value in it; `value` is a `Wiring` number."""

@@ -61,11 +61,16 @@ def total(parts: Iterable[Sum]) -> Sum:
     return found
 
 
+def difference(one: Sum, other: Sum) -> Sum:
+    """Return one sum minus another."""
+    found = total([one])
+    found.add(other, -1.0)
+    return found
+
+
 def negated(binary: Sum) -> Sum:
     """Return 1 minus a binary variable."""
-    found = Sum(constant=1.0)
-    found.add(binary, -1.0)
-    return found
+    return difference(ONE, binary)
 
 
 class Program:
@@ -97,6 +102,10 @@ class Program:
         """Add the row least <= what <= most."""
         self._rows.append((what, least, most))
 
+    def at_most(self, small: Sum, large: Sum) -> None:
+        """Add the row small <= large."""
+        self.row(difference(large, small), least=0.0)
+
     def all_of(self, binaries: Iterable[Sum]) -> Sum:
         """Return the binary variable that is 1 where all of these are."""
         open_ = [binary for binary in binaries if not (binary.settled and binary.constant == 1.0)]
@@ -105,11 +114,9 @@ class Program:
         if len(open_) < 2:
             return open_[0] if open_ else ONE
         found = self.binary()
-        sum_of_open = total(open_)
         for binary in open_:
-            self._at_most(found, binary)
-        sum_of_open.add(found, -1.0)
-        self.row(sum_of_open, most=len(open_) - 1.0)
+            self.at_most(found, binary)
+        self.row(difference(total(open_), found), most=len(open_) - 1.0)
         return found
 
     def any_of(self, binaries: Iterable[Sum]) -> Sum:
@@ -125,14 +132,8 @@ class Program:
             return open_[0] if open_ else ZERO
         found = self.binary()
         for binary in open_:
-            self._at_most(binary, found)
+            self.at_most(binary, found)
         return found
-
-    def _at_most(self, small: Sum, large: Sum) -> None:
-        gap = Sum()
-        gap.add(large)
-        gap.add(small, -1.0)
-        self.row(gap, least=0.0)
 
     def solve(
         self,
