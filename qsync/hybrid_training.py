@@ -279,8 +279,8 @@ def _attend(
     `called` is what the loop calls: DDP, or the model itself.
     """
     plan, device_class, prediction = planned.plan, planned.device_class, planned.prediction
-    share = plan.levers[device_class] if plan.levers else None
-    if share is not None and share.samples is not None and dist.is_initialized():
+    share = plan.levers_of(device_class)
+    if share.samples is not None and dist.is_initialized():
         set_share(called, share.samples, share.passes)
         if planned.folder is None:  # a plan that was made here has said so
             warn_of_batch_norm(called)

@@ -112,7 +112,7 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
 def check_levers(plan: Plan, profiles: Mapping[str, Profile]) -> None:
     """Raise MismatchError unless the profiles are those of the plan's levers."""
     for name, profile in profiles.items():
-        planned = plan.levers[name] if plan.levers else ClassLevers()
+        planned = plan.levers_of(name)
         priced = profile.setting.levers if profile.setting else ClassLevers()
         if name in plan.classes and planned != priced:
             raise MismatchError(

@@ -104,8 +104,7 @@ def _links(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) -> I
 
 
 def _cards(state: State, graph: OpGraph, cluster: Cluster, plan: Plan, cap: int | None) -> Iterator[WhatIf]:
-    shares = {c.name: plan.levers[c.name].samples if plan.levers else None for c in cluster.classes}
-    samples = {name: 1 if share is None else share for name, share in shares.items()}
+    samples = {c.name: plan.levers_of(c.name).samples or 1 for c in cluster.classes}
     total = sum(c.count * samples[c.name] for c in cluster.classes)
     for one in cluster.classes:
         more = tuple(replace(c, count=c.count + (c is one)) for c in cluster.classes)

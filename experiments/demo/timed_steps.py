@@ -140,5 +140,5 @@ def attached_runner(name: str, plan: Plan, workload: Workload, place: Place, see
     device_class = ALONE if alone else FAST if rank == 0 else WEAK
     planned_forward.attach(model, choosers.following(plan[device_class].assignment), plan.check_graph)
     trained = model if alone else in_ddp(model, BUCKET_CAP_MB)
-    samples = plan.levers[device_class].samples if plan.levers else None
+    samples = plan.levers_of(device_class).samples
     return Runner(name, model, trained, workload, seed, rank, place.device, samples)

@@ -14,7 +14,6 @@ from qsync import Plan, api
 from qsync.distributed.agreement import from_rank_zero
 from qsync.distributed.data_parallel import in_ddp
 from qsync.experiments.harness.measured_memory import bucket_bytes, state_bytes, step_peak_bytes
-from qsync.records.levers import ClassLevers
 
 
 def plans_of_first_rank(make: Callable[[], Mapping[str, Plan]]) -> dict[str, Plan]:
@@ -44,7 +43,7 @@ class PlannedSteps:
         cap = plan.bucket_cap_bytes
         self._ddp: torch.nn.Module = in_ddp(model, cap / 2**20 if cap else None) if parallel else model
         self._loss = loss
-        share = plan.levers[name] if plan.levers else ClassLevers()
+        share = plan.levers_of(name)
         samples = share.samples or len(batch[0])
         twice = [torch.cat([t, t]) for t in batch]
         self._batch, self._passes = tuple(t[:samples].clone() for t in twice), share.passes

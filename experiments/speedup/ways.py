@@ -123,7 +123,7 @@ def every_share(basis: Basis, other: Sized) -> Iterator[dict[str, Profile]]:
 
 def samples_of(plan: Plan, samples: int) -> dict[str, int]:
     """Return the samples that each rank of a class takes; so many were profiled."""
-    return {name: (plan.levers[name].samples if plan.levers else None) or samples for name in plan.classes}
+    return {name: plan.levers_of(name).samples or samples for name in plan.classes}
 
 
 def rate(plan: Plan, cluster: Cluster, samples: int, step_s: float | None = None) -> float:

@@ -112,7 +112,7 @@ def measured_beside_predicted(parts: tuple[Any, ...], folder: Path) -> dict[str,
             raise MismatchError(
                 f"rank {rank} of {folder} is of class {name!r}, which the plan lacks; give its plan"
             )
-        planned = graph.num_calls * (plan.levers[name].passes if plan.levers else 1)
+        planned = graph.num_calls * plan.levers_of(name).passes
         if calls != planned:
             raise MismatchError(
                 f"rank {rank} of {folder} calls the model {calls} times a step, the plan {planned}; log such "

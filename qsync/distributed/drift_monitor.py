@@ -88,9 +88,7 @@ class Prediction:
             calls = basis.graph.num_calls
             return {
                 "phases": {name: phases.to_json() for name, phases in expected(timeline).items()},
-                "num_calls": {
-                    name: calls * (plan.levers[name].passes if plan.levers else 1) for name in plan.classes
-                },
+                "num_calls": {name: calls * plan.levers_of(name).passes for name in plan.classes},
                 "sequence_costs": costs and {name: cost.to_json() for name, cost in costs.items()},
             }
 

@@ -13,7 +13,7 @@ from qsync.records.base import is_lowered, parse_base
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_fields, check_header, read_json, write_json
 from qsync.records.json_files import field as field_of
-from qsync.records.levers import Levers
+from qsync.records.levers import ClassLevers, Levers
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import can_save_less, ops_that_save_less
 
@@ -89,6 +89,10 @@ class Plan:
                 f"{shortened(known, most=160, quote=False)}; name one of these, or plan again"
             )
         return self.classes[device_class]
+
+    def levers_of(self, device_class: str) -> ClassLevers:
+        """Return the levers that a class uses: none where the plan has none."""
+        return self.levers[device_class] if self.levers is not None else ClassLevers()
 
     @property
     def added_variance(self) -> float | None:

@@ -97,7 +97,7 @@ class Wrapping:
     @property
     def recomputed(self) -> tuple[str, ...]:
         """Return the paths of the modules that compute forward again in backward."""
-        return self.plan.levers[self.device_class].recomputed if self.plan and self.plan.levers else ()
+        return self.plan.levers_of(self.device_class).recomputed if self.plan else ()
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise UnsupportedError where the model's device lacks a precision."""
