@@ -302,23 +302,23 @@ def _choices(
     unsupported: Mapping[str, str],
 ) -> tuple[Precision, ...]:
     measured = profile.precisions_of(op.name)
-    for wanted in (Precision.FP32,) if pinned is None else (pinned,):
-        if wanted not in device_class.precisions:
-            known = ", ".join(device_class.precisions)
-            raise UnsupportedError(
-                f"{op.name} is pinned to {wanted}, which {device_class.name} lacks; it has {known}"
-            )
-        if wanted in unsupported:
-            raise UnsupportedError(
-                f"{op.name} is pinned to {wanted}, in which {device_class.name} does not serve it: "
-                f"{unsupported[wanted]}; pin it to another precision"
-            )
-        if wanted not in measured:
-            known = ", ".join(measured) or "nothing"
-            raise MismatchError(
-                f"the profile of {device_class.name} has no time of {op.name} in {wanted} (it has {known}); "
-                "profile this class again"
-            )
+    wanted = pinned or Precision.FP32
+    if wanted not in device_class.precisions:
+        known = ", ".join(device_class.precisions)
+        raise UnsupportedError(
+            f"{op.name} is pinned to {wanted}, which {device_class.name} lacks; it has {known}"
+        )
+    if wanted in unsupported:
+        raise UnsupportedError(
+            f"{op.name} is pinned to {wanted}, in which {device_class.name} does not serve it: "
+            f"{unsupported[wanted]}; pin it to another precision"
+        )
+    if wanted not in measured:
+        known = ", ".join(measured) or "nothing"
+        raise MismatchError(
+            f"the profile of {device_class.name} has no time of {op.name} in {wanted} (it has {known}); "
+            "profile this class again"
+        )
     if pinned is not None:
         return (pinned,)
     # A constant out of a type's range would become infinite in it.
@@ -332,9 +332,7 @@ def _choices(
     )
 
 
-def added_variance(
-    sensitivity: Sensitivity, op: Op, precision: Precision, base: Precision = Precision.FP32
-) -> float:
+def added_variance(sensitivity: Sensitivity, op: Op, precision: Precision, base: Precision) -> float:
     """Return what an operator adds to the gradient's variance in a precision, above its class's base."""
     own_base = base_of(op, base)
     if own_base is Precision.FP32:

@@ -17,7 +17,7 @@ from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory.peak import Memory, StepMemory
 from qsync.predictor.memory.vectorized_peak import vectorized_peak_bytes
 from qsync.records.precision import Precision
-from qsync.replayer import ClassCosts, Work, step_time
+from qsync.replayer import ClassCosts, Work, starts_s, step_time
 from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 
 # If more operators than this have changed, the memory of the whole graph is computed anew.
@@ -37,7 +37,7 @@ class Move:
 class ClassState:
     """One class: its lowering, its costs, and whether it fits in memory."""
 
-    def __init__(self, problem: Problem, part: ClassProblem, others: Iterable[ClassState] = ()) -> None:
+    def __init__(self, problem: Problem, part: ClassProblem, others: Iterable[ClassState]) -> None:
         self.part = part
         self._exchange, self._num_ranks = problem.exchange, problem.cluster.num_ranks
         # Classes that start equal share the first lowering.
@@ -153,6 +153,11 @@ class ClassState:
         """Variance that this class adds to the averaged gradient: (n_c / N^2) sum of omega."""
         return sum(self.part.variance[op][self.precision(op)] for op in self.part.choices)
 
+    def added_by(self, changed: Mapping[str, Precision]) -> float:
+        """Return the variance that other precisions of some operators would add; negative: regained."""
+        variance = self.part.variance
+        return sum(variance[op][p] - variance[op][self.precision(op)] for op, p in changed.items())
+
 
 class State:
     """The assignment of all classes; at first every operator has its highest precision."""
@@ -162,7 +167,6 @@ class State:
         self.classes: dict[str, ClassState] = {}
         for name, part in problem.classes.items():
             self.classes[name] = ClassState(problem, part, self.classes.values())
-
         self.late: dict[str, float] = {}  # by class: the margin, a part of its time
 
     def move(self, device_class: str, assignment: Mapping[str, Precision]) -> Move:
@@ -213,6 +217,12 @@ class State:
     def late_works(self) -> dict[str, Work]:
         """Return each class's step, late by the class's whole margin."""
         return {name: state.work.slower(self.late_factor(name)) for name, state in self.classes.items()}
+
+    def late_starts(self) -> dict[str, tuple[Work, float]]:
+        """Return each class's step as `late_works` does, and the second at which it starts."""
+        works = self.late_works()
+        starts = starts_s(list(works.values()), self.problem.exchange)
+        return {name: (work, start_s) for (name, work), start_s in zip(works.items(), starts, strict=True)}
 
     def late_factor(self, name: str) -> float:
         """Return the factor by which a class's work may be late: 1 plus its margin."""

@@ -130,9 +130,6 @@ def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[
     """Yield every raise and lowering of one operator, and of operators that read one value."""
     one = state.classes[name]
 
-    def added(op: str, precision: Precision) -> float:
-        return one.part.variance[op][precision] - one.part.variance[op][one.precision(op)]
-
     choices = {op: options for op, options in one.part.choices.items() if op not in pinned}
     for op, options in choices.items():
         for precision in options:
@@ -144,7 +141,7 @@ def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[
                 op for op in group if precision in choices.get(op, ()) and precision is not one.precision(op)
             ]
             for same_sign in (
-                [op for op in able if (added(op, precision) < 0) is up] for up in (True, False)
+                [op for op in able if (one.added_by({op: precision}) < 0) is up] for up in (True, False)
             ):
                 if len(same_sign) > 1:
                     yield dict.fromkeys(same_sign, precision)
@@ -152,9 +149,7 @@ def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[
 
 def _alternative(state: State, name: str, changed: Mapping[str, Precision], target_s: float) -> Alternative:
     one = state.classes[name]
-    variance = sum(
-        one.part.variance[op][p] - one.part.variance[op][one.precision(op)] for op, p in changed.items()
-    )
+    variance = one.added_by(changed)
     before = one.costs.total_s
     move = state.move(name, changed)
     seconds, memory = one.costs.total_s - before, one.peak_bytes

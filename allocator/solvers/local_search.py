@@ -24,7 +24,7 @@ from qsync.allocator.search_state import ClassState, State
 from qsync.allocator.solvers.precision_recovery import TOLERANCE, holds
 from qsync.lowering.wiring import Wiring, wiring
 from qsync.records.precision import Precision
-from qsync.replayer import least_time, starts_s
+from qsync.replayer import least_time
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -206,9 +206,7 @@ class Round:
         self._now = {op: variance[op][self._one.precision(op)] for op in self._one.part.choices}
         # No compensating change may add more than the operator of most variance could regain.
         self._most = max(now - min(variance[op].values()) for op, now in self._now.items())
-        works = state.late_works()
-        starts = starts_s(list(works.values()), state.problem.exchange)
-        self._start_s = dict(zip(works, starts, strict=True))[name]
+        _, self._start_s = state.late_starts()[name]
         self._slack_s = target_s * (1 + TOLERANCE) - self.seconds()
         found = [change for window in self.windows(neighbours) for change in self.priced(window)]
         different = {change.assignment: change for change in found}

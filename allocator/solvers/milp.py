@@ -49,7 +49,7 @@ from qsync.allocator.solvers.solution import Solution
 from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.records.precision import Precision
 from qsync.replayer import step_time
-from qsync.replayer.synchronous_step import LEAST_RATE, least_losses_s, starts_s
+from qsync.replayer.synchronous_step import LEAST_RATE, least_losses_s
 
 Assignments = dict[str, dict[str, Precision]]
 Row = tuple[Sum, float, float]
@@ -76,14 +76,14 @@ def solve(
     >>> solve(state, ["infer"], target_s=0.1).gap
     """
     begun = time.perf_counter()
+    end = begun + time_limit_s
     best, least = state.assignments(), state.variance
     settled = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
     bound, candidate = settled, {name: dict(found) for name, found in best.items()}
     # A class that adds nothing has no better assignment.
     parts = [_Class(state, n, target_s, lowerable) for n in lowerable if state.classes[n].variance > 0.0]
     for number, part in enumerate(parts):
-        left = time_limit_s - (time.perf_counter() - begun)
-        bound += part.solve(left / (len(parts) - number), gap)
+        bound += part.solve((end - time.perf_counter()) / (len(parts) - number), gap)
         candidate[part.name] = part.best
     tightened = target_s
     for _ in range(_MAX_ROUNDS):
@@ -92,10 +92,10 @@ def solve(
             break
         late = state.late_step_s() / target_s - 1.0
         tightened *= 1.0 - min(max(late, 1e-6), 0.1)
-        if time.perf_counter() - begun > time_limit_s:
+        if time.perf_counter() > end:
             break
         for part in parts:
-            left = time_limit_s - (time.perf_counter() - begun)
+            left = end - time.perf_counter()
             candidate[part.name] = part.within(tightened, left / len(parts), gap) or candidate[part.name]
     if holds(state, target_s):
         recover(state, lowerable, target_s, PRIORITIES[1])
@@ -146,9 +146,7 @@ class _Class:
         self._weight = _KNOWN_SCALED / self._variance if self._variance > 0.0 else 1.0
         self._beside = [one.work for other, one in state.classes.items() if other not in lowerable]
         # If buffers are broadcast first, all classes start together, at a time that no choice changes.
-        works = state.late_works()
-        start_s = starts_s(list(works.values()), state.problem.exchange)
-        self._start_s = dict(zip(works, start_s, strict=True))[name]
+        _, self._start_s = state.late_starts()[name]
         self._model = ClassModel(self._one.part.graph, self._one.part, self._weight, _KNOWN_SCALED)
         self._cuts: list[Row] = [self._memory_row()] if self._one.is_tight else []
         self._forward = total(self._model.forward_s)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.search_state import Move, State
 from qsync.records.precision import PRECISION_ORDER, Precision
-from qsync.replayer import least_time, starts_s
+from qsync.replayer import least_time
 
 # Operators of one class that are raised together, with their precisions.
 Raise = Mapping[str, Precision]
@@ -69,11 +69,8 @@ def holds(state: State, target_s: float) -> bool:
 def _least_times(state: State) -> dict[str, float]:
     """Return by class a lower bound of the step's seconds, margins included."""
     exchange = state.problem.exchange
-    works = state.late_works()
-    starts = starts_s(list(works.values()), exchange)
     return {
-        name: least_time(work, start_s, exchange)
-        for (name, work), start_s in zip(works.items(), starts, strict=True)
+        name: least_time(work, start_s, exchange) for name, (work, start_s) in state.late_starts().items()
     }
 
 
@@ -98,7 +95,7 @@ def _pass(state: State, classes: Sequence[str], target_s: float, priority: Prior
     for number, (name, raised) in enumerate(_raises(state, classes)):
         lost_s = state.seconds_of(name, raised, structure[name])
         memory[number] = _memory_used(state, name, raised)
-        now = worth(number, name, _regained(state, name, raised), lost_s)
+        now = worth(number, name, -state.classes[name].added_by(raised), lost_s)
         # The number makes ties deterministic: class order, then model order, then the highest first.
         heap.append((-now, number, name, raised, lost_s))
     heapq.heapify(heap)
@@ -108,7 +105,7 @@ def _pass(state: State, classes: Sequence[str], target_s: float, priority: Prior
         still = {op: precision for op, precision in raised.items() if is_raise(state, name, op, precision)}
         if not still or lost_s > 2 * max(trial.slack_s(name), 0.0):
             continue
-        regained, before = _regained(state, name, still), one.costs.total_s
+        regained, before = -one.added_by(still), one.costs.total_s
         following = -heap[0][0] * (1 - TOLERANCE) if heap else 0.0
         now = worth(number, name, regained, lost_s)
         if now < following:  # other raises come before it
@@ -125,13 +122,6 @@ def _pass(state: State, classes: Sequence[str], target_s: float, priority: Prior
         else:
             state.back(move)
     return trial.settle()
-
-
-def _regained(state: State, device_class: str, raised: Raise) -> float:
-    one = state.classes[device_class]
-    return sum(
-        one.part.variance[op][one.precision(op)] - one.part.variance[op][p] for op, p in raised.items()
-    )
 
 
 def _memory_used(state: State, name: str, raised: Raise) -> float:
