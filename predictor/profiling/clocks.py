@@ -34,7 +34,18 @@ class Clock(Protocol):
         ...
 
 
-class WallClock:
+class _HostClock:
+    """A clock that reads the host's time: a mark has happened once it is taken."""
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def held_down(self) -> str:
+        """Return nothing: what slows a host shows as drift."""
+        return ""
+
+
+class WallClock(_HostClock):
     """Wall time: for devices on which a call returns when its work is done."""
 
     def now(self) -> float:
@@ -45,15 +56,8 @@ class WallClock:
         """Return the difference."""
         return end - start
 
-    def settle(self) -> None:
-        """Do nothing."""
 
-    def held_down(self) -> str:
-        """Return nothing: what slows a host shows as drift."""
-        return ""
-
-
-class ShareClock:
+class ShareClock(_HostClock):
     """Time of an emulated device, which is paused and resumed: CPU time of this thread over its `share`.
 
     Wall time would charge a whole pause to one operator. CPU time does not pass during a pause.
@@ -69,13 +73,6 @@ class ShareClock:
     def seconds(self, start: float, end: float) -> float:
         """Return the difference over the share."""
         return (end - start) / self.share
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def held_down(self) -> str:
-        """Return nothing: what slows a host shows as drift."""
-        return ""
 
 
 class CudaClock:
@@ -142,7 +139,7 @@ class KernelClock(CudaClock):
         self._last.clear()
 
 
-class LaunchClock:
+class LaunchClock(_HostClock):
     """Wall time of the host, which waits for the GPU at every mark: what launches take, not the kernels."""
 
     def now(self) -> _Mark:
@@ -154,13 +151,6 @@ class LaunchClock:
     def seconds(self, start: _Mark, end: _Mark) -> float:
         """Return the seconds from one mark to another, without the waits at both."""
         return float(end.arrived - start.left)
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def held_down(self) -> str:
-        """Return nothing: what slows a host shows as drift."""
-        return ""
 
 
 def clock_for(device: torch.device, emulated_share: float | None = None) -> Clock:

@@ -77,14 +77,16 @@ def _line(seconds: Mapping[int, float]) -> tuple[float, float]:
 
 def median_measurement(found: Sequence[LinkMeasurement]) -> LinkMeasurement:
     """Return the median of each number of several measurements of a link."""
-
-    def median(name: str, of: Callable[[LinkMeasurement], object]) -> float:
-        return statistics.median(float(getattr(of(one), name)) for one in found)
-
-    numbers = [median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate")]
-    link = Link(numbers[0], numbers[1], numbers[2], found[0].link.num_ranks)
+    link = Link(
+        statistics.median(one.link.latency_s for one in found),
+        statistics.median(one.link.bytes_per_s for one in found),
+        statistics.median(one.link.overlap_rate for one in found),
+        found[0].link.num_ranks,
+    )
     return LinkMeasurement(
-        link, *(median(name, lambda one: one) for name in ("toll_s_per_call", "toll_s_per_byte"))
+        link,
+        statistics.median(one.toll_s_per_call for one in found),
+        statistics.median(one.toll_s_per_byte for one in found),
     )
 
 

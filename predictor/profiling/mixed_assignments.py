@@ -161,7 +161,7 @@ def _shown(graph: OpGraph, assignment: Assignment, float_16bit: str | None) -> s
     keys: set[tuple[Hashable, ...]] = set()
     for node in lower(graph, assignment, float_16bit).nodes:
         if isinstance(node, Cast):
-            keys.add((node.value, node.taken_as, node.target))
+            keys.add(node.profile_key)
         else:
             keys.add((node.op, node.timed_as))
             keys.add(_Beside(node.op, node.timed_as, node.mode, "after", node.after_other))

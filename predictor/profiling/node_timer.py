@@ -144,7 +144,7 @@ class NodeTimer:
         for (shares, *_), f, b in zip(self._marks, forward, backward, strict=True):
             for node, share in shares:
                 # A step that calls the model several times has the sum of them.
-                key = node.op if isinstance(node, Run) else (node.value, node.taken_as, node.target)
+                key = node.op if isinstance(node, Run) else node.profile_key
                 first, before = nodes.get(key, (node, Cost(0.0, 0.0)))
                 nodes[key] = (first, Cost(before.forward_s + share * f, before.backward_s + share * b))
         outside = Cost(between(self._marks[-1][2], self._loss), between(self._loss, stamps[0][1]))

@@ -85,7 +85,7 @@ def node_costs(samples: Samples, drift: Sequence[float], timer_s: float = 0.0) -
         for node, cost in step.nodes:
             cost = Cost(cost.forward_s / factor, cost.backward_s / factor)
             if isinstance(node, Cast):
-                casts[node.value, node.taken_as, node.target].append(cost)
+                casts[node.profile_key].append(cost)
             else:
                 runs[node.op, node.timed_as].append((node, cost))
     scale, switch_s = _whole_over_parts(samples), switch_costs(runs)
@@ -156,15 +156,15 @@ def leave_one_out_error(samples: Samples, drift: Sequence[float]) -> float:
     A mixture is predicted from the costs that the steps of all other assignments give.
     """
     errors = []
+    pairs = list(zip(samples, drift, strict=True))
     for label in dict.fromkeys(label for label, _ in samples if label.startswith("mixture")):
-        pairs = list(zip(samples, drift, strict=True))
         others = [(sample, factor) for sample, factor in pairs if sample[0] != label]
         own = [(step, factor) for (name, step), factor in pairs if name == label]
         ops, casts, switch_s = node_costs([sample for sample, _ in others], [factor for _, factor in others])
         predicted = measured = 0.0
         for j, (node, _) in enumerate(own[0][0].nodes):
             found = (
-                casts.get((node.value, node.taken_as, node.target))
+                casts.get(node.profile_key)
                 if isinstance(node, Cast)
                 else ops.get(node.op, {}).get(node.timed_as)
             )

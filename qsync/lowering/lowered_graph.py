@@ -38,6 +38,11 @@ class Cast:
         """Return the source as a profile names it: its type, and the memory order if it is channels-last."""
         return self.source + CHANNELS_LAST * self.channels_last
 
+    @property
+    def profile_key(self) -> tuple[str, str, str]:
+        """Return the key of its cost in a profile: value, source type, target type."""
+        return self.value, self.taken_as, self.target
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -202,7 +202,7 @@ class ClassCosts:
 
     def cast(self, cast: Cast) -> Cost:
         """Return the price of one cast, looked up once."""
-        key = (cast.value, cast.taken_as, cast.target)
+        key = cast.profile_key
         cost = self._casts.get(key)
         if cost is None:
             cost = self._casts[key] = cast_cost(self.profile, cast)
