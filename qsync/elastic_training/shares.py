@@ -13,8 +13,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from qsync.errors import FormatError
-
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -30,20 +28,12 @@ def share_out(batch_size: int, rates: Sequence[float], limits: Sequence[int | No
 
     Args:
         batch_size: the number of samples of a step.
-        rates: of every card, in samples per second; only their ratios count.
+        rates: of every card, in samples per second; only their ratios count. No more cards than samples.
         limits: of every card, the most samples in one pass; None for no limit.
 
     Returns:
         The shares, in the order of the cards, each of at least one sample. They add up to the batch.
-
-    Raises:
-        FormatError: more cards than samples.
     """
-    if len(rates) > batch_size:
-        raise FormatError(
-            f"{len(rates)} cards cannot share {batch_size} samples a step; give a larger batch_size, or "
-            "fewer cards"
-        )
     spare = batch_size - len(rates)  # every card has one sample
     ideal = [spare * rate / sum(rates) for rate in rates]
     samples = [int(part) for part in ideal]
