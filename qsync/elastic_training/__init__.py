@@ -9,6 +9,7 @@
 `plan_book`         profiles by class and plans by membership, made ahead
 `planning_process`  a plan, made in a process of its own
 `card_plan`         the plan that this card runs
+`training_state`    weights, optimizer, other states and random numbers
 `healing`           the training state, sent to a card that is behind
 `pace`              whether this card is slower than planned
 """

@@ -33,6 +33,7 @@ from qsync.elastic_training.plan_book import PlanBook, membership_of, shown
 from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous
 from qsync.elastic_training.share_loader import Options, ShareLoader
 from qsync.elastic_training.shares import Share, share_out
+from qsync.elastic_training.training_state import Hyperparameters, TrainingState
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
 from qsync.records.cluster import Link
 from qsync.records.graph import digest
@@ -97,10 +98,11 @@ class ElasticJob:
         options: Options,
         book: PlanBook | None,
     ) -> None:
-        model, self._optimizer = states["model"], states["optimizer"]
+        model = states["model"]
         self.card, self.step = card.name, 0
         self._device = device_of(model)
-        self._states, self._options, self._book = states, options, book
+        self._training = TrainingState(states)
+        self._options, self._book = options, book
         self._num_samples = len(dataset)
         self._loader = ShareLoader(dataset, options)
         self._rendezvous, self._server = rendezvous, server
@@ -118,13 +120,13 @@ class ElasticJob:
         self._num_steps: int | None = None
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
-        self._before: list[dict[str, Any]] = []  # hyperparameters at the beginning of a step that heals
+        self._before: Hyperparameters = []  # at the beginning of a step that heals
         self._seen_step, self._waits_for = 0, ""
         self._num_failures = 0
         self._has_left, self._patient_until = False, 0.0
-        encode(self._rest())  # raises while no other card depends on it
+        encode(self._training.without_weights())  # raises while no other card depends on it
         self._released = threading.Event()
-        self._optimizer.register_step_pre_hook(self._check_order)
+        states["optimizer"].register_step_pre_hook(self._check_order)
 
     # --- The training loop ---
 
@@ -146,21 +148,8 @@ class ElasticJob:
         """
         if self._has_left:
             raise FormatError("this card has left the job; join again with qsync.elastic")
-        for name, number in (("epochs", epochs), ("num_steps", num_steps)):
-            if number is not None and not (type(number) in (int, float) and 0 <= number < math.inf):
-                raise FormatError(f"{name} must be a number of at least 0, found {shortened(number)}")
-        if epochs is not None and num_steps is not None:
-            raise FormatError("epochs and num_steps are both given; give one of them")
-        if num_steps is not None and num_steps != int(num_steps):
-            raise FormatError(f"num_steps must be a whole number, found {shortened(num_steps)}; give that")
-        if epochs is not None:
-            num_steps = int(epochs * self._num_samples) // self._options.batch_size
-            if epochs and not num_steps:
-                raise FormatError(
-                    f"{epochs:g} epochs of {self._num_samples} samples have no whole step of "
-                    f"{self._options.batch_size}; give more epochs, or a smaller batch_size"
-                )
-        self._num_steps, restore = num_steps, self._listen()
+        self._num_steps = num_steps = self._num_steps_of(epochs, num_steps)
+        restore = self._listen()
         self._rendezvous.begin(self.card)
         atexit.register(self._end_meeting)
         try:
@@ -173,6 +162,25 @@ class ElasticJob:
         finally:
             restore()
             self._leave()
+
+    def _num_steps_of(self, epochs: float | None, num_steps: int | None) -> int | None:
+        """Return the number of steps that `steps` is asked for. Raises FormatError for what is none."""
+        for name, number in (("epochs", epochs), ("num_steps", num_steps)):
+            if number is not None and not (type(number) in (int, float) and 0 <= number < math.inf):
+                raise FormatError(f"{name} must be a number of at least 0, found {shortened(number)}")
+        if epochs is not None and num_steps is not None:
+            raise FormatError("epochs and num_steps are both given; give one of them")
+        if num_steps is not None and num_steps != int(num_steps):
+            raise FormatError(f"num_steps must be a whole number, found {shortened(num_steps)}; give that")
+        if epochs is None:
+            return num_steps
+        found = int(epochs * self._num_samples) // self._options.batch_size
+        if epochs and not found:
+            raise FormatError(
+                f"{epochs:g} epochs of {self._num_samples} samples have no whole step of "
+                f"{self._options.batch_size}; give more epochs, or a smaller batch_size"
+            )
+        return found
 
     def release(self) -> None:
         """Let this card leave after its present step. The loop then ends, and its memory is freed.
@@ -335,14 +343,14 @@ class ElasticJob:
         self.model.broadcast_state()
         name = f"begin/{meeting.key}"
         if meeting.rank_of(self.card) == 0:
-            self._server.offer(name, encode(self._rest()), instead_of="begin/")
+            self._server.offer(name, encode(self._training.without_weights()), instead_of="begin/")
             return
         try:
             rest = decode(fetch(meeting.cards[0].server, name, self._options.timeout_s))
         except QSyncError as error:
             self._exchange.fail(error)
             return
-        self._load(rest)
+        self._training.load(rest)
 
     def _measure_link(self, group: dist.ProcessGroup, num_ranks: int) -> None:
         """Measure an all-reduce between the cards: one of them has not."""
@@ -381,57 +389,17 @@ class ElasticJob:
             self._pending = _in_background(lambda: fetch(server, name, self._options.timeout_s))
         elif any(meeting.source_of(card.name).name == self.card for card in meeting.behind):
             try:
-                content = encode(self._state())
+                content = encode({**self._training.whole(), "job": self.state_dict()})
             except QSyncError as error:  # this card can train on; the other is refused
                 content = encode({"refused": str(error)})
             self._server.offer(name, content, instead_of="state/")
         elif self.step:  # all have begun, and nobody heals from this card: it keeps no copy of its state
             self._server.withdraw("state/", "begin/")
-        self._before = self._hyperparameters() if is_behind else []
+        self._before = self._training.hyperparameters() if is_behind else []
         self._loader.turn(self.step, share)
         self._plan.adopt(meeting.cards, self.step)
         self._present = ElasticStep(self, self.step, share, is_behind)
         return self._present
-
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {name: one.state_dict() for name, one in self._states.items()}
-        state["random"] = torch.get_rng_state()
-        if self._device.type == "cuda":
-            state["random_cuda"] = torch.cuda.get_rng_state(self._device)
-        return {**state, "job": self.state_dict()}
-
-    def _rest(self) -> dict[str, Any]:
-        return {name: one.state_dict() for name, one in self._states.items() if name != "model"}
-
-    def _load(self, state: dict[str, Any]) -> None:
-        for name, one in self._states.items():
-            try:
-                if name in state:
-                    one.load_state_dict(state[name])
-            except (KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise MismatchError(
-                    f"the job's {name} does not fit this card's ({shortened(error, 200)}); start this card "
-                    "with the same"
-                ) from error
-
-    def _hyperparameters(self) -> list[dict[str, Any]]:
-        return [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._optimizer.param_groups
-        ]
-
-    def _heal(self, state: dict[str, Any]) -> None:
-        if "refused" in state:
-            raise UnsupportedError(state["refused"])
-        own = self._hyperparameters()
-        self._load(state)
-        # The state is that of the step's beginning. What the loop has set since, by the step's number, stays.
-        for group, before, now in zip(self._optimizer.param_groups, self._before, own, strict=True):
-            group.update({name: value for name, value in now.items() if value != before.get(name)})
-        torch.set_rng_state(state["random"].cpu())
-        if self._device.type == "cuda" and "random_cuda" in state:
-            torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._device)
-        self.load_state_dict(state["job"])
 
     def _finish(self, step: ElasticStep) -> bool:
         """Wait for the state if this card is behind, and return whether the step counts."""
@@ -443,7 +411,10 @@ class ElasticJob:
             except QSyncError as error:
                 self._exchange.fail(error)
             else:
-                self._heal(state)
+                if "refused" in state:
+                    raise UnsupportedError(state["refused"])
+                self._training.heal(state, self._before)
+                self.load_state_dict(state["job"])
         elif self._exchange.failure is None:
             self._plan.note_pace(step.samples, step.began_s)
         if self._exchange.failure is not None:
@@ -451,9 +422,12 @@ class ElasticJob:
             return False
         self.step += 1
         history = digest([self._own.history, self.group])
-        rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
         self._own = with_fields(
-            self._own, step=self.step, history=history, has_trained=True, learning_rates=rates
+            self._own,
+            step=self.step,
+            history=history,
+            has_trained=True,
+            learning_rates=self._training.learning_rates(),
         )
         if self.step != self._num_steps:
             # All cards are here at the same time. They meet again while the optimizer steps, and no card
@@ -533,10 +507,7 @@ class ElasticJob:
         self._exchange.close()
         self._loader.close()
         if self._released.is_set():
-            self._optimizer.state.clear()
-            self._optimizer.zero_grad(set_to_none=True)
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._training.free()
 
 
 def _in_background(run: Callable[[], _Found]) -> Future[_Found]:
