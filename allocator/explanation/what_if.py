@@ -91,15 +91,15 @@ def _step_s(state: State, exchange: Exchange, changed: Mapping[str, ClassCosts] 
 def _links(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) -> Iterator[WhatIf]:
     now_s = state.step_s()
     within = "the link" if cluster.between is None else "the link within hosts"
-    for shown, link in ((within, cluster.link), ("the link between hosts", cluster.between)):
+    for field, shown in (("link", within), ("between", "the link between hosts")):
+        link = getattr(cluster, field)
         if link is None:
             continue
         for what, faster in (
             ("twice the bandwidth", replace(link, bytes_per_s=2 * link.bytes_per_s)),
             ("half the latency", replace(link, latency_s=link.latency_s / 2)),
         ):
-            changed = replace(cluster, link=faster) if shown == within else replace(cluster, between=faster)
-            step_s = _step_s(state, Exchange(graph, changed, cap))
+            step_s = _step_s(state, Exchange(graph, replace(cluster, **{field: faster}), cap))
             yield WhatIf("link", f"{shown} has {what}", None, step_s, now_s - step_s)
 
 

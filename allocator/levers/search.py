@@ -9,6 +9,7 @@ from, the objective of every trial is its least step time.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -227,7 +228,7 @@ def search(
     # The plan without levers may be as good, though its trial was killed.
     plain = math.inf if problem.plain is None else float((problem.plain.added_variance or 0.0) > 0.0)
     setting = Setting(Levers({}))
-    if best is not None and float(f"{best.value:.9g}") <= plain:
+    if best is not None and _rounded(best.value) <= plain:
         setting = _setting(best.user_attrs)
     value, plan = problem.evaluate(setting)
     if plan is None or value >= _TOO_SLOW:
@@ -253,7 +254,7 @@ def _fewest_saving(problem: Search, setting: Setting, value: float, plan: Plan) 
             middle = 0 if low < 0 else (low + high) // 2
             fewer = replace(setting, saving_less={**setting.saving_less, name: steps[middle]})
             found, other = problem.evaluate(fewer)
-            if other is not None and float(f"{found:.9g}") <= float(f"{value:.9g}"):
+            if other is not None and _rounded(found) <= _rounded(value):
                 setting, plan, value, high = fewer, other, found, middle
             else:
                 low = middle
@@ -284,15 +285,13 @@ def _trial(problem: Search, trial: Any, study: Any) -> float:
     setting = problem.space.suggest(trial)
     if setting is None:
         return math.inf
-    attributes: dict[str, Any] = {
-        "levers": {name: asdict(entry) for name, entry in setting.levers.classes.items()},
-        "cap": setting.bucket_cap_bytes,
-        "saving_less": setting.saving_less,
-    }
+    levers = {name: asdict(entry) for name, entry in setting.levers.classes.items()}
+    attributes = {"levers": levers, "cap": setting.bucket_cap_bytes, "saving_less": setting.saving_less}
+    attributes = json.loads(json.dumps(attributes))  # as a file of trials returns them: tuples become lists
     for key, value in attributes.items():
         trial.set_user_attr(key, value)
     for known in _finished(study):
-        if all(known.user_attrs.get(key, -1) == _as_json(value) for key, value in attributes.items()):
+        if all(known.user_attrs.get(key, -1) == value for key, value in attributes.items()):
             trial.set_user_attr("num_levers", known.user_attrs["num_levers"])
             trial.set_user_attr("step_s", known.user_attrs["step_s"])
             return float(known.value)
@@ -305,13 +304,6 @@ def _trial(problem: Search, trial: Any, study: Any) -> float:
     return value
 
 
-def _as_json(value: Any) -> Any:
-    """Return a value as JSON returns it: tuples become lists."""
-    if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items()}
-    return [_as_json(item) for item in value] if isinstance(value, (tuple, list)) else value
-
-
 def _finished(study: Any) -> list[Any]:
     """Return the trials that any process completed; a killed process leaves an incomplete one."""
     return [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
@@ -322,9 +314,14 @@ def _best(trials: Sequence[Any]) -> Any | None:
     able = [trial for trial in trials if trial.value is not None and trial.value < _INFEASIBLE]
     return min(
         able,
-        key=lambda t: (float(f"{t.value:.9g}"), t.user_attrs["num_levers"], t.user_attrs["step_s"], t.number),
+        key=lambda t: (_rounded(t.value), t.user_attrs["num_levers"], t.user_attrs["step_s"], t.number),
         default=None,
     )
+
+
+def _rounded(objective: float) -> float:
+    """Return an objective without the digits that the order of a sum decides."""
+    return float(f"{objective:.9g}")
 
 
 def _setting(attributes: Mapping[str, Any]) -> Setting:

@@ -108,7 +108,7 @@ class Profiler:
     ) -> None:
         options = options or ProfilerOptions()
         self._runner, self._loss, self._parameters = runner, loss, list(parameters)
-        self._clock, self._progress = clock, options.progress
+        self._progress = options.progress
         self._loader = (
             TimedLoader(options.loader, _waiting_clock(clock)) if options.loader is not None else None
         )
@@ -440,7 +440,7 @@ class Profiler:
 
     def _optimizer_bytes(self) -> int:
         state = [v for entry in self._optimizer.state.values() for v in entry.values()]
-        return sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
+        return sum(v.nbytes for v in state if isinstance(v, torch.Tensor))
 
 
 class _Last:

@@ -124,8 +124,8 @@ def elastic(
         text = os.environ.get("WORLD_SIZE", "1")
         start_with = int(text) if text.isascii() and text.isdigit() else text  # type: ignore[assignment]
     assert start_with is not None
-    _check(options, states or {}, dataset, batch_size=batch_size, start_with=start_with, seed=seed,
-           max_samples=max_samples, num_workers=num_workers, timeout_s=timeout_s)  # fmt: skip
+    _check(options, states or {}, dataset, timeout_s, batch_size=batch_size, start_with=start_with, seed=seed,
+           max_samples=max_samples, num_workers=num_workers)  # fmt: skip
     for what, value in (("card", card), ("device_class", device_class)):
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise FormatError(f"{what} must be a name, found {shortened(value)}")
@@ -191,7 +191,9 @@ def _check_kinds(
         raise FormatError("the optimizer has parameters that the model does not have; make it of the model's")
 
 
-def _check(options: Mapping[str, Any], states: Mapping[str, Any], dataset: Any, **numbers: Any) -> None:
+def _check(
+    options: Mapping[str, Any], states: Mapping[str, Any], dataset: Any, timeout_s: Any, **numbers: Any
+) -> None:
     """Raise FormatError for an option that cannot be used."""
     if options.get("levers"):
         raise FormatError(
@@ -199,15 +201,14 @@ def _check(options: Mapping[str, Any], states: Mapping[str, Any], dataset: Any, 
         )
     least = {"seed": 0, "num_workers": 0, "max_samples": 1, "batch_size": 1, "start_with": 1}
     for name, number in numbers.items():
-        if name == "timeout_s":
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.1 <= number < 1e6:
-                raise FormatError(f"timeout_s must be seconds of at least 0.1, found {shortened(number)}")
-        elif not (name == "max_samples" and number is None) and (
-            type(number) is not int or number < least[name]
-        ):
+        if name == "max_samples" and number is None:
+            continue
+        if type(number) is not int or number < least[name]:
             raise FormatError(
                 f"{name} must be a whole number of at least {least[name]}, found {shortened(number)}"
             )
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0.1 <= timeout_s < 1e6:
+        raise FormatError(f"timeout_s must be seconds of at least 0.1, found {shortened(timeout_s)}")
     if numbers["start_with"] > numbers["batch_size"]:
         raise FormatError(
             f"{numbers['start_with']} cards cannot share {numbers['batch_size']} samples a step; give a "

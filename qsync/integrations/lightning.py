@@ -67,7 +67,11 @@ class QSyncStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
-        agree_locally("checking the Trainer's arguments", self._check_options)
+        stated, batches = {"base", "ddp", "ddp_options"}, "the batches of its loaders"
+        agree_locally(
+            "checking the Trainer's arguments",
+            lambda: check_hybrid_options(self._hybrid_options, stated, batches),
+        )
         trainer = module.trainer
         check_same({f"the Trainer's {name}": getattr(trainer, name) for name in (
             "accumulate_grad_batches", "precision", "gradient_clip_val", "max_epochs", "max_steps",
@@ -79,11 +83,6 @@ class QSyncStrategy(DDPStrategy):
         if self._plan_before is not None:
             warn_of_other_plan(partial(Plan.from_json, self._plan_before), plan_of(network))
         super().configure_ddp()
-
-    def _check_options(self) -> None:
-        check_hybrid_options(
-            self._hybrid_options, {"base", "ddp", "ddp_options"}, "the batches of its loaders"
-        )
 
     def _arguments(self, module: pl.LightningModule) -> tuple[nn.Module, dict[str, Any]]:
         """Return the network to plan, and the arguments of `qsync.hybrid`."""

@@ -118,6 +118,15 @@ def test_a_search_goes_on_where_it_stopped_and_solves_nothing_twice(tmp_path, mo
     assert other.target_s < first.target_s
 
 
+def test_without_a_file_of_trials_equal_settings_are_solved_once(monkeypatch):
+    judged, evaluate = [], Search.evaluate
+    monkeypatch.setattr(Search, "evaluate", lambda self, point: judged.append(point) or evaluate(self, point))
+    search(*PARTS, levers=["buckets"], trials=8, **FAST)
+    caps = [setting.bucket_cap_bytes for setting in judged]
+    trials, final = caps[:-1], caps[-1]
+    assert len(trials) == len(set(trials)) and final in trials
+
+
 def test_the_same_seed_finds_the_same_plan():
     one, two = (search(*PARTS, other=OTHER, trials=6, seed=3, **FAST) for _ in range(2))
     assert one == two
