@@ -9,17 +9,16 @@ and the others are healed from it.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace as with_fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from qsync.elastic_training.card_plan import CardPlan
 from qsync.elastic_training.elastic_ddp import ElasticDDP, Exchange
 from qsync.elastic_training.healing import Server, decode, encode, fetch
 from qsync.elastic_training.plan_book import PlanBook, membership_of, shown
-from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous
+from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous, in_background
 from qsync.elastic_training.share_loader import Options, ShareLoader
 from qsync.elastic_training.shares import Share, share_out
 from qsync.elastic_training.training_state import Hyperparameters, TrainingState
@@ -40,8 +39,6 @@ from qsync.records.graph import digest
 from qsync.records.plans import Plan
 
 logger = logging.getLogger("qsync")
-
-_Found = TypeVar("_Found")
 
 _POLL_S = 0.05  # between two meetings while a card waits
 _PATIENCE = 3  # times the timeout: how long the cards that are left wait for one that had a later state
@@ -116,7 +113,6 @@ class ElasticJob:
         self._plan = CardPlan(card, self.model, book, options)
         self._pending: Future[bytes] | None = None  # the state of another card
         self._next: Future[Meeting | None] | None = None  # the meeting of the next step
-        self._running: Future[Meeting | None] | None = None  # the last one that was begun
         self._num_steps: int | None = None
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
@@ -151,7 +147,6 @@ class ElasticJob:
         self._num_steps = num_steps = self._num_steps_of(epochs, num_steps)
         restore = self._listen()
         self._rendezvous.begin(self.card)
-        atexit.register(self._end_meeting)
         try:
             while num_steps is None or self.step < num_steps:
                 step = self._begin()
@@ -386,7 +381,7 @@ class ElasticJob:
         name = f"state/{meeting.key}"
         if is_behind:
             server = meeting.source_of(self.card).server
-            self._pending = _in_background(lambda: fetch(server, name, self._options.timeout_s))
+            self._pending = in_background(lambda: fetch(server, name, self._options.timeout_s))
         elif any(meeting.source_of(card.name).name == self.card for card in meeting.behind):
             try:
                 content = encode({**self._training.whole(), "job": self.state_dict()})
@@ -432,7 +427,7 @@ class ElasticJob:
         if self.step != self._num_steps:
             # All cards are here at the same time. They meet again while the optimizer steps, and no card
             # waits for others before its next forward.
-            self._next = self._running = _in_background(self._meet)
+            self._next = self._rendezvous.in_background(self._meet)
         return True
 
     def _go_alone(self) -> None:
@@ -491,15 +486,9 @@ class ElasticJob:
         signal.signal(signal.SIGTERM, leave)
         return restore
 
-    def _end_meeting(self) -> None:
-        """End a meeting that waits for a lighthouse, where an error ends the process."""
-        self._rendezvous.leave()
-        wait([self._running] if self._running is not None else [], self._options.timeout_s)
-
     def _leave(self) -> None:
         """Leave the job, and free what training holds beside the weights."""
         self._has_left, self._present = True, None
-        atexit.unregister(self._end_meeting)
         self._rendezvous.leave()
         if self._book is not None:
             self._book.close()
@@ -508,17 +497,3 @@ class ElasticJob:
         self._loader.close()
         if self._released.is_set():
             self._training.free()
-
-
-def _in_background(run: Callable[[], _Found]) -> Future[_Found]:
-    """Run a function in a thread that ends with the process, which may wait for a lighthouse for ever."""
-    future: Future[_Found] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="qsync-meeting", daemon=True).start()
-    return future

@@ -7,6 +7,7 @@ who is in the step, who heals from whom, and who takes which samples.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import socket
 import threading
@@ -14,17 +15,20 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from qsync.elastic_training.healing import fetch
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
 from qsync.records.graph import digest
 
 logger = logging.getLogger("qsync")
+
+_Found = TypeVar("_Found")
 
 LIGHTHOUSE_VARIABLE = "QSYNC_LIGHTHOUSE"
 HEARTBEAT_S = 0.25
@@ -223,6 +227,8 @@ class Rendezvous:
                 "address"
             ) from error
         self._left = threading.Event()
+        self._heartbeats: Future[None] | None = None
+        self._meeting: Future[Meeting | None] | None = None  # the last one that was begun in the background
 
     def _connect(self) -> Any:
         return coordination().LighthouseClient(f"http://{self.address}", self._timeout)
@@ -237,7 +243,19 @@ class Rendezvous:
 
     def begin(self, name: str) -> None:
         """Start the heartbeats of a card."""
-        threading.Thread(target=self._beat, args=(name,), name="qsync-heartbeat", daemon=True).start()
+        self._heartbeats = in_background(lambda: self._beat(name))
+        atexit.register(self._end)
+
+    def in_background(self, meet: Callable[[], Meeting | None]) -> Future[Meeting | None]:
+        """Begin a meeting in a thread."""
+        self._meeting = in_background(meet)
+        return self._meeting
+
+    def _end(self) -> None:
+        """End the threads that call torchft: one that returns from there while Python ends would abort it."""
+        self.leave()
+        running = [one for one in (self._heartbeats, self._meeting) if one is not None]
+        wait(running, 2 * self._timeout.total_seconds())  # a call may take a little more than the timeout
 
     def _beat(self, name: str) -> None:
         client = self._client
@@ -245,8 +263,8 @@ class Rendezvous:
             try:
                 client.heartbeat(f"{name}/{self._number}", self._timeout)
             except Exception:  # the lighthouse is gone; `meet` says so
-                time.sleep(_RETRY_S)
-                client = self._reconnected(client)
+                if not self._left.wait(_RETRY_S):
+                    client = self._reconnected(client)
 
     def _reconnected(self, client: Any) -> Any:
         try:
@@ -261,22 +279,22 @@ class Rendezvous:
         or has left.
         """
         has_told, timeouts = False, 0
-        while True:
+        while not self._left.is_set():
             try:
                 quorum = self._quorum(card)
-                break
             except Exception as error:
                 timeouts += isinstance(error, TimeoutError)
                 # A card that lags costs one or two. A machine that has vanished gives no other error.
                 if not has_told and (timeouts > _USUAL_TIMEOUTS or not isinstance(error, TimeoutError)):
                     logger.warning("qsync: no lighthouse answers at %s; waiting for one", self.address)
                     has_told = True
-                if may_leave() or self._left.is_set():
+                if may_leave() or self._left.wait(_RETRY_S):
                     return None
-                time.sleep(_RETRY_S)
                 self._client = self._reconnected(self._client)
-        key = f"{quorum.created.seconds}.{quorum.created.nanos}"
-        return meeting_of(key, _cards_of(quorum), card)
+            else:
+                key = f"{quorum.created.seconds}.{quorum.created.nanos}"
+                return meeting_of(key, _cards_of(quorum), card)
+        return None
 
     def cards(self, asking: Card) -> list[Card]:
         """Return the cards of one meeting. Raises QSyncError where there is none within the timeout."""
@@ -306,6 +324,20 @@ def _cards_of(quorum: Any) -> list[Card]:
             texts = {name: tuple(member.data[name]) for name in ("release", "learning_rates")}
             cards.append(Card(**{**member.data, **texts}))
     return cards
+
+
+def in_background(run: Callable[[], _Found]) -> Future[_Found]:
+    """Run a function in a thread that ends with the process, which may wait for a lighthouse for ever."""
+    future: Future[_Found] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="qsync-meeting", daemon=True).start()
+    return future
 
 
 def checked_address(text: object) -> str:
