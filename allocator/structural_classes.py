@@ -17,7 +17,7 @@ import numpy.typing as npt
 from qsync.allocator.problem import ClassProblem
 from qsync.lowering.wiring import Wiring, wiring
 from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.identity_cache import Remembered
+from qsync.records.identity_cache import IdentityCache
 from qsync.records.precision import Precision
 
 Hashes = npt.NDArray[np.uint64]
@@ -56,7 +56,7 @@ class _Edges:
         self.target, self.start = np.unique(target, return_index=True)
 
 
-_EDGES: Remembered[dict[bool, _Edges]] = Remembered()
+_EDGES: IdentityCache[dict[bool, _Edges]] = IdentityCache()
 
 
 class StructuralClasses:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qsync.errors import FormatError
 from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
-from qsync.records.identity_cache import Remembered
+from qsync.records.identity_cache import IdentityCache
 
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's default bucket_cap_mb.
 FIRST_BUCKET_BYTES = 1024 * 1024
@@ -29,9 +29,9 @@ class Bucket:
 
 
 # Results that depend on the graph alone.
-_READY: Remembered[dict[str, int]] = Remembered()
-_SIZES: Remembered[dict[int, int]] = Remembered()
-_BUCKETS: Remembered[dict[int | None, tuple[Bucket, ...]]] = Remembered()
+_READY: IdentityCache[dict[str, int]] = IdentityCache()
+_SIZES: IdentityCache[dict[int, int]] = IdentityCache()
+_BUCKETS: IdentityCache[dict[int | None, tuple[Bucket, ...]]] = IdentityCache()
 
 
 def ready_positions(graph: OpGraph) -> dict[str, int]:

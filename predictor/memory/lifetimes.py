@@ -25,7 +25,7 @@ from qsync.predictor.memory.saved_tensors import (
 from qsync.predictor.memory.spans import Span
 from qsync.predictor.memory.workspaces import FULL, Mask, OpContext, backward_workspace, forward_workspace
 from qsync.records.graph import Input, Op, OpGraph, num_elements
-from qsync.records.identity_cache import Remembered
+from qsync.records.identity_cache import IdentityCache
 from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
 
 # Kinds that pass their result's gradient on as that of their first so many inputs.
@@ -79,7 +79,7 @@ class Layout:
         return users
 
 
-_LAYOUTS: Remembered[Layout] = Remembered()
+_LAYOUTS: IdentityCache[Layout] = IdentityCache()
 
 
 def layout(graph: OpGraph) -> Layout:

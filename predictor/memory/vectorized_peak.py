@@ -22,7 +22,7 @@ from qsync.predictor.memory.peak import StepMemory, bytes_throughout, margin_byt
 from qsync.predictor.memory.saved_tensors import Saved
 from qsync.predictor.memory.spans import Span
 from qsync.records.graph import OpGraph
-from qsync.records.identity_cache import Remembered
+from qsync.records.identity_cache import IdentityCache
 
 Ints = npt.NDArray[np.int64]
 
@@ -269,7 +269,7 @@ class _Casts:
         return [(wiring.owner(number) or 0, cast) for cast in self._lowered.casts(number)]
 
 
-_PEAKS: Remembered[dict[tuple[str, bool], VectorizedPeak]] = Remembered()
+_PEAKS: IdentityCache[dict[tuple[str, bool], VectorizedPeak]] = IdentityCache()
 
 
 def vectorized_peak_bytes(

@@ -24,7 +24,7 @@ from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.lowering.numbering import GrowingRows, Ints, Numbered
 from qsync.lowering.wiring import wiring
 from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.identity_cache import Remembered
+from qsync.records.identity_cache import IdentityCache
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 Bools = npt.NDArray[np.bool_]
@@ -382,7 +382,7 @@ class Tables:
         self.cast_sets.append(tuple(found))
 
 
-_TABLES: Remembered[Tables] = Remembered()
+_TABLES: IdentityCache[Tables] = IdentityCache()
 
 
 def tables(graph: OpGraph) -> Tables:

@@ -15,7 +15,7 @@ from qsync.lowering.cast_rules import (
 )
 from qsync.lowering.lowered_graph import REPLACED
 from qsync.records.graph import Input, Op, OpGraph, Role
-from qsync.records.identity_cache import Remembered
+from qsync.records.identity_cache import IdentityCache
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import FORMS, can_save_less
 
@@ -128,7 +128,7 @@ class Wiring:
             )
 
 
-_WIRINGS: Remembered[Wiring] = Remembered()
+_WIRINGS: IdentityCache[Wiring] = IdentityCache()
 
 
 def wiring(graph: OpGraph) -> Wiring:

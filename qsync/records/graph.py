@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError, shortened
-from qsync.records.identity_cache import Remembered
+from qsync.records.identity_cache import IdentityCache
 from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
 from qsync.records.precision import PRECISIONS_BY_KIND, type_bytes
 
@@ -206,8 +206,8 @@ class OpGraph:
         return cls.from_json(read_json(path))
 
 
-_HASHES: Remembered[str] = Remembered()
-_SHAPES_HASHES: Remembered[str] = Remembered()
+_HASHES: IdentityCache[str] = IdentityCache()
+_SHAPES_HASHES: IdentityCache[str] = IdentityCache()
 
 
 def num_elements(shape: Iterable[int]) -> int:

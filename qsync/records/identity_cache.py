@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Remembered(Generic[T]):
+class IdentityCache(Generic[T]):
     """A cache of one value per record, by identity: comparing graphs would cost more than it saves.
 
     A value must not hold its record, or neither would ever be freed.
 
-    >>> HASHES: Remembered[str] = Remembered()
+    >>> HASHES: IdentityCache[str] = IdentityCache()
     >>> HASHES.of(graph, lambda: graph.hash)
     """
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from qsync.lowering.numbering import Numbered
 from qsync.lowering.vectorized import Tables, Tabulated
-from qsync.records.identity_cache import Remembered
+from qsync.records.identity_cache import IdentityCache
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs.class_costs import FREE, FloatArray, cast_cost, measured_as, nearest_mode
@@ -116,7 +116,7 @@ class VectorizedPrices:
         return found
 
 
-_PRICES: Remembered[Remembered[VectorizedPrices]] = Remembered()
+_PRICES: IdentityCache[IdentityCache[VectorizedPrices]] = IdentityCache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def vectorized_costs_of(lowered: Tabulated, profile: Profile) -> VectorizedCosts
 
     >>> vectorized_costs_of(Tabulated(graph, assignment), profile).forward_s.sum()
     """
-    of_graph = _PRICES.of(lowered.graph, Remembered)
+    of_graph = _PRICES.of(lowered.graph, IdentityCache)
     prices = of_graph.of(profile, lambda: VectorizedPrices(lowered.tables, profile))
     launches = vectorized_costs_of(lowered, profile.launches) if profile.launches else None
     return VectorizedCosts(lowered, profile, *prices.of(lowered, profile), launches)
