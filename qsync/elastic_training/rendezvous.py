@@ -254,7 +254,7 @@ class Rendezvous:
     def _end(self) -> None:
         """End the threads that call torchft: one that returns from there while Python ends would abort it."""
         self.leave()
-        running = [one for one in (self._heartbeats, self._meeting) if one is not None]
+        running: list[Future[Any]] = [one for one in (self._heartbeats, self._meeting) if one is not None]
         wait(running, 2 * self._timeout.total_seconds())  # a call may take a little more than the timeout
 
     def _beat(self, name: str) -> None:
