@@ -22,7 +22,7 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
-from qsync import Plan
+from qsync import Plan, QSyncError
 from qsync.allocator import allocate, search, uniform
 from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.distributed import job
@@ -69,13 +69,14 @@ def main(
     """Run the plans, keep what was measured, and print it as docs/results/levers.md has it."""
     config = {"model": model, "turns": turns, "trials": trials, "weak_share": weak_share, "tight": tight}
     config |= {"base": base} if parse_base(base) is not Precision.FP32 else {}
+    if publish and "base" in config:
+        raise QSyncError("docs/results/levers.md has no table above a base; leave --publish or --base out")
     experiment = Experiment("levers", out, settings=config, fresh=fresh)
 
-    name = "tight" if tight else " ".join(["levers", *([base] if "base" in config else [])])
-    rows = experiment.piece(name, lambda: run_on_ranks(measure, config, command="levers", timeout_s=600.0))
-    page = Page(
-        Path("docs/results/levers.md"), note="gloo, one thread a rank.", marker=name.replace(" ", "-")
-    )
+    name = "tight" if tight else "levers"
+    piece = f"{name} {base}" if "base" in config else name
+    rows = experiment.piece(piece, lambda: run_on_ranks(measure, config, command="levers", timeout_s=600.0))
+    page = Page(Path("docs/results/levers.md"), note="gloo, one thread a rank.", marker=name)
     experiment.finish({"emulated": True, "rows": rows}, tables=[table(rows)], page=page if publish else None)
 
 

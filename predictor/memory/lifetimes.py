@@ -45,6 +45,7 @@ class Layout:
         self.elements = {entry.name: entry.num_elements for entry in entries}
         self.has_gradient = {entry.name: entry.requires_grad for entry in entries}
         self.parameters = {value.name for value in graph.parameters}
+        self.in_order = {entry.name for entry in entries if entry.channels_last}
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.root = storage_roots(graph, self.dtype)
         self.users = self._list_users()
@@ -180,6 +181,7 @@ class Lifetimes:
                 for value in (*op.inputs[3:], *op.kept)
                 if op.kind == "attention"
             ),
+            in_order=tuple(j for j, value in enumerate(op.inputs) if value in self.layout.in_order),
         )
 
     def time(self, i: int) -> int:

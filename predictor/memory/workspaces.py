@@ -39,7 +39,8 @@ class Mask:
 class OpContext:
     """The context of an operator: shapes, carried types and gradients of its operands, and its device.
 
-    With `in_buckets` gradients of parameters are copied into DDP's buckets.
+    With `in_buckets` gradients of parameters are copied into DDP's buckets. `in_order` has the operands that
+    lie channels-last by themselves, as a weight does after `model.to(memory_format=torch.channels_last)`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -50,6 +51,7 @@ class OpContext:
     in_buckets: bool
     device: str
     masks: tuple[Mask, ...] = ()
+    in_order: tuple[int, ...] = ()
 
 
 def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
@@ -248,7 +250,7 @@ def _convolution_forward(op: Op, run: Run, context: OpContext) -> int:
     In FP32 it is torch's kernel, which reorders its operands.
     """
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
-    channels_last, one_channel = run.channels_last or op.channels_last, context.shapes[1][1] == 1
+    channels_last, one_channel = _is_channels_last(op, run, context), context.shapes[1][1] == 1
     if op.kind == "conv_transpose":  # its result lies in rows of channels at first, and is copied twice
         return 2 * type_bytes(run.mode, y)
     if run.mode in INT8_MODES:
@@ -264,13 +266,13 @@ def _convolution_forward(op: Op, run: Run, context: OpContext) -> int:
         )
     if _takes_pixels(op, context):
         return 0
-    return _FP32 * w if channels_last else _FP32 * max(x + w, y)
+    return _FP32 * (w + _reordered_weight(context)) if channels_last else _FP32 * max(x + w, y)
 
 
 def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     """Return the backward workspace of conv2d on a CPU."""
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
-    has_dx, channels_last = context.has_gradient[0], run.channels_last or op.channels_last
+    has_dx, channels_last = context.has_gradient[0], _is_channels_last(op, run, context)
     passed_on = type_bytes(context.carried[0], x) if has_dx else 0
     bucket = _FP32 * w if context.in_buckets else 0  # the weight's gradient, before it is copied
     cast_dx = passed_on if context.carried[0] != "bf16" else 0
@@ -279,7 +281,7 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
         if _takes_pixels(op, context):
             workspace = _FP32 * w
         elif channels_last:  # the weight's gradient in blocks, in rows, and in the order of the weight
-            workspace = _FP32 * (_in_blocks(op, context) + 2 * w)
+            workspace = _FP32 * (_in_blocks(op, context) + 2 * w + _reordered_weight(context))
         else:
             workspace = _FP32 * max(x + y + w, 2 * w)
         workspace += bucket - _FP32 * w  # without buckets the last of them is the gradient
@@ -316,15 +318,32 @@ def _takes_pixels(op: Op, context: OpContext) -> bool:
     return num_elements(w[2:]) == 1 and x[1] == w[1] and x[2:] == op.shape[2:]
 
 
+def _is_channels_last(op: Op, run: Run, context: OpContext) -> bool:
+    """Return whether a convolution works in rows of channels, as it does if its image or weight lies so.
+
+    A result of one pixel does not show it.
+    """
+    return run.channels_last or op.channels_last or any(j in context.in_order for j in (0, 1))
+
+
+def _reordered_weight(context: OpContext) -> int:
+    """Return the elements of a weight that torch copies into the order of channels-last images."""
+    _, inner, *window = context.shapes[1]
+    lies_so = 1 in context.in_order or inner == 1 or num_elements(window) == 1
+    return 0 if lies_so else num_elements(context.shapes[1])
+
+
 def _in_blocks(op: Op, context: OpContext) -> int:
     """Return the elements of a weight's gradient as oneDNN makes it in FP32.
 
-    It is in blocks of 16 by 16 channels of each group (AVX-512), but for a short depthwise window, which has
-    a kernel of its own.
+    It is in blocks of 16 by 16 channels of each group (AVX-512), but for a short depthwise window inside the
+    image, which has a kernel of its own.
     """
-    outputs, inner, *window = context.shapes[1]
-    groups = max(1, context.shapes[0][1] // max(inner, 1))
-    if groups == 1 or (inner == 1 and outputs == groups and max(window) <= _SHORT_WINDOW):
+    (channels, height), (outputs, inner, *window) = context.shapes[0][1:3], context.shapes[1]
+    groups = max(1, channels // max(inner, 1))
+    strided = 1 < op.shape[2] < height
+    short = max(window) <= _SHORT_WINDOW and window[0] + strided <= height
+    if groups == 1 or (inner == 1 and outputs == groups and short):
         return num_elements(context.shapes[1])
     padded = (-(-outputs // groups // _BLOCK) * -(-inner // _BLOCK)) * _BLOCK**2
     return groups * padded * num_elements(window)
@@ -352,7 +371,7 @@ def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
             first = y + _BF16 * windows + max(_FP32 * windows, made)
     then = made + y + max(_FP32 * pixels, windows + bucket)
     reordered = _FP32 * w if window > 1 else 0  # the weight's gradient, to the order of the weight
-    in_order = run.channels_last or op.channels_last
+    in_order = _is_channels_last(op, run, context)
     dx_again = passed_on if made != passed_on or not in_order else 0  # cast, or reordered
     return max(first, then, made + bucket + max(reordered, dx_again))
 

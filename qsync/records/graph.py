@@ -34,13 +34,17 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor that enters the graph: a parameter, a buffer, or part of the batch."""
+    """A tensor that enters the graph: a parameter, a buffer, or part of the batch.
+
+    `channels_last`: it is an image, or a convolution's weight, in that memory order.
+    """
 
     name: str
     kind: str  # "parameter", "buffer", "batch", or "alias": a parameter once more, in a checkpointed graph
     dtype: str
     shape: tuple[int, ...]
     requires_grad: bool = False
+    channels_last: bool = False
 
     @property
     def num_elements(self) -> int:

@@ -191,7 +191,8 @@ class _Reader:
             kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
             if name in self._entered:  # each segment casts for itself
                 kind, name = "alias" if kind == "parameter" else kind, f"{name}@segment{self._place}"
-        self._declare(Input(name, kind, _dtype(value), traced_shape(value), value.requires_grad))
+        order = _is_channels_last(value)
+        self._declare(Input(name, kind, _dtype(value), traced_shape(value), value.requires_grad, order))
         segment.value_of[node] = name
 
     def read(self, segment: Segment, nested: bool = False) -> None:

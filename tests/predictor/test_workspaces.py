@@ -157,6 +157,19 @@ def depthwise(window: int) -> nn.Module:
     return nn.Conv2d(64, 64, window, padding=window // 2, groups=64)
 
 
+class RowsAsImages(nn.Module):
+    """A convolution of rows of tokens, which lie channels-last as an image, while its weight does not."""
+
+    def __init__(self, side: int, convolution: nn.Conv2d) -> None:
+        super().__init__()
+        self.side, self.convolution = side, convolution
+        self.rows = nn.Linear(8, convolution.in_channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = self.rows(x).transpose(1, 2).unflatten(2, (self.side, self.side))
+        return self.convolution(image).flatten(2).transpose(1, 2).sum(-1, keepdim=True)
+
+
 def block() -> nn.Module:
     followers = nn.GELU(), nn.LayerNorm(256), nn.Dropout(0.1)
     return nn.Sequential(nn.Linear(256, 256), *followers, nn.Linear(256, 256))
@@ -183,8 +196,21 @@ MODELS = {
         lambda: in_channels_last(nn.Conv2d(64, 128, 3), nn.Conv2d(128, 128, 1), nn.Conv2d(128, 64, 3)),
         (8, 64, 16, 16),
     ),
+    "convolution, channels last, to a pixel": (
+        lambda: in_channels_last(nn.Conv2d(128, 128, 1), nn.Conv2d(128, 128, 3, stride=2, padding=1)),
+        (8, 128, 2, 2),
+    ),
     "convolution, groups": (
         lambda: in_channels_last(nn.Conv2d(64, 64, 3, groups=8), depthwise(7), depthwise(3)), (8, 64, 16, 16),
+    ),
+    "convolution, rows": (
+        lambda: RowsAsImages(4, nn.Conv2d(128, 256, 3, stride=2, padding=1)), (4, 16, 8),
+    ),
+    "convolution, rows, groups": (
+        lambda: RowsAsImages(2, nn.Conv2d(256, 256, 3, padding=1, groups=256)), (4, 4, 8),
+    ),
+    "convolution, rows, groups, stride": (
+        lambda: RowsAsImages(3, nn.Conv2d(256, 256, 3, stride=2, padding=1, groups=256)), (4, 9, 8),
     ),
     "convolution, transposed": (
         lambda: nn.Sequential(nn.ConvTranspose2d(64, 32, 2, 2), nn.GELU(), nn.AvgPool2d(2)),
@@ -233,7 +259,11 @@ CASES = [
     ("batch norm", FP32, False, EXACT),
     ("batch norm", FP32, True, EXACT),
     ("convolution, channels last", FP32, False, EXACT),
+    ("convolution, channels last, to a pixel", FP32, False, EXACT),
     ("convolution, groups", FP32, False, EXACT),
+    ("convolution, rows", FP32, False, EXACT),
+    ("convolution, rows, groups", FP32, False, EXACT),
+    ("convolution, rows, groups, stride", FP32, False, EXACT),
     ("convolution, transposed", FP32, False, EXACT),
     ("convolution, volumes", FP32, False, EXACT),
     ("convolution, volumes", BF16, False, 0.04),  # oneDNN's scratch differs between processors
@@ -262,6 +292,7 @@ def trained() -> dict[str, memory_runs.Trained]:
     return {}
 
 
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")  # torch's, of depthwise weights in blocks
 @pytest.mark.parametrize(("name", "precision", "saves_less", "tolerance"), CASES)
 def test_the_peak_of_a_step_is_as_predicted(trained, name, precision, saves_less, tolerance, monkeypatch):
     # The memory model knows the products of oneDNN, not those in tiles (docs/limits.md).
