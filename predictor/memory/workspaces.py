@@ -282,8 +282,9 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
             workspace = _FP32 * w
         elif channels_last:  # the weight's gradient in blocks, in rows, and in the order of the weight
             workspace = _FP32 * (_in_blocks(op, context) + 2 * w + _reordered_weight(context))
-        else:
-            workspace = _FP32 * max(x + y + w, 2 * w)
+        else:  # a stride leaves the input's gradient in blocks while it is put in order
+            again = 2 * x if has_dx and _is_strided(op, context) and not _is_short(op, context) else 0
+            workspace = _FP32 * max(x + y + w, 2 * w, again)
         workspace += bucket - _FP32 * w  # without buckets the last of them is the gradient
         return max(made + workspace, made + cast_dx * (context.carried[0] != "fp32")) - passed_on
     if run.mode == Precision.INT8_ALL:
@@ -336,17 +337,25 @@ def _reordered_weight(context: OpContext) -> int:
 def _in_blocks(op: Op, context: OpContext) -> int:
     """Return the elements of a weight's gradient as oneDNN makes it in FP32.
 
-    It is in blocks of 16 by 16 channels of each group (AVX-512), but for a short depthwise window inside the
-    image, which has a kernel of its own.
+    It is in blocks of 16 by 16 channels of each group (AVX-512), but for a short depthwise window.
     """
-    (channels, height), (outputs, inner, *window) = context.shapes[0][1:3], context.shapes[1]
-    groups = max(1, channels // max(inner, 1))
-    strided = 1 < op.shape[2] < height
-    short = max(window) <= _SHORT_WINDOW and window[0] + strided <= height
-    if groups == 1 or (inner == 1 and outputs == groups and short):
+    outputs, inner, *window = context.shapes[1]
+    groups = max(1, context.shapes[0][1] // max(inner, 1))
+    if groups == 1 or _is_short(op, context):
         return num_elements(context.shapes[1])
     padded = (-(-outputs // groups // _BLOCK) * -(-inner // _BLOCK)) * _BLOCK**2
     return groups * padded * num_elements(window)
+
+
+def _is_strided(op: Op, context: OpContext) -> bool:
+    return 1 < op.shape[2] < context.shapes[0][2]
+
+
+def _is_short(op: Op, context: OpContext) -> bool:
+    """Return whether a window is depthwise, short and inside the image: oneDNN has a kernel of its own."""
+    (channels, height), (outputs, inner, *window) = context.shapes[0][1:3], context.shapes[1]
+    inside = max(window) <= _SHORT_WINDOW and window[0] + _is_strided(op, context) <= height
+    return inner == 1 and outputs == channels and inside
 
 
 def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:

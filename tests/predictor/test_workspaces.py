@@ -192,6 +192,9 @@ MODELS = {
     "convolution, normalized": (lambda: ending_in_a_norm(*convolutions(256)), (8, 256, 4, 4)),
     "convolution, folded": (lambda: ending_in_a_norm(*folded(64)), (8, 64, 16, 16)),
     "batch norm": (lambda: convolutions(32, (nn.BatchNorm2d(32), nn.ReLU())), IMAGES),
+    "convolution, stride": (
+        lambda: nn.Sequential(nn.Conv2d(32, 32, 1), nn.Conv2d(32, 16, 3, stride=2, padding=1)), IMAGES,
+    ),
     "convolution, channels last": (
         lambda: in_channels_last(nn.Conv2d(64, 128, 3), nn.Conv2d(128, 128, 1), nn.Conv2d(128, 64, 3)),
         (8, 64, 16, 16),
@@ -258,6 +261,7 @@ CASES = [
     ("convolution, folded", INT8_ALL, False, EXACT),
     ("batch norm", FP32, False, EXACT),
     ("batch norm", FP32, True, EXACT),
+    ("convolution, stride", FP32, False, EXACT),
     ("convolution, channels last", FP32, False, EXACT),
     ("convolution, channels last, to a pixel", FP32, False, EXACT),
     ("convolution, groups", FP32, False, EXACT),
