@@ -676,7 +676,7 @@ def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
         # In INT8 sums in FP32 beside codes of windows.
         (INT8, 4, 256, False, 1536 * 2304 + 4 * 1536 * 256),
         (INT8, 16, 256, False, 4 * 96 * 256 * 256),
-        # torch in FP32 reorders images and weight, or the weight alone: to the order of images, then in blocks.
+        # torch in FP32 reorders images and weight, or the weight: in their order, then in blocks.
         (Precision.FP32, 16, 256, False, 4 * (96 * 256 * 256 + 2304 * 256)),
         (Precision.FP32, 16, 256, True, 2 * 4 * 2304 * 256),
         # Depthwise alike, in BF16 the weight alone.
