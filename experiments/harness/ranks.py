@@ -102,7 +102,8 @@ def run_on_ranks(
         }  # fmt: skip
         started = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
-            "--no-python", sys.executable, "-m", "qsync.experiments.harness.ranks", json.dumps(task),
+            "--log-dir", folder, "--no-python", sys.executable, "-m", "qsync.experiments.harness.ranks",
+            json.dumps(task),
         ]  # fmt: skip
         # One thread a rank: each has one core. Kineto would announce every memory measurement on stderr.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
