@@ -21,6 +21,7 @@ from qsync.predictor.memory.saved_tensors import (
     made_for_backward,
     saved_by_op,
     storage_roots,
+    writes_scores,
 )
 from qsync.predictor.memory.spans import Span
 from qsync.predictor.memory.workspaces import FULL, Mask, OpContext, backward_workspace, forward_workspace
@@ -181,6 +182,8 @@ class Lifetimes:
                 for value in (*op.inputs[3:], *op.kept)
                 if op.kind == "attention"
             ),
+            writes_scores=op.kind == "attention"
+            and writes_scores(op, run.mode, self.layout.shape, self.layout.has_gradient, self.device),
             in_order=tuple(j for j, value in enumerate(op.inputs) if value in self.layout.in_order),
         )
 

@@ -485,7 +485,8 @@ def _copies(node: torch.fx.Node, kind: str) -> bool | None:
 
     A linear layer copies an input of which rows cannot be one dimension, as of a transposed one. Attention in
     torch's plain kernel copies values of which heads cannot be one dimension, or that several heads
-    share: False where it need not. None of any other call.
+    share: False where it need not; True where keys broadcast to the queries' heads, which no other kernel of
+    torch does. None of any other call.
 
     A dropout that drops nothing returns its input, though the tracer's one is new. On the meta device
     attention has a memory order that it has on no other.
@@ -497,8 +498,9 @@ def _copies(node: torch.fx.Node, kind: str) -> bool | None:
         return True if _lies_apart(_example(operands(node, kind)[0]), 1) else None
     if kind == "attention":
         queries, _, values = map(_example, operands(node, kind)[:3])
-        are_shared = queries is not None and values is not None and queries.shape[:-2] != values.shape[:-2]
-        return None if are_shared or _lies_apart(values, 2) else False
+        if queries is not None and values is not None and queries.shape[:-2] != values.shape[:-2]:
+            return None if node.kwargs.get("enable_gqa") else True
+        return None if _lies_apart(values, 2) else False
     if kind not in ("view", "contiguous") or call_name(node) == "dropout" or not node.all_input_nodes:
         return None
     source = {storage for value in node.all_input_nodes for storage in traced_storages(value)}

@@ -202,6 +202,23 @@ def test_long_sequences_run_the_kernel_that_was_faster(monkeypatch, torch_is_fas
     assert asked[2:] == [(128, False)] and ran == ([100] if torch_is_faster else [])
 
 
+def test_a_head_of_keys_that_broadcasts_is_handed_to_torch_as_a_group(monkeypatch):
+    monkeypatch.setattr(attention_bf16, "_torch_is_faster", lambda *_: True)
+    grouped = []
+
+    def attend(*args, **kwargs):
+        grouped.append(kwargs["enable_gqa"])
+        return ATTENTION(*args, **kwargs)
+
+    for heads, values in ((1, 1), (4, 4), (1, 4)):
+        q, k, v = leaves([(2, 4, 300, 8), (2, heads, 300, 8), (2, values, 300, 8)])
+        got = outcome(lambda _, *rest: attention_bf16.fastest_attention_bf16(attend, *rest), (q, k, v), {})
+        expected = outcome(reference_kernel("attention", Precision.BF16), (q, k, v), {})
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert a.shape == b.shape and agreement_db(a, b) >= BOUNDS[min(i, 1)], f"tensor {i}"
+    assert grouped == [True, False, False]
+
+
 def test_timing_kernels_leaves_random_numbers_and_gradients_as_they_were():
     attention_bf16._torch_is_faster.cache_clear()
     torch.manual_seed(0)
