@@ -7,7 +7,7 @@ result, the tensors it saves, its result's gradient, and its inputs' gradients i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qsync.backend.block_sizes import SCORES_PER_BLOCK, SLOPES_PER_BLOCK, saves_weights, scores_per_block
 from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds, windows_bytes
@@ -22,7 +22,7 @@ _BLOCK, _SHORT_WINDOW = 16, 3  # of oneDNN, in FP32: channels in a block, and a 
 # The most scratch memory of oneDNN for a forward product of BF16 operands (found as in `_scratch`).
 _FORWARD_SCRATCH_BYTES = 197_632
 FULL = (Precision.FP32, Precision.FP32_FAST)
-_CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose")
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose")
 _CONVOLVED = (*FULL, Precision.BF16, *INT8_MODES)
 _SAVING_LESS = ("output", "bits", "codes")
 
@@ -250,6 +250,7 @@ def _convolution_forward(op: Op, run: Run, context: OpContext) -> int:
 
     In FP32 it is torch's kernel, which reorders its operands.
     """
+    op, context = _with_height(op, context)
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
     channels_last, one_channel = _is_channels_last(op, run, context), context.shapes[1][1] == 1
     if op.kind == "conv_transpose":  # its result lies in rows of channels at first, and is copied twice
@@ -265,13 +266,14 @@ def _convolution_forward(op: Op, run: Run, context: OpContext) -> int:
             if windows
             else reordered + 2 * _BF16 * w
         )
-    if _takes_pixels(op, context):
+    if _takes_pixels(op, context) and _groups(context) == 1:
         return 0
     return _FP32 * (w + _reordered_weight(context)) if channels_last else _FP32 * max(x + w, y)
 
 
 def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     """Return the backward workspace of conv2d on a CPU."""
+    op, context = _with_height(op, context)
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
     has_dx, channels_last = context.has_gradient[0], _is_channels_last(op, run, context)
     passed_on = type_bytes(context.carried[0], x) if has_dx else 0
@@ -279,10 +281,13 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     cast_dx = passed_on if context.carried[0] != "bf16" else 0
     if run.mode in FULL:
         made = _FP32 * x if has_dx else 0
-        if _takes_pixels(op, context):
+        if _takes_pixels(op, context) and _groups(context) == 1:
             workspace = _FP32 * w
         elif channels_last:  # the weight's gradient in blocks, in rows, and in the order of the weight
             workspace = _FP32 * (_in_blocks(op, context) + 2 * w + _reordered_weight(context))
+        elif _in_windows(op, context):  # windows of one image, and the weight's gradient in blocks
+            windows = num_elements(context.shapes[1][1:]) * num_elements(op.shape[2:])
+            workspace = _FP32 * max(5 * w + windows, (y + w) * has_dx, x * has_dx)
         else:  # a stride leaves the input's gradient in blocks while it is put in order
             again = 2 * x if has_dx and _is_strided(op, context) and not _is_short(op, context) else 0
             workspace = _FP32 * max(x + y + w, 2 * w, again)
@@ -294,7 +299,8 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     scratch = _scratch_of(y // max(op.shape[1], 1), op.shape[1], num_elements(context.shapes[1][1:]))
     made = _BF16 * x if has_dx else 0
     if run.mode == Precision.BF16:
-        reordered = 0 if channels_last or windows else _BF16 * x
+        signals = op.kind == "conv1d"  # torch reorders them and their gradients; images qsync has in order
+        reordered = 0 if channels_last or windows else _BF16 * (x + y * signals)
         products = reordered + (windows + scratch + made if windows else 4 * _BF16 * w)
         dx_reordered = 0 if channels_last else made  # to the memory format of x
         return made + _BF16 * w + max(products, bucket, cast_dx, dx_reordered) - passed_on
@@ -307,17 +313,32 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     return base + max(first, then, last) - passed_on
 
 
+def _with_height(op: Op, context: OpContext) -> tuple[Op, OpContext]:
+    """Return a convolution of signals as one of images of height 1, and any other as it is."""
+    if op.kind != "conv1d":
+        return op, context
+    x, w, *others = context.shapes
+    n, outputs, length = op.shape
+    shapes = ((*x[:2], 1, x[2]), (*w[:2], 1, w[2]), *others)
+    return replace(op, shape=(n, outputs, 1, length)), replace(context, shapes=shapes)
+
+
 def _windows_bytes(op: Op, run: Run, context: OpContext) -> tuple[int, int]:
     """Return the bytes of a convolution's windows, forward and backward: of images alone there are any."""
-    if op.kind != "conv2d":
+    if op.kind not in ("conv1d", "conv2d") or (op.kind == "conv1d" and run.mode == Precision.BF16):
         return 0, 0
     return windows_bytes(run.mode, context.shapes[0], context.shapes[1], op.shape)
 
 
 def _takes_pixels(op: Op, context: OpContext) -> bool:
-    """Return whether a convolution multiplies pixels one by one, which oneDNN does without reordering."""
+    """Return whether a convolution multiplies pixels one by one; of one group oneDNN reorders none."""
     x, w = context.shapes[:2]
-    return num_elements(w[2:]) == 1 and x[1] == w[1] and x[2:] == op.shape[2:]
+    return num_elements(w[2:]) == 1 and x[2:] == op.shape[2:]
+
+
+def _groups(context: OpContext) -> int:
+    """Return the number of groups of a convolution's channels."""
+    return max(1, context.shapes[0][1] // max(context.shapes[1][1], 1))
 
 
 def _is_channels_last(op: Op, run: Run, context: OpContext) -> bool:
@@ -341,7 +362,7 @@ def _in_blocks(op: Op, context: OpContext) -> int:
     It is in blocks of 16 by 16 channels of each group (AVX-512), but for a short depthwise window.
     """
     outputs, inner, *window = context.shapes[1]
-    groups = max(1, context.shapes[0][1] // max(inner, 1))
+    groups = _groups(context)
     if groups == 1 or _is_short(op, context):
         return num_elements(context.shapes[1])
     padded = (-(-outputs // groups // _BLOCK) * -(-inner // _BLOCK)) * _BLOCK**2
@@ -349,7 +370,15 @@ def _in_blocks(op: Op, context: OpContext) -> int:
 
 
 def _is_strided(op: Op, context: OpContext) -> bool:
-    return 1 < op.shape[2] < context.shapes[0][2]
+    """Return whether the result has fewer rows or columns than the image, though more than one."""
+    return any(1 < size < of for size, of in zip(op.shape[2:], context.shapes[0][2:], strict=True))
+
+
+def _in_windows(op: Op, context: OpContext) -> bool:
+    """Return whether oneDNN multiplies windows of each group, as pixels or of fewer channels than a block."""
+    outputs, inner = context.shapes[1][:2]
+    few = min(inner, outputs // _groups(context)) < _BLOCK and not _is_short(op, context)
+    return op.kind != "conv_transpose" and _groups(context) > 1 and (few or _takes_pixels(op, context))
 
 
 def _is_short(op: Op, context: OpContext) -> bool:

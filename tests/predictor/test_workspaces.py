@@ -232,6 +232,20 @@ MODELS = {
     "convolution, rows, groups, stride": (
         lambda: RowsAsImages(3, nn.Conv2d(256, 256, 3, stride=2, padding=1, groups=256)), (4, 9, 8),
     ),
+    "convolution, few channels": (
+        lambda: nn.Sequential(
+            nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 5, stride=2, padding=2, groups=64),
+            nn.Conv2d(64, 64, 1, groups=4),
+        ),
+        (8, 64, 16, 16),
+    ),
+    "convolution, signals": (
+        lambda: nn.Sequential(
+            nn.Conv1d(64, 64, 3, padding=1), nn.Conv1d(64, 64, 10, stride=5),
+            nn.Conv1d(64, 64, 4, padding=3, groups=64),
+        ),
+        (8, 64, 256),
+    ),
     "convolution, transposed": (
         lambda: nn.Sequential(nn.ConvTranspose2d(64, 32, 2, 2), nn.GELU(), nn.AvgPool2d(2)),
         (8, 64, 16, 16),
@@ -287,6 +301,10 @@ CASES = [
     ("convolution, rows", FP32, False, EXACT),
     ("convolution, rows, groups", FP32, False, EXACT),
     ("convolution, rows, groups, stride", FP32, False, EXACT),
+    ("convolution, few channels", FP32, False, EXACT),
+    ("convolution, signals", FP32, False, EXACT),
+    ("convolution, signals", BF16, False, 0.05),  # oneDNN's scratch
+    ("convolution, signals", INT8, False, EXACT),
     ("convolution, transposed", FP32, False, EXACT),
     ("convolution, volumes", FP32, False, EXACT),
     ("convolution, volumes", BF16, False, 0.04),  # oneDNN's scratch differs between processors
