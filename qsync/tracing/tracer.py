@@ -18,6 +18,7 @@ import torch
 import torch._dynamo
 import torch.fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._C._functorch import peek_interpreter_stack
 from torch._dynamo import convert_frame, eval_frame, trace_rules
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import fake_tensor_tls
@@ -140,6 +141,9 @@ def why_untraced() -> str | None:
     """Return what makes torch.compile run plain modules now, traced before or not; None for nothing."""
     if is_in_any_mode_without_ignore_compile_internals():
         return f"{type(_get_current_dispatch_mode()).__name__} is on, which torch.compile runs nothing under"
+    transform = peek_interpreter_stack()
+    if transform is not None:
+        return f"torch.func.{transform.key().name.lower()} is around it, which torch.compile cannot trace in"
     if torch._dynamo.config.disable or eval_frame._stance.stance != "default":
         return "torch.compile is switched off (torch.compiler.set_stance, TORCH_COMPILE_DISABLE)"
     return None

@@ -12,8 +12,8 @@ from qsync.experiments.takeover.outcomes import REFUSED, SILENT, WARNS, WORKS, j
 
 # Part of the sentence that a user reads; every other case works.
 SENTENCES = {
-    "`torch.func.grad` of a functional call": "functorch",
-    "`torch.func.vmap` over samples": "functorch",
+    "`torch.func.grad` of a functional call": "torch.func.grad is around it",
+    "`torch.func.vmap` over samples": "torch.func.vmap is around it",
     "inside `torch.autocast`": "call the model outside of autocast",
     '`torch.compiler.set_stance("force_eager")` after the first call': "torch.compile is switched off",
     "`torch.utils.flop_counter.FlopCounterMode` around a call": "ran without its kernels: _FlopCounterMode",

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qsync
+from qsync.errors import TracingError
 from qsync.runtime.planned_forward import program_of
 
 
@@ -71,3 +72,16 @@ def test_an_error_is_torch_s_and_the_next_call_is_lowered(call, order, precision
         with pytest.raises(type(expected.value)) as found:
             model(x)
         assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.filterwarnings("ignore:qsync. . of . products")
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_a_call_in_torch_func_is_refused_and_the_next_one_is_lowered(transform):
+    torch._dynamo.reset()
+    model, x = qsync.wrap(nn.Sequential(nn.Linear(32, 48)), "bf16", strict=True), torch.randn(4, 32)
+    before = model(x)
+
+    with pytest.raises(TracingError, match=f"torch.func.{transform.__name__} is around it"):
+        transform(lambda given: model(given).square().mean())(x)
+
+    assert torch.equal(model(x), before)
