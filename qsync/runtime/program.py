@@ -270,13 +270,16 @@ class Program:
         else:
             forget_copies()
         is_evaluation = self._check is not None and not torch.is_grad_enabled()
+        breaks, num_skipped = graph_breaks(), num_skipped_frames()
         if self._checked or (is_evaluation and self._has_run):
             result = self._run(compiled, args, kwargs)
+            if num_skipped_frames() > num_skipped:  # no later call runs what was traced of such a frame
+                self.skipped = why_skipped(model, breaks, num_skipped)
+                self._num_reported = -1
             self._report_new_graphs()
             return result
         # The first call with gradients shows whether the plan fits the model: evaluation, which may come
         # first, has other operators. If it fails, running statistics are restored.
-        breaks, num_skipped = graph_breaks(), num_skipped_frames()
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
             result = self._run(compiled, args, kwargs)

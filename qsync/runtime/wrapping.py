@@ -207,7 +207,7 @@ class Wrapping:
                 True,
             )
         products = coverage.products(program.lowered, self._asked, program.why_not)
-        is_good = coverage.is_mostly_lowered(products)
+        is_good = coverage.is_mostly_lowered(products) and bool(products or not program.skipped)
         if not is_good or is_first:
             where = f" on {self.device_class}" if self.device_class else ""
             text = coverage.sentence(products, self._asked, where)

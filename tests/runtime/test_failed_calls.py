@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,20 @@ class Judges(nn.Module):
 
     def forward(self, x):
         return F.cross_entropy(self.fc(x), torch.zeros(6, dtype=torch.long))
+
+
+class Watches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x, watched=False):
+        if watched:
+            with warnings.catch_warnings():
+                for row in x:
+                    if row.sum().item() > 1e9:
+                        x = x + 1
+        return F.linear(x, self.weight)
 
 
 CALLS = {
@@ -85,3 +101,12 @@ def test_a_call_in_torch_func_is_refused_and_the_next_one_is_lowered(transform):
         transform(lambda given: model(given).square().mean())(x)
 
     assert torch.equal(model(x), before)
+
+
+def test_a_later_call_that_ends_the_lowering_says_so():
+    torch._dynamo.reset()
+    model, x = qsync.wrap(Watches(), "bf16", strict=True), torch.randn(4, 32)
+    model(x)
+
+    with pytest.warns(UserWarning, match="0 of 0 products in bf16; of code that torch.compile gives up only"):
+        model(x, watched=True)
