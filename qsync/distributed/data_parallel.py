@@ -87,7 +87,8 @@ class HybridDDP(DistributedDataParallel):
 
     def _register(self) -> None:
         self._averaged = {id(p): p.dtype for p in self.module.parameters() if p.requires_grad}
-        self._one = next((p for p in self.module.parameters() if p.requires_grad), None)
+        # In a list: as an attribute it would be a parameter of this module, under a name of its own.
+        self._first = [p for p in self.module.parameters() if p.requires_grad][:1]
         self._num_registered = _registered.count
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._num_calls = 0
@@ -117,7 +118,7 @@ class HybridDDP(DistributedDataParallel):
         if (
             self._num_calls % _CALLS_PER_CHECK == 0
             or self._num_registered != _registered.count
-            or (self._one is not None and self._one.dtype is not self._averaged[id(self._one)])
+            or any(p.dtype is not self._averaged[id(p)] for p in self._first)
             or any(p.requires_grad for p in self._frozen)
         ):
             self._check_parameters()

@@ -146,6 +146,8 @@ for k in range(2):
         loss_fn(whole, batch(seed=k + rank)).backward()
 options["base"] = "fp32"  # bitwise as DDP
 model = qsync.hybrid(make(), batch(), **options)
+names = [[list(m.state_dict()), [name for name, _ in m.named_parameters()]] for m in (model, whole)]
+say(f"names: {names[0] == names[1]}")
 with model.no_sync():
     loss_fn(model, batch(seed=rank)).backward()
 loss_fn(model, batch(seed=1 + rank)).backward()
@@ -180,7 +182,7 @@ def test_options_and_contexts_of_ddp_are_those_of_ddp(tmp_path):
     assert said(output, "static") == ["True True False"] * 2
     assert said(output, "buckets") == ["True"] * 2
     assert said(output, "group") == [f"True True {2**20}"] * 2
-    for what in ("no_sync", "join"):
+    for what in ("names", "no_sync", "join"):
         assert said(output, what) == ["True"] * 2
     for text in said(output, "sync batch norm"):
         assert "SyncBatchNorm expected input tensor to be on GPU" in text
