@@ -82,13 +82,18 @@ class _Site:
 
     op: str
     index: int
-    tensor: Any  # with its autograd graph, until a hook is registered
+    tensor: Any  # with its autograd graph, until a hook is registered; None after it
     value: torch.Tensor
     is_parameter: bool
     trains: bool
     call: int = 0  # of the model in this step
+    version: int = 0  # of the tensor, as it was read
     gradient: Any = None  # a tensor after backward
     moved: Any = None  # of a weight that several calls read: the movement of its gradient in all of them
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.op, self.index, self.call
 
 
 class Probe:
@@ -105,6 +110,7 @@ class Probe:
         self._rounded: Collection[str] = ()
         self._first: dict[tuple[str, int, int], _Site] = {}  # by operator, operand and call
         self._num_calls: Counter[tuple[str, int]] = Counter()
+        self._overwritten: set[tuple[str, int, int]] = set()  # what later code of the model writes to
         self._effects: tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]] = ({}, {})
 
     def measure(self, calibration: Calibration, batch: int) -> RoundingEffects:
@@ -114,11 +120,11 @@ class Probe:
         and for a gradient that is zero everywhere; UnsupportedError for an operator that the first batch does
         not reach.
         """
-        self._sites, self._effects = [], ({}, {})
-        self._num_calls.clear()
-        self._visit = self._record
-        loss = calibration.forward(batch)
-        self._visit = None
+        self._effects = ({}, {})
+        loss = self._first_forward(calibration, batch)
+        if found := {s.key for s in self._sites if s.tensor is not None and s.tensor._version != s.version}:
+            self._overwritten |= found
+            loss = self._first_forward(calibration, batch)
         self._hook(calibration.runner.graph)
         gradient = calibration.backward(loss, batch)
         self._check(loss, gradient)
@@ -131,6 +137,15 @@ class Probe:
         self._sites.clear()
         self._first.clear()
         return self._to_host()
+
+    def _first_forward(self, calibration: Calibration, batch: int) -> torch.Tensor:
+        """Record all sites and return the loss."""
+        self._sites = []
+        self._num_calls.clear()
+        self._visit = self._record
+        loss = calibration.forward(batch)
+        self._visit = None
+        return loss
 
     def began(self) -> None:
         """Do nothing: sites are counted over the whole step."""
@@ -157,7 +172,11 @@ class Probe:
     ) -> None:
         call = self._num_calls[op, index]
         self._num_calls[op, index] += 1
-        self._sites.append(_Site(op, index, tensor, tensor.detach(), is_parameter, trains, call))
+        site = _Site(op, index, tensor, tensor.detach(), is_parameter, trains, call, tensor._version)
+        if site.key in self._overwritten:
+            self._watch(site, tensor, partial(_receive, site))
+            site.tensor, site.value = None, site.value.clone()
+        self._sites.append(site)
 
     def _hook(self, graph: OpGraph) -> None:
         """Register hooks for the gradients of all sites that some precision rounds; drop the others.
@@ -180,7 +199,8 @@ class Probe:
             if op.role is Role.FIXED and op.kind in ROUNDS_WHAT_IT_READS:
                 continue  # its gradient may be sparse
             if op.kind in PRECISIONS_BY_KIND or site.op in self._rounded:
-                on_gradient(tensor, partial(_receive, site))
+                if tensor is not None:
+                    on_gradient(tensor, partial(_receive, site))
                 sites.append(site)
                 self._first[site.op, site.index, site.call] = site
         self._sites = sites
@@ -224,7 +244,25 @@ class Probe:
         with torch.no_grad():
             moved = (tensor.detach() - site.value) / self._eps
             self._add_gradient_effects(site, moved)
-        on_gradient(tensor, partial(self._add_value_effects, site))
+        self._watch(site, tensor, partial(self._add_value_effects, site))
+
+    def _watch(self, site: _Site, tensor: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> None:
+        """Call `receive` with the gradient of the value that the tensor has now.
+
+        Backward of a write to a view leads to the view's base, past hooks that the view got before.
+        """
+        base = tensor._base
+        if site.index != RESULT or site.key not in self._overwritten or base is None:
+            on_gradient(tensor, receive)
+            return
+        of_base, of_tensor = (base.size(), base.stride()), (tensor.size(), tensor.stride())
+        at = tensor.storage_offset() - base.storage_offset()
+
+        def of_view(gradient: torch.Tensor) -> None:
+            laid_out = gradient.new_empty_strided(*of_base).copy_(gradient)
+            receive(laid_out.as_strided(*of_tensor, at))
+
+        on_gradient(base, of_view)
 
     def _add_gradient_effects(self, site: _Site, moved: torch.Tensor) -> None:
         op = self._ops[site.op]
