@@ -69,7 +69,7 @@ class Calibration:
         """Return the gradient of every parameter that got one; stochastic rounding differs between draws."""
         torch.manual_seed(self._seed_of(batch, 1 + draw))
         loss.backward()  # type: ignore[no-untyped-call]
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return [_real(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     def gradient(self, batch: int, draw: int = 0) -> list[torch.Tensor]:
         """Take one step as assigned. Raises CalibrationError for a loss that is not finite."""
@@ -84,20 +84,21 @@ class Calibration:
 
         r is a random sign per parameter. Yields eps: `step` times the root mean square of all parameters.
         """
-        before = [parameter.detach().clone() for parameter in self.parameters]
+        parameters = [_real(parameter.detach()) for parameter in self.parameters]
+        before = [parameter.clone() for parameter in parameters]
         squares = torch.stack([tensor.float().square().sum() for tensor in before]).sum()
         size = sum(tensor.numel() for tensor in before)
         eps = step * (squares / size).sqrt().clamp_min(1e-6)
         generator = self.generator(before[0].device, batch)
         try:
             with torch.no_grad():
-                for parameter in self.parameters:
+                for parameter in parameters:
                     signs = torch.empty_like(parameter).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
                     parameter.add_(signs * eps)
             yield eps
         finally:
             with torch.no_grad():
-                for parameter, value in zip(self.parameters, before, strict=True):
+                for parameter, value in zip(parameters, before, strict=True):
                     parameter.copy_(value)
 
     def generator(self, device: torch.device, batch: int) -> torch.Generator:
@@ -106,6 +107,11 @@ class Calibration:
 
     def _seed_of(self, batch: int, use: int) -> int:
         return hash((self.seed, batch, use)) % 2**63
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """View complex numbers as pairs of real ones; other tensors stay."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def below_fp32(kind: str, precisions: Iterable[Precision]) -> list[Precision]:

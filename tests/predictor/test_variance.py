@@ -307,6 +307,29 @@ def test_a_result_that_later_code_overwrites_has_the_effect_that_it_has_as_it_wa
     assert found[0]["first"]["int8"] > 0
 
 
+class Phases(nn.Module):
+    """A complex layer between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(16, 8), nn.Linear(8, 4)
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.first(x) * self.turn).abs())
+
+
+def test_complex_parameters_count_as_pairs_of_real_ones():
+    model, batch = Phases(), batches(1)
+    before = model.turn.detach().clone()
+    found = qsync.sensitivity(model, batch, squared, precisions=["bf16"]).omega
+    truth = qsync.sensitivity(model, batch, squared, precisions=["bf16"], indicator="empirical").omega
+    assert torch.equal(model.turn, before)
+    for op in ("first", "head"):
+        assert truth[op]["bf16"] / 4 < found[op]["bf16"] < truth[op]["bf16"] * 4
+
+
 def test_nan_in_the_data_names_the_operator_that_met_it_first():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with torch.no_grad():
