@@ -256,7 +256,8 @@ def calibrating(
     if in_bf16(model):
         batches = [tree_map(_widened, batch) for batch in batches]
     losses = [loss_of(model, batch, loss_fn) for batch in batches]
-    with running(model) as program, _in_fp32(model):
+    # One batch is traced as it is profiled: a number that a loop changes makes no other graph.
+    with running(model, dynamic=False if len(batches) == 1 else None) as program, _in_fp32(model):
         yield Calibration(program, losses, trained_parameters(model), chosen, seed)
 
 

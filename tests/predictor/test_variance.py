@@ -330,6 +330,30 @@ def test_complex_parameters_count_as_pairs_of_real_ones():
         assert truth[op]["bf16"] / 4 < found[op]["bf16"] < truth[op]["bf16"] * 4
 
 
+class Stepped(nn.Module):
+    """A layer that is called at times which change from one traced piece to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def slope(self, time: float, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x + time))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time = 0.0
+        while time < 1.0:
+            x = x + self.slope(time, x)
+            time += 0.25 if float(x.detach().abs().max()) >= 0 else 1.0
+        return self.head(x)
+
+
+def test_a_number_that_changes_within_the_step_gives_the_graph_that_is_planned_for():
+    model, batch = Stepped(), batches(1)[0]
+    found = qsync.sensitivity(model, [batch], squared, precisions=["bf16"])
+    assert found.graph_hash == qsync.capture(model, batch).hash
+
+
 def test_nan_in_the_data_names_the_operator_that_met_it_first():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with torch.no_grad():
