@@ -325,6 +325,7 @@ def dynamo_settings() -> Iterator[None]:
             accumulated_recompile_limit=sys.maxsize,
             allow_unspec_int_on_nn_module=True,
             skip_nnmodule_hook_guards=False,
+            use_numpy_random_stream=True,  # or NumPy's draws, and its seeds, become torch's
         ):
             yield
     finally:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -826,6 +827,36 @@ def test_example_inputs_may_be_a_tensor_a_tuple_or_a_dict():
     model, batch = build("mlp")
     graphs = [qsync.capture(model, given) for given in (batch["x"], (batch["x"],), {"x": batch["x"]})]
     assert len({graph.hash for graph in graphs}) == 1
+
+
+class Drawn(nn.Module):
+    """A layer whose result is masked by NumPy's draws, as SpecAugment's, before dropout by torch's."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.seed = nn.Linear(8, 16), seed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        if self.seed is not None:
+            np.random.seed(self.seed)
+        mask = torch.from_numpy(np.random.rand(16).astype(np.float32))
+        return F.dropout(hidden * mask, 0.5)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_draws_of_numpy_stay_numpy_s(seed):
+    models, found, before = (Drawn(seed), qsync.wrap(Drawn(seed), "fp32")), [], np.random.get_state()
+    try:
+        for model in models:
+            torch.manual_seed(1)
+            np.random.seed(1)
+            found.append([value for _ in range(3) for value in (model(torch.ones(2, 8)), torch.rand(2))])
+    finally:
+        np.random.set_state(before)
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(found[0][1], found[0][3])
 
 
 def test_two_batch_tensors_never_share_a_name():
