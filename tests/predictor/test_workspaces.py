@@ -185,6 +185,18 @@ class RowsAsImages(nn.Module):
         return self.convolution(image).flatten(2).transpose(1, 2).sum(-1, keepdim=True)
 
 
+class Signals(nn.Module):
+    """A convolution of signals, scaled before it and normalized after it."""
+
+    def __init__(self, convolution: nn.Conv1d) -> None:
+        super().__init__()
+        self.scale, self.convolution = nn.Parameter(torch.ones(1, 64, 1)), convolution
+        self.norm, self.last = nn.GroupNorm(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.convolution(x * self.scale)).mean(2)).unsqueeze(1)
+
+
 def block() -> nn.Module:
     followers = nn.GELU(), nn.LayerNorm(256), nn.Dropout(0.1)
     return nn.Sequential(nn.Linear(256, 256), *followers, nn.Linear(256, 256))
@@ -239,12 +251,10 @@ MODELS = {
         ),
         (8, 64, 16, 16),
     ),
-    "convolution, signals": (
-        lambda: nn.Sequential(
-            nn.Conv1d(64, 64, 3, padding=1), nn.Conv1d(64, 64, 10, stride=5),
-            nn.Conv1d(64, 64, 4, padding=3, groups=64),
-        ),
-        (8, 64, 256),
+    "convolution, signals": (lambda: Signals(nn.Conv1d(64, 64, 3, padding=1)), (8, 64, 256)),
+    "convolution, signals, stride": (lambda: Signals(nn.Conv1d(64, 64, 10, stride=5)), (8, 64, 256)),
+    "convolution, signals, groups": (
+        lambda: Signals(nn.Conv1d(64, 64, 4, padding=3, groups=64)), (8, 64, 256),
     ),
     "convolution, transposed": (
         lambda: nn.Sequential(nn.ConvTranspose2d(64, 32, 2, 2), nn.GELU(), nn.AvgPool2d(2)),
@@ -305,6 +315,9 @@ CASES = [
     ("convolution, signals", FP32, False, EXACT),
     ("convolution, signals", BF16, False, 0.05),  # oneDNN's scratch
     ("convolution, signals", INT8, False, EXACT),
+    ("convolution, signals, stride", FP32, False, EXACT),
+    ("convolution, signals, stride", INT8, False, EXACT),
+    ("convolution, signals, groups", FP32, False, EXACT),
     ("convolution, transposed", FP32, False, EXACT),
     ("convolution, volumes", FP32, False, EXACT),
     ("convolution, volumes", BF16, False, 0.04),  # oneDNN's scratch differs between processors
