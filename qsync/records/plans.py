@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,14 +113,22 @@ class Plan:
         matching = (p for p, to in self.pins.items() if to is precision and fnmatch.fnmatchcase(op, p))
         return next(matching, None)
 
-    def check_graph(self, graph: OpGraph) -> None:
-        """Raise MismatchError unless this plan was made for `graph`; the message names both sides."""
+    def check_graph(self, graph: OpGraph, layers: Collection[str] = ()) -> None:
+        """Raise MismatchError unless this plan was made for `graph`; the message names both sides.
+
+        `layers` are the model's where the data may choose which of them run (experts, in code that cannot be
+        traced): the graph may lack the operators of some.
+        """
         names = {op.name: op.kind for op in graph.adjustable}
+        planned = {op for each in self.classes.values() for op in each.assignment}
+        unreached = {op for op in planned - names.keys() if _layer_of(op) in layers}
         model = shortened(graph.model, quote=False)
         for class_name, class_plan in self.classes.items():
             where = shortened(class_name, quote=False)
             for op, precision in class_plan.assignment.items():
                 if op not in names:
+                    if op in unreached:
+                        continue
                     raise MismatchError(
                         f"the plan for {where} assigns {shortened(op)}, which {model} does not have"
                         f"{nearest(op, names)}; plan again for this model"
@@ -136,8 +144,9 @@ class Plan:
                     f"the plan for {where} says nothing of {shortened(missing[0])} and "
                     f"{len(missing) - 1} more operators of {model}; plan again for this model"
                 )
-            check_saving(graph, class_name, class_plan.saving_less)
-        if self.graph_hash != graph.hash:
+            if not unreached:
+                check_saving(graph, class_name, class_plan.saving_less)
+        if self.graph_hash != graph.hash and not unreached:
             raise MismatchError(
                 f"the plan was made for {shortened(self.model, quote=False)} with graph "
                 f"{shortened(self.graph_hash, quote=False)}, this model is {model} with graph {graph.hash}; "
@@ -344,3 +353,10 @@ def _groups(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
                 f"plan: each entry of 'together' must be a list, found {shortened(group)}; plan again"
             )
     return tuple(tuple(str(pattern) for pattern in group) for group in groups)
+
+
+def _layer_of(op: str) -> str:
+    """Return the path of the module that an operator is of: its name, but for a product in a forward."""
+    path = op.partition("#")[0]
+    module, _, last = path.rpartition(".")
+    return module if last in PRECISIONS_BY_KIND else path

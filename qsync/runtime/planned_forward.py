@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -169,7 +169,7 @@ def take_over(model: torch.nn.Module, make: Callable[[torch.nn.Module], Program]
 def attach(
     model: torch.nn.Module,
     choose: Chooser,
-    check: Callable[[OpGraph], None] | None = None,
+    check: Callable[[OpGraph, Collection[str]], None] | None = None,
     **options: Any,
 ) -> Program:
     """Make `model` run as `choose` says, in place. `check` sees the graph after the first call.

@@ -7,7 +7,7 @@ assignment rewrites the segments without tracing again. `planned_forward` makes 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +109,7 @@ class Program:
         self,
         model: torch.nn.Module,
         choose: Chooser,
-        check: Callable[[OpGraph], None] | None = None,
+        check: Callable[[OpGraph, Collection[str]], None] | None = None,
         saving_less: SavingChooser | None = None,
         report: Callable[[Program, bool], None] | None = None,
         base: Precision | None = None,
@@ -204,7 +204,7 @@ class Program:
     def adopt(self, other: Program) -> None:
         """Run as another program of this model would, with the graphs that are traced."""
         if self._ran and other._check is not None:
-            other._check(self.graph)
+            other._check(self.graph, self._chosen_by_data())
         self._check, self._report = other._check, other._report
         self.compiles_islands = other.compiles_islands
         self._num_reported = -1
@@ -257,7 +257,7 @@ class Program:
         if not graph.adjustable:
             raise nothing_to_lower(self.model, graph_breaks(), graph.ops)
         if self._check is not None and torch.is_grad_enabled():
-            self._check(graph)
+            self._check(graph, ())
         return rewrite(segment, self._lower(segment, graph)[0], OpaqueKernels(self.kernels))
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -285,17 +285,21 @@ class Program:
             result = self._run(compiled, args, kwargs)
             if not self._is_part and not any(entry.graph.adjustable for entry in self._ran):
                 raise nothing_to_lower(model, breaks, [op for entry in self._ran for op in entry.graph.ops])
+            self.skipped = why_skipped(model, breaks, num_skipped)
             if self._check is not None and not is_evaluation:
-                self._check(self.graph)
+                self._check(self.graph, self._chosen_by_data())
         except QSyncError:
             with torch.no_grad():
                 for buffer, saved in buffers:
                     buffer.copy_(saved)
             raise
         self._checked, self._has_run = not is_evaluation, True
-        self.skipped = why_skipped(model, breaks, num_skipped)
         self._report_new_graphs()
         return result
+
+    def _chosen_by_data(self) -> Collection[str]:
+        """Return the paths of the layers that a call may not reach: in code that the tracer gave up."""
+        return {path for path, _ in self.model.named_modules() if path} if self.skipped else ()
 
     def _check_autocast(self) -> None:
         """Raise UnsupportedError inside a torch.autocast whose type is not the base."""

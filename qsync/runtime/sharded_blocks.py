@@ -8,7 +8,7 @@ know of these casts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ class Block:
         names = {op.name: self.name_in_plan(op.name) for op in graph.adjustable}
         return {op: self.assignment[name] for op, name in names.items() if name is not None}
 
-    def check(self, graph: OpGraph) -> None:
+    def check(self, graph: OpGraph, _layers: Collection[str]) -> None:
         """Raise MismatchError unless the plan names every operator that the module could lower."""
         unknown = [op.name for op in graph.adjustable if self.name_in_plan(op.name) is None]
         if unknown:

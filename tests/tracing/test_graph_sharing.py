@@ -12,8 +12,10 @@ import torch._dynamo
 from torch import nn
 
 import qsync
-from qsync.errors import UnsupportedError
+from qsync.api import trace_step
+from qsync.errors import MismatchError, UnsupportedError
 from qsync.records.graph import Role
+from qsync.records.plans import ClassPlan
 from qsync.records.precision import Precision
 from qsync.runtime import choosers, planned_forward
 from qsync.tracing.graph_sharing import SharedGraph
@@ -276,3 +278,25 @@ def test_a_graph_is_read_once_for_the_parameters_of_each_name():
     assert shared.of([BATCH, new]) == 2 and len(read) == 2
     names[id(one)], names[id(two)] = "two", "one"
     assert [shared.of([BATCH, value]) for value in (one, two)] == [2, 1]
+
+
+def test_the_first_batch_under_a_plan_need_not_reach_every_layer():
+    torch.manual_seed(0)
+    model, example = Experts(), chosen(0, 1, 2, 1)
+    graph = trace_step(model, example, loss)
+    planned = dict(zip((op.name for op in graph.adjustable), PRECISIONS, strict=True))
+    plan = qsync.Plan(graph.model, graph.hash, {"all": ClassPlan(planned)}, batch=graph.batch_shapes)
+    qsync.wrap(model, plan)
+    program = planned_forward.programs[model]
+    for numbers, ran in (((0, 0, 2, 2), "02"), ((0, 1, 2, 1), "012")):
+        loss(model, chosen(*numbers)).backward()
+        assert program.assignment() == {f"experts.{number}": planned[f"experts.{number}"] for number in ran}
+
+
+def test_a_plan_of_more_layers_than_the_model_has_is_refused():
+    model = Experts()
+    graph = trace_step(model, chosen(0, 1, 2, 1), loss)
+    assignment = {op.name: Precision.BF16 for op in graph.adjustable} | {"experts.3": Precision.BF16}
+    qsync.wrap(model, qsync.Plan(graph.model, graph.hash, {"all": ClassPlan(assignment)}))
+    with pytest.raises(MismatchError, match="assigns 'experts.3', which Experts does not have"):
+        loss(model, chosen(0, 0, 2, 2))
