@@ -187,6 +187,16 @@ class Experts(nn.Module):
         return found
 
 
+class Ahead(nn.Linear):
+    """A layer that every sample passes, and that leaves its choice as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, :1], super().forward(x)[:, 1:]], dim=1)
+
+
 def chosen(*numbers: int) -> torch.Tensor:
     """Return a batch whose samples choose these experts."""
     x = torch.randn(len(numbers), WIDTH, generator=torch.Generator().manual_seed(2))
@@ -291,6 +301,21 @@ def test_the_first_batch_under_a_plan_need_not_reach_every_layer():
     for numbers, ran in (((0, 0, 2, 2), "02"), ((0, 1, 2, 1), "012")):
         loss(model, chosen(*numbers)).backward()
         assert program.assignment() == {f"experts.{number}": planned[f"experts.{number}"] for number in ran}
+
+
+def test_numbers_of_samples_per_expert_are_no_batch_that_was_never_profiled(capsys):
+    model = nn.Sequential(Ahead(), Experts())
+    graph = trace_step(model, chosen(0, 1, 2, 1), loss)
+    assignment = {op.name: Precision.BF16 for op in graph.adjustable}
+    plan = qsync.Plan(graph.model, graph.hash, {"all": ClassPlan(assignment)}, batch=graph.batch_shapes)
+    qsync.wrap(model, plan)
+    for numbers in ((0, 1, 1, 2), (0, 0, 1, 2)):
+        loss(model, chosen(*numbers)).backward()
+    assert "never profiled" not in capsys.readouterr().err
+    torch._dynamo.reset()
+    qsync.wrap(model, plan)
+    loss(model, chosen(0, 1, 2)).backward()
+    assert "a batch of 3x16 was never profiled: it runs as planned for 4x16" in capsys.readouterr().err
 
 
 def test_a_plan_of_more_layers_than_the_model_has_is_refused():
