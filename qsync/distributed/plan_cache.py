@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -66,11 +69,31 @@ def cached_plan(folder: Path) -> Plan | None:
 
 
 def _stable(value: object) -> str:
-    """Return text that is the same in every run: of a function its name and code, not its address."""
+    """Return text that is the same in every run: of a function its code and what that names, no address."""
+    if isinstance(value, partial):
+        return digest([_stable(value.func), [_stable(each) for each in value.args], _shown(value.keywords)])
     code = getattr(value, "__code__", None)
     if code is not None:
-        constants = [repr(constant) for constant in code.co_consts if not hasattr(constant, "co_code")]
-        return digest([code.co_qualname, code.co_code.hex(), constants])
+        named = inspect.getclosurevars(value)  # type: ignore[arg-type]
+        defaults = inspect.signature(value).parameters  # type: ignore[arg-type]
+        return digest([
+            code.co_qualname, _instructions(code), _shown({**named.globals, **named.nonlocals}),
+            _shown({name: each.default for name, each in defaults.items()}),
+        ])  # fmt: skip
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return str(value)
+
+
+def _instructions(code: CodeType) -> list[object]:
+    """Return what code does, with the names that it looks up and the functions inside it."""
+    constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), constants]
+
+
+def _shown(values: Mapping[str, object]) -> dict[str, str]:
+    """Return classes, functions, numbers and texts by what they are, anything else by its type."""
+    return {
+        name: str(getattr(each, "__qualname__", each if isinstance(each, (int, float, str)) else type(each)))
+        for name, each in values.items()
+    }

@@ -1,0 +1,62 @@
+"""Which starts of a job share a cached plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+from qsync.distributed.plan_cache import cache_key
+from qsync.records.cluster import Cluster, DeviceClass, Link
+from qsync.records.graph import OpGraph
+from qsync.records.precision import Precision
+
+SCRIPT = """
+from functools import partial
+import torch
+from qsync.distributed.plan_cache import _stable
+
+def sgd(parameters, momentum=0.9):
+    return torch.optim.SGD(parameters, momentum=momentum)
+
+def again(parameters):
+    return again(parameters)
+
+for fn in (sgd, partial(sgd, momentum=0.5), lambda parameters: torch.optim.SGD(parameters), again):
+    print(_stable(fn))
+"""
+
+
+def key(make_optimizer):
+    cluster = Cluster((DeviceClass("cpu", "cpu", 1, 2**30, (Precision.FP32,)),), Link(0.0, 1e9))
+    return cache_key(OpGraph("Net", (), ()), cluster, {"optimizer": make_optimizer})
+
+
+def of(cls):
+    return lambda parameters: cls(parameters)
+
+
+def with_momentum(momentum):
+    def make(parameters, momentum=momentum):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
+
+    return make
+
+
+def test_another_optimizer_is_another_plan():
+    makers = [
+        torch.optim.SGD, torch.optim.AdamW, lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1), of(torch.optim.SGD), of(torch.optim.AdamW),
+        with_momentum(0.0), with_momentum(0.9),
+        lambda parameters: [torch.optim.SGD(each) for each in parameters],
+        lambda parameters: [torch.optim.Adam(each) for each in parameters],
+    ]  # fmt: skip
+    assert len({key(each) for each in makers}) == len(makers)
+    assert key(of(torch.optim.SGD)) == key(of(torch.optim.SGD))
+
+
+def test_an_optimizer_has_the_same_key_in_every_process():
+    command = [sys.executable, "-c", SCRIPT]
+    one, other = (subprocess.run(command, capture_output=True, text=True) for _ in range(2))
+    assert one.stdout.count("\n") == 4 and one.stdout == other.stdout, one.stderr
