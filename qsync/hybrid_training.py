@@ -165,7 +165,7 @@ def hybrid(
         "a loader": "given" if loader is not None else "none", "the base": base,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
         "ddp": ddp, "check": check, "compile": compile, "a report": report is not None,
-        **_accelerate_facts(plan, options),
+        **_accelerate_facts(plan, options), **_option_facts(options),
         **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
     })  # fmt: skip
     job.check_options(emulated_share, device_class, bucket_cap_mb)
@@ -216,6 +216,12 @@ def _accelerate_facts(plan: Plan | None, options: Mapping[str, Any]) -> dict[str
     has_shares = bool(options.get("levers")) or (plan is not None and plan.levers is not None)
     passes = "Accelerate's gradient_accumulation_steps"
     return {} if has_shares else {passes: accelerate_state.num_passes()}
+
+
+def _option_facts(options: Mapping[str, Any]) -> dict[str, object]:
+    """Return options of `qsync.plan` by name, but for each rank's own objects."""
+    own = ("other", "progress")
+    return {name: value for name, value in options.items() if value is not None and name not in own}
 
 
 def _check_options(

@@ -224,6 +224,7 @@ attempt("plan", plan=Plan("Net", graph.hash, classes), device_class="c")
 attempt("no plan", plan=None if rank else Plan("Net", graph.hash, classes), device_class="c")
 attempt("batch", example_batch=batch(size=32 if rank else 16))
 attempt("buckets", bucket_cap_mb=25 if rank else None)
+attempt("options", slack=0.1, pins={"head": "fp32"} if rank else None)
 
 class Nan(Net):
     pass
@@ -263,6 +264,7 @@ dist.destroy_process_group()
         "no plan": ["the plan differs", "rank 0 has", "rank 1 has none"],
         "batch": ["the batch's shapes", "rank 0 has", "rank 1 has"],
         "buckets": ["bucket_cap_mb", "None", "25"],
+        "options": ["pins differs", "rank 0 has nothing", "rank 1 has {'head': 'fp32'}"],
         "hardware": ["rank 1 calls itself 'c'", "hardware is Xeon, 1 thread", "EPYC, 1 thread"],
     }.items():
         sentences = said(output, what)
