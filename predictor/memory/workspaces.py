@@ -324,8 +324,8 @@ def _with_height(op: Op, context: OpContext) -> tuple[Op, OpContext]:
 
 
 def _windows_bytes(op: Op, run: Run, context: OpContext) -> tuple[int, int]:
-    """Return the bytes of a convolution's windows, forward and backward: of images alone there are any."""
-    if op.kind not in ("conv1d", "conv2d") or (op.kind == "conv1d" and run.mode == Precision.BF16):
+    """Return the bytes of a convolution's windows, forward and backward: of images, and of INT8 signals."""
+    if op.kind != "conv2d" and not (op.kind == "conv1d" and run.mode in INT8_MODES):
         return 0, 0
     return windows_bytes(run.mode, context.shapes[0], context.shapes[1], op.shape)
 
