@@ -46,7 +46,11 @@ _TWICE = (
 
 
 class _Registered:
-    """A count of the parameters and modules that were added to any module of this process."""
+    """A count of the parameters and modules that were added to any module of this process.
+
+    Modules that a traced forward makes do not count (a slice of a ModuleList is one): a graph that counts is
+    traced anew at every call.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -54,7 +58,8 @@ class _Registered:
         register_module_module_registration_hook(self._note)
 
     def _note(self, *_: Any) -> None:
-        self.count += 1
+        if not torch.compiler.is_compiling():
+            self.count += 1
 
 
 _registered = _Registered()

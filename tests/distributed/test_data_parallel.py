@@ -13,6 +13,7 @@ from pathlib import Path
 from qsync.records.profiles import Profile
 from torch.nn.parallel import DistributedDataParallel as DDP
 from qsync.errors import FormatError
+from qsync.runtime.planned_forward import program_of
 
 dist.init_process_group("gloo")
 options = {"loss_fn": loss_fn, "cache_dir": cache}
@@ -87,6 +88,21 @@ for what, change in (("grown", grown), ("converted", lambda model: model.bfloat1
     loss_fn(changed, batch(seed=rank)).backward()
     change(changed)
     refused(what, lambda: changed(batch()[0]))
+
+class Sliced(Net):  # as Hugging Face's decoders run their first layers
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+    def forward(self, x):
+        x = self.inner(x)
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return self.head(F.gelu(x))
+
+sliced = qsync.hybrid(Sliced(), batch(), **options)
+for _ in range(4):
+    loss_fn(sliced, batch(seed=rank)).backward()
+say(f"traced: {len(program_of(sliced.module)._entries)}")
 dist.destroy_process_group()
 """
 
@@ -107,6 +123,7 @@ def test_gradients_are_averaged_once_whoever_wraps_the_model_again(tmp_path):
         assert text.startswith("MismatchError") and "does not average inner.0.weight (and 3 more)" in text
     for text in said(output, "grown"):  # though its first call has gone through
         assert text.startswith("MismatchError") and "does not average head.1.weight (and 1 more)" in text
+    assert said(output, "traced") == ["1"] * 2
     for text in said(output, "converted"):
         assert text.startswith("MismatchError") and "inner.0.weight was converted to torch.bfloat16" in text
 
