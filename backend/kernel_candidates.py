@@ -16,7 +16,8 @@ from torch import Tensor
 from qsync.backend import cutlass
 from qsync.backend.kernels.attention_bf16 import fastest_attention_bf16
 from qsync.backend.kernels.attention_int8 import attention_int8
-from qsync.backend.kernels.convolution import conv1d_int8, conv2d_bf16, conv2d_int8, conv2d_int8_all
+from qsync.backend.kernels.convolution_bf16 import conv2d_bf16
+from qsync.backend.kernels.convolution_int8 import conv1d_int8, conv2d_int8, conv2d_int8_all
 from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
 from qsync.backend.kernels.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.kernels.fp16_tf32 import conv2d_fp16, product_fp16, product_tf32

@@ -8,7 +8,8 @@ Each is called as the torch function, with encoded operands.
 `fp8`              linear layers in FP8
 `fp32_fast`        products in FP32 by the fastest kernel
 `fp16_tf32`        any product in FP16 or TF32; `linear_fp16_tf32`  linear layers, faster
-`convolution`      convolutions in INT8 and BF16 on CPUs; `conv_strategy`  when windows beat oneDNN
+`convolution_bf16`  convolutions in BF16 on CPUs; `convolution_int8`  in INT8
+`conv_products`    windows and gradients of both; `conv_strategy`  when windows beat oneDNN
 `attention_bf16`   attention in BF16 on CPUs; `attention_int8`  in INT8
 `attention_heads`  operands as matrices per head; `softmax`  the passes over scores
 `embedding`        lookups in BF16 and INT8

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
-from scipy.stats import t as student
 
 from qsync.experiments.accuracy.methods import METHODS, NAMES, QSYNC_INT8
 from qsync.experiments.harness import Bar, bar, table_of
+from qsync.experiments.harness.intervals import half_width
 from qsync.experiments.speedup.ways import DDP, LB_BSP, QSYNC, QSYNC_SHARE, UNIFORM, WEAK_INT8
 
 # What runs are compared at: equal steps, or the seconds that the plan takes for them.
@@ -45,10 +45,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Difference:
     >>> difference([1.0, 2.0], [1.0, 1.0])
     """
     pairs = [a - b for a, b in zip(one, other, strict=True)]
-    if len(pairs) < 2:
-        return Difference(statistics.fmean(pairs), math.inf)
-    error = statistics.stdev(pairs) / math.sqrt(len(pairs))
-    return Difference(statistics.fmean(pairs), float(student.ppf(0.975, len(pairs) - 1)) * error)
+    return Difference(statistics.fmean(pairs), half_width(pairs))
 
 
 def fastest_uniform(methods: Mapping[str, Mapping[str, Any]]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, uniform
 from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
-from qsync.experiments.speedup.ways import every_share, has_int8_all
+from qsync.experiments.speedup.ways import every_share, has_int8_all, shared_by_speed
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
 from qsync.replayer import Sized, Timeline, profiles_under_levers, replay
@@ -80,8 +79,7 @@ def planned_runs(
     }
     shares = list(every_share(basis, other)) if other else []
     if len(shares) > 1:
-        found = [uniform(basis.graph, profiles, basis.cluster, {}, **kept) for profiles in shares]
-        plans["lb_bsp"] = (basis.cluster, min(found, key=lambda plan: plan.step_s or math.inf))
+        plans["lb_bsp"] = (basis.cluster, shared_by_speed(basis, shares, **kept))
     own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base, **cap)
     plans["qsync"] = (basis.cluster, own)
     training_s = num_steps * sum(plan.step_s or 0.0 for _, plan in plans.values())

@@ -8,6 +8,7 @@
 `pausing`            the process that pauses and resumes a rank
 `emulated_profiles`  profiles as if a device were slower, a batch smaller, casts free
 `pairing`            time variants in turns
+`intervals`          the 95 % confidence interval of a mean
 `peers`              torch.autocast, Inductor and torchao, to compare with
 `measured_memory`    peak of one step, bytes saved for backward
 `freed_memory`       make glibc keep freed memory

@@ -32,7 +32,7 @@ from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run
 from qsync.experiments.harness.planned_steps import PlannedSteps, plans_of_first_rank
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.memory.memory_runs import loss_of, parts_of
-from qsync.experiments.speedup.ways import every_share
+from qsync.experiments.speedup.ways import every_share, least_step_s, shared_by_speed
 from qsync.experiments.workloads.workload import make_optimizer
 from qsync.records.base import parse_base
 from qsync.records.levers import ClassLevers, Levers
@@ -178,15 +178,11 @@ def _plans_above(basis: Basis, other: Sized, trials: int, base: str) -> dict[str
     shares reach with lowered precisions.
     """
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
-    plain, lowered = [], []
-    for profiles in every_share(basis, other):
-        plain.append(uniform(basis.graph, profiles, basis.cluster, {}, base=base))
-        least = allocate(basis.graph, profiles, *parts[2:], base=base, solver="greedy", slack=0.0)
-        lowered.append(least.target_s)
-    by_speed = min(plain, key=lambda plan: plan.step_s or math.inf)
-    target_s = min([by_speed.step_s, *lowered], key=lambda seconds: seconds or math.inf)
+    shares = list(every_share(basis, other))
+    by_speed = shared_by_speed(basis, shares, base=base)
+    target_s = min(by_speed.step_s or math.inf, least_step_s(basis, shares, base))
     both = search(
-        *parts, levers=["share"], other=other, trials=trials, target_s=(1 + BASE_SLACK) * (target_s or 0.0),
+        *parts, levers=["share"], other=other, trials=trials, target_s=(1 + BASE_SLACK) * target_s,
         solver="greedy", base=base,
     )  # fmt: skip
     return {

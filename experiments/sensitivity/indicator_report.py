@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from scipy.stats import t as student
 
 from qsync import Precision
 from qsync.experiments.harness import grouped, table_of
+from qsync.experiments.harness.intervals import half_width
 from qsync.experiments.harness.pictures import axes_of, new_figure
 from qsync.figures.style import INK, PRECISION_COLOURS, save_png
 
@@ -92,11 +92,7 @@ def to_default(row: Mapping[str, Any], name: str, budget: str) -> float:
 def mean(values: Iterable[float]) -> dict[str, float | None]:
     """Return the mean and the half-width of its 95 % interval (Student's t); None for a single value."""
     found = list(values)
-    half = None
-    if len(found) > 1:
-        error = statistics.stdev(found) / math.sqrt(len(found))
-        half = float(student.ppf(0.975, len(found) - 1)) * error
-    return {"mean": statistics.fmean(found), "half": half}
+    return {"mean": statistics.fmean(found), "half": half_width(found) if len(found) > 1 else None}
 
 
 def geometric(values: Iterable[float]) -> dict[str, float | None]:

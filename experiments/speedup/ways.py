@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,16 +55,7 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
     alone = replace(basis.cluster, classes=(fast,))
     own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base)
     shares = list(every_share(basis, other))
-    by_speed = min(
-        (uniform(basis.graph, profiles, basis.cluster, {}, **kept) for profiles in shares), key=_step_s
-    )
-    least_s = min(
-        allocate(
-            basis.graph, one, basis.sensitivity, basis.cluster, base=base, solver="greedy", slack=0.0
-        ).target_s
-        or math.inf
-        for one in shares
-    )
+    by_speed = shared_by_speed(basis, shares, **kept)
     return {
         ALONE: uniform(basis.graph, {fast.name: basis.profiles[fast.name]}, alone, {}, **kept),
         DDP: uniform(*at, basis.cluster, {}, **kept),
@@ -74,8 +65,22 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
         ALL_INT8: uniform(*at, basis.cluster, int8, **kept),
         QSYNC: own,
         QSYNC_SHARE: _best(basis, shares, min(_step_s(own), _step_s(by_speed)), base),
-        QSYNC_FASTEST: _best(basis, shares, (1 + _SLACK) * least_s, base),
+        QSYNC_FASTEST: _best(basis, shares, (1 + _SLACK) * least_step_s(basis, shares, base), base),
     }
+
+
+def shared_by_speed(basis: Basis, shares: Iterable[Mapping[str, Profile]], **kept: Any) -> Plan:
+    """Return LB-BSP: no precision lowered, at the shares of the batch whose predicted step is least."""
+    return min((uniform(basis.graph, each, basis.cluster, {}, **kept) for each in shares), key=_step_s)
+
+
+def least_step_s(basis: Basis, shares: Iterable[Mapping[str, Profile]], base: str) -> float:
+    """Return the least step (seconds, predicted) that any shares reach with lowered precisions."""
+    at = (basis.sensitivity, basis.cluster)
+    found = [
+        allocate(basis.graph, each, *at, base=base, solver="greedy", slack=0.0).target_s for each in shares
+    ]
+    return min(math.inf if target_s is None else target_s for target_s in found)
 
 
 def has_int8_all(profile: Profile) -> bool:

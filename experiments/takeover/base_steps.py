@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from scipy.stats import t as student_t
 from torch import nn
 
 import qsync
+from qsync.experiments.harness.intervals import half_width
 from qsync.experiments.harness.pairing import measure, quartiles, ratios
 from qsync.experiments.harness.peers import under_autocast
 from qsync.experiments.workloads.subjects import subject
@@ -85,6 +85,4 @@ def loss_difference(losses: list[dict[str, float]]) -> dict[str, float]:
     The noise is the half width of the difference's 95 % confidence interval (Student's t).
     """
     differences = [found["base bf16"] - found["autocast"] for found in losses]
-    degrees = len(differences) - 1
-    error = statistics.stdev(differences) / len(differences) ** 0.5
-    return {"mean": statistics.fmean(differences), "noise": float(student_t.ppf(0.975, degrees)) * error}
+    return {"mean": statistics.fmean(differences), "noise": half_width(differences)}

@@ -5,7 +5,10 @@
 `lifetimes`        from when to when each tensor of a step lives
 `saved_tensors`    the tensors that each kind of operator saves for backward
 `expanded_operands`  the operands that torch.matmul expands
+`op_context`       what an operator's record alone does not say of its memory
 `workspaces`       the memory that kernels need while they run
+`convolution_workspaces`, `attention_workspaces`  the same of these two kinds
+`onednn_scratch`   the scratch memory of oneDNN's products
 `recomputation`    lifetimes where blocks run forward again in backward
 `spans`            the record of one tensor's life
 `cuda_allocator`   the rounding of torch's caching allocator on GPUs

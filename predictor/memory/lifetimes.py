@@ -14,9 +14,11 @@ from typing import Protocol
 from qsync.backend.kernels.conv_strategy import packed_bytes
 from qsync.lowering.lowered_graph import FUSED, Cast, Run
 from qsync.predictor.memory.cuda_allocator import block_bytes
+from qsync.predictor.memory.op_context import Mask, OpContext
 from qsync.predictor.memory.recomputation import RecomputedBlocks
 from qsync.predictor.memory.saved_tensors import (
     FP32_BYTES,
+    FULL_MODES,
     Saved,
     made_for_backward,
     saved_by_op,
@@ -24,7 +26,7 @@ from qsync.predictor.memory.saved_tensors import (
     writes_scores,
 )
 from qsync.predictor.memory.spans import Span
-from qsync.predictor.memory.workspaces import FULL, Mask, OpContext, backward_workspace, forward_workspace
+from qsync.predictor.memory.workspaces import backward_workspace, forward_workspace
 from qsync.records.graph import Input, Op, OpGraph, num_elements
 from qsync.records.identity_cache import IdentityCache
 from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
@@ -248,7 +250,7 @@ class Lifetimes:
         """
         op = self.layout.ops[i]
         if op.kind == "contiguous" and op.copies:
-            return self.runs[self.layout.position[self.layout.root[op.name]]].mode in FULL
+            return self.runs[self.layout.position[self.layout.root[op.name]]].mode in FULL_MODES
         shape = self.layout.shape[op.inputs[0]] if op.inputs else ()
         flattened = op.kind == "view" and self.runs[i].channels_last and len(shape) == 4 != len(op.shape)
         return flattened and shape[1] > 1 and shape[2] * shape[3] > 1

@@ -42,6 +42,7 @@ SCALED = ("mul", "div")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 # Modes in which a linear layer is torch's own, on values as they lie.
 PLAIN = ("fp32", "bf16")
+FULL_MODES = (Precision.FP32, Precision.FP32_FAST)
 INT8_MODES = (Precision.INT8, Precision.INT8_ALL)
 FP32_BYTES = 4
 _LSTM_GATES = 4

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from qsync.backend import Operand, encode, reference_kernel, select
 from qsync.backend.int8_products import LONGEST_INT32_SUM, _int_mm_cuda, int8_sums
-from qsync.backend.kernels import convolution
+from qsync.backend.kernels import conv_products, convolution_bf16
 from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.errors import UnsupportedError
@@ -304,7 +304,7 @@ def test_a_bf16_convolution_of_windows_is_onednn_s(
 ):
     results = []
     for pays in (True, False):
-        monkeypatch.setattr(convolution, "_windows_pay", lambda *_, pays=pays: pays)
+        monkeypatch.setattr(convolution_bf16, "multiplies_windows", lambda *_, pays=pays: pays)
         x, w, b = sample(*x_shape), sample(*w_shape, seed=1), sample(w_shape[0], seed=2)
         if channels_last:
             x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
@@ -324,7 +324,8 @@ def test_a_depthwise_convolution_s_gradients_are_those_of_torch_by_either_kernel
     results = []
     kernel = select("cpu").kernel("conv2d", precision)  # chosen by calls that the loop does not serve
     for loop in (True, False):
-        monkeypatch.setattr(convolution, "_loop_pays", lambda *_, loop=loop: loop)
+        for module in (conv_products, convolution_bf16):
+            monkeypatch.setattr(module, "loop_pays", lambda *_, loop=loop: loop)
         tensors = [sample(2, 8, 7, 6), sample(8, 1, 3, 3, seed=1), sample(8, seed=2)]
         results.append(
             outcome(kernel, "conv2d", precision, torch.conv2d, tensors, stride=2, padding=1, groups=8)

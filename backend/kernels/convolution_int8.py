@@ -1,4 +1,4 @@
-"""Convolutions in INT8 and BF16 on CPUs: products of unfolded windows, or oneDNN.
+"""Convolutions in INT8 on CPUs: products of unfolded windows, or oneDNN.
 
 With INT8 gradients, both of their products are of windows.
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.casts.cast_ops import (
     decode_rows,
-    depthwise_weight_gradient,
     fold,
     round_columns,
     round_rows,
@@ -33,18 +31,21 @@ from qsync.backend.casts.cast_ops import (
 )
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.int8_products import scaled_product
-from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.kernels.conv_geometry import Geometry, geometry_of, single
-from qsync.backend.kernels.conv_strategy import bf16_windows_pay, int8_gradient_unfolds, int8_windows_pay
+from qsync.backend.kernels.conv_products import (
+    multiplies_windows,
+    onednn_gradients,
+    pixels_of,
+    weight_rows,
+    window_gradients,
+    windows_of,
+)
+from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds, int8_windows_pay
 from qsync.backend.kernels.image_order import (
     channels_first,
-    find_channels_last,
     is_channels_first,
-    with_own_strides,
 )
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.kernels.linear_bf16 import transposed_product
-from qsync.backend.shape_choices import choose
 from qsync.errors import UnsupportedError
 
 
@@ -149,40 +150,6 @@ def conv1d_int8(
     return _int8_convolution(image, filters, bias, DTYPES[out_type], geometry).squeeze(2)
 
 
-def conv2d_bf16(
-    target: Callable[..., Tensor],
-    out_type: str,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | tuple[int, ...] = 1,
-    padding: int | str | tuple[int, ...] = 0,
-    dilation: int | tuple[int, ...] = 1,
-    groups: int = 1,
-) -> Tensor:
-    """Run the target on BF16 operands: as products of windows if that is faster, else unchanged.
-
-        y = W unfold(x) + b,   dx = fold(W' g),   dW = g unfold(x)'
-
-    Windows are faster where the weight outweighs the images: oneDNN reorders the weight, and its
-    gradient, at every call. ms forward and backward, one thread of a Zen 5: 20.3 against 7.0 for
-    32x512x2x2 3x3, 9.1 against 2.6 for 32x256x4x4 to 512 with stride 2.
-
-    >>> conv2d_bf16(torch.conv2d, "bf16", x.bfloat16(), w.bfloat16(), padding=1)
-    """
-    geometry = geometry_of(weight, stride, padding, dilation, groups)
-    input, _ = find_channels_last(input)
-    shapes = (input.shape, weight.shape)
-    plain = input.ndim != 4 or any(geometry.extra)
-    if plain or not (
-        _windows_pay(*shapes, geometry) or (weight.requires_grad and _loop_pays(*shapes, geometry))
-    ):
-        if input.ndim == 4 and 1 in weight.shape:
-            weight = with_own_strides(weight)
-        return target(input, weight, bias, stride, padding, dilation, groups).to(DTYPES[out_type])
-    return differentiable(_Bf16Convolution, input, weight, bias, geometry).to(DTYPES[out_type])
-
-
 def _int8_convolution(
     image: Operand,
     filters: Operand,
@@ -213,7 +180,7 @@ class _Int8Convolution(torch.autograd.Function):
             )
         x_codes = x_codes.contiguous(memory_format=torch.channels_last)
         x_scale = call.x.code_scale.reshape(-1)
-        pixels = _pixels(x_codes.shape, weight.shape, geometry)
+        pixels = pixels_of(x_codes.shape, weight.shape, geometry)
         windows_pay = int8_windows_pay(pixels, weight.shape, geometry.groups)
         out = (_unfolded if windows_pay else _through_onednn)(
             x_codes, x_scale, call.weight, bias, call.dtype, geometry
@@ -244,158 +211,14 @@ class _Int8Convolution(torch.autograd.Function):
             g, sums = _images_to_bf16(gradient)
             x = None if x_codes is None else _decoded(x_codes, x_scale)
             weight = None if w_codes is None else _decoded(w_codes, w_scale)
-            gradients = _window_gradients if _windows_pay(*shapes, ctx.geometry) else _onednn_gradients
+            gradients = window_gradients if multiplies_windows(*shapes, ctx.geometry) else onednn_gradients
             dx, dw = gradients(g, x, weight, *shapes, ctx.geometry)
         if dx is not None:
             dx = dx[:, :, : ctx.x[0][2], : ctx.x[0][3]].to(ctx.x[1])
             dx = channels_first(dx) if ctx.x[2] else dx
         if dw is not None:
-            dw = weight_gradient(dw, *ctx.weight[1:])
+            dw = _weight_gradient(dw, *ctx.weight[1:])
         return dx, dw, sums.to(ctx.bias_dtype) if need_b and sums is not None else None, None
-
-
-class _Bf16Convolution(torch.autograd.Function):
-    """A BF16 convolution that saves input and weight, and unfolds windows again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-        need_x, need_w = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if need_w else None, weight if need_x else None)
-        ctx.shapes, ctx.geometry = (x.shape, weight.shape), geometry
-        ctx.windows_pay = _windows_pay(x.shape, weight.shape, geometry)
-        if not ctx.windows_pay:
-            return torch.conv2d(x, weight, bias, *geometry[:4])
-        windows = _windows(x, weight.shape, geometry)
-        n, p, q = windows.shape[:3]
-        y = torch.nn.functional.linear(windows.flatten(3).flatten(0, 2), _rows(weight), bias)
-        return owned(y.view(n, p, q, len(weight)).permute(0, 3, 1, 2))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        x_shape, w_shape = ctx.shapes
-        gradients = _window_gradients if ctx.windows_pay else _onednn_gradients
-        dx, dw = gradients(g, x, weight, x_shape, w_shape, ctx.geometry)
-        db = None
-        if ctx.needs_input_grad[2]:
-            db = sum_columns(g.permute(0, 2, 3, 1).flatten(0, 2).contiguous()).to(g.dtype)
-        return None if dx is None else dx.to(g.dtype), dw, db, None
-
-
-def _windows_pay(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> bool:
-    pixels = _pixels(x_shape, w_shape, geometry)
-    return bf16_windows_pay(pixels, w_shape, geometry.groups, max(geometry.stride) > 1)
-
-
-def _pixels(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> int:
-    """Return the number of the result's pixels, in all images."""
-    sizes = zip(x_shape[2:], geometry.padding, geometry.dilation, w_shape[2:], geometry.stride, strict=True)
-    return x_shape[0] * math.prod((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, p, d, k, s in sizes)
-
-
-def _windows(x: Tensor, w_shape: torch.Size, geometry: Geometry) -> Tensor:
-    images = x.permute(0, 2, 3, 1).contiguous()
-    kernel = (w_shape[2], w_shape[3])
-    return unfold(images, kernel, geometry.stride, geometry.padding, geometry.dilation)
-
-
-def _rows(weight: Tensor) -> Tensor:
-    """Return a weight (c, C, kh, kw) as a matrix (c, kh kw C): a view if it lies channels-last."""
-    return weight.permute(0, 2, 3, 1).reshape(len(weight), math.prod(weight.shape[1:]))
-
-
-def _window_gradients(
-    g: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    x_shape: torch.Size,
-    w_shape: torch.Size,
-    geometry: Geometry,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute dx = fold(W' g) in FP32 and dW = g unfold(x)' in BF16, both channels-last."""
-    pixels = g.permute(0, 2, 3, 1).contiguous()
-    n, p, q, outputs = pixels.shape
-    flat = pixels.view(n * p * q, outputs)
-    dx = dw = None
-    if weight is not None:
-        dx = fold(
-            (flat @ _rows(weight)).view(n, p, q, w_shape[2], w_shape[3], w_shape[1]),
-            (x_shape[2], x_shape[3]),
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-        ).permute(0, 3, 1, 2)
-    if x is not None:
-        windows = _windows(x, w_shape, geometry).flatten(3).flatten(0, 2)
-        dw = (
-            transposed_product(flat, windows)
-            .view(outputs, w_shape[2], w_shape[3], w_shape[1])
-            .permute(0, 3, 1, 2)
-        )
-    return dx, dw
-
-
-def _onednn_gradients(
-    g: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    x_shape: torch.Size,
-    w_shape: torch.Size,
-    geometry: Geometry,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the same by torch, but a depthwise dW by a loop where that is faster.
-
-    Of an unsaved operand torch reads the shape alone.
-    """
-    dw = None
-    if x is not None and _loop_pays(x_shape, w_shape, geometry):
-        dw, x = _weight_gradient_by_loop(g, x, w_shape, geometry), None
-    absent = g.new_zeros(())
-    dx, dw_of_torch, _ = torch.ops.aten.convolution_backward(
-        g,
-        absent.expand(x_shape) if x is None else x,
-        absent.expand(w_shape) if weight is None else weight,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        [0, 0],
-        geometry.groups,
-        [weight is not None, x is not None, False],
-    )
-    return dx, dw_of_torch if dw is None else dw
-
-
-def _weight_gradient_by_loop(g: Tensor, x: Tensor, w_shape: torch.Size, geometry: Geometry) -> Tensor:
-    images, gradient = (t.permute(0, 2, 3, 1).contiguous() for t in (x, g))
-    options = (geometry.stride, geometry.padding, geometry.dilation)
-    return depthwise_weight_gradient(images, gradient, (w_shape[2], w_shape[3]), *options).to(x.dtype)
-
-
-def _loop_pays(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> bool:
-    """Return whether a loop computes a depthwise weight's BF16 gradient faster than oneDNN, timed once."""
-    if w_shape[1] != 1 or geometry.groups != w_shape[0]:
-        return False
-
-    @cache
-    def leaves() -> tuple[Tensor, Tensor, Tensor]:
-        x, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in (x_shape, w_shape))
-        x, w = x.contiguous(memory_format=torch.channels_last), w.requires_grad_()
-        return x, w, torch.conv2d(x, w, None, *geometry[:4])
-
-    def by_loop() -> Tensor:
-        x, w, y = leaves()
-        return _weight_gradient_by_loop(y.detach(), x, w.shape, geometry)
-
-    def by_torch() -> Tensor:
-        _, w, y = leaves()
-        return torch.autograd.grad(y, w, y.detach(), retain_graph=True)[0]
-
-    key = ("depthwise", rounded_up(x_shape), tuple(w_shape), *map(tuple, geometry[:3]))
-    with torch.enable_grad():
-        return choose(key, [by_loop, by_torch]) == 0
 
 
 def _integer_input_gradient(
@@ -425,9 +248,9 @@ def _integer_input_gradient(
         return dx.view(n, *size, channels).permute(0, 3, 1, 2)
     h, s_h = round_rows(g.view(n * p * q, outputs), scale)
     if math.prod(kernel) == 1 and max(geometry.stride) == 1 and max(geometry.padding) == 0:
-        dx = scaled_product(h, _rows(codes), s_h, ones, None, dtype)
+        dx = scaled_product(h, weight_rows(codes), s_h, ones, None, dtype)
         return dx.view(n, p, q, channels).permute(0, 3, 1, 2)
-    windows = scaled_product(h, _rows(codes), s_h, ones.repeat(math.prod(kernel)), None, torch.bfloat16)
+    windows = scaled_product(h, weight_rows(codes), s_h, ones.repeat(math.prod(kernel)), None, torch.bfloat16)
     options = (geometry.stride, geometry.padding, geometry.dilation)
     return fold(windows.view(n, p, q, *kernel, channels), size, *options).permute(0, 3, 1, 2)
 
@@ -444,7 +267,7 @@ def _integer_weight_gradient(
         return None
     pixels = math.prod(g.shape[1:3])
     k, s_k = round_columns(g.flatten(0, 2), scale.repeat_interleave(pixels))
-    windows = _windows(codes, w_shape, geometry).flatten(3).flatten(0, 2)
+    windows = windows_of(codes, w_shape, geometry).flatten(3).flatten(0, 2)
     dw = scaled_product(k.t(), windows, s_k, scale.new_ones(windows.shape[1]), None, torch.float32)
     return dw.view(len(dw), *w_shape[2:], w_shape[1]).permute(0, 3, 1, 2)
 
@@ -458,12 +281,12 @@ def _unfolded(
     geometry: Geometry,
 ) -> Tensor:
     """Convolve by one product: windows (pixels, kh kw C) times the weight's rows."""
-    windows = _windows(x_codes, weight.data.shape, geometry)
+    windows = windows_of(x_codes, weight.data.shape, geometry)
     n, p, q = windows.shape[:3]
     outputs = len(weight.data)
     rows, per_pixel = windows.flatten(3).flatten(0, 2), x_scale.repeat_interleave(p * q)
     w_scale = weight.code_scale.reshape(-1)
-    out = scaled_product(rows, _rows(weight.data).t(), per_pixel, w_scale, bias, dtype)
+    out = scaled_product(rows, weight_rows(weight.data).t(), per_pixel, w_scale, bias, dtype)
     return out.view(n, p, q, outputs).permute(0, 3, 1, 2)
 
 
@@ -504,7 +327,7 @@ def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
     return decoded.view(flat.shape).permute(0, 3, 1, 2)
 
 
-def weight_gradient(gradient: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
+def _weight_gradient(gradient: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
     """Return a weight's gradient (c, C, kh, kw) in `dtype`, contiguous if the weight is.
 
     DDP requires the gradient to have the parameter's strides on every rank.

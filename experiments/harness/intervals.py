@@ -1,0 +1,20 @@
+"""The 95 % confidence interval of a mean."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from scipy.stats import t as student
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return the half width of the mean's 95 % interval (Student's t); of one value it is infinite.
+
+    >>> half_width([1.0, 2.0, 3.0])
+    """
+    if len(values) < 2:
+        return math.inf
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return float(student.ppf(0.975, len(values) - 1)) * error
