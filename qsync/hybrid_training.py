@@ -366,7 +366,7 @@ def _profile_and_plan(
         chosen = able.intersection(profiling.precisions or able)
         options = {**options, "base": str(default_base(graph, chosen))}
     folder = plans / cache_key(graph, formed[0], {
-        "precisions": profiling.precisions, "optimizer": profiling.make_optimizer,
+        "precisions": profiling.precisions, "optimizer": profiling.make_optimizer, "loss": step.loss_fn,
         "cap": profiling.bucket_cap_bytes,
         **({"loader": "given"} if profiling.loader is not None else {}),
         **{name: value for name, value in (profiling.ddp_options or {}).items() if isinstance(value, bool)},

@@ -51,7 +51,7 @@ def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -
         for c in cluster.classes
     ]
     versions = [qsync.__version__, torch.__version__]
-    chosen = {name: _stable(value) for name, value in options.items()}
+    chosen = {name: stable_text(value) for name, value in options.items()}
     return digest([graph.hash, graph.shapes_hash, classes, versions, chosen])
 
 
@@ -68,10 +68,15 @@ def cached_plan(folder: Path) -> Plan | None:
     return Plan.from_json(found) if found is not None else None
 
 
-def _stable(value: object) -> str:
-    """Return text that is the same in every run: of a function its code and what that names, no address."""
+def stable_text(value: object) -> str:
+    """Return text that is the same in every run: of a function its code and what that names, no address.
+
+    >>> stable_text(torch.optim.AdamW)
+    """
     if isinstance(value, partial):
-        return digest([_stable(value.func), [_stable(each) for each in value.args], _shown(value.keywords)])
+        return digest(
+            [stable_text(value.func), [stable_text(each) for each in value.args], _shown(value.keywords)]
+        )
     code = getattr(value, "__code__", None)
     if code is not None:
         named = inspect.getclosurevars(value)  # type: ignore[arg-type]
@@ -82,6 +87,9 @@ def _stable(value: object) -> str:
         ])  # fmt: skip
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
+    if callable(value):  # an object, which may be shown by its address
+        shown = "" if type(value).__repr__ is object.__repr__ else str(value)
+        return digest([type(value).__qualname__, shown, stable_text(type(value).__call__)])
     return str(value)
 
 

@@ -23,6 +23,7 @@ import torch
 
 import qsync
 from qsync import api
+from qsync.distributed.plan_cache import stable_text
 from qsync.elastic_training.healing import Server, fetch
 from qsync.elastic_training.rendezvous import Card
 from qsync.errors import InfeasibleError, QSyncError
@@ -107,13 +108,15 @@ def class_costs(
 ) -> ClassCosts:
     """Return the costs of this card's class: from the cache, or measured here and now.
 
-    The cache's key has the model, the batch's shapes, the hardware and the versions, and no count.
+    The cache's key has the model, its loss, the optimizer, the batch's shapes, the hardware and the versions,
+    and no count.
     `options` are those of `qsync.profile`.
     """
     chosen = api.precisions_to_profile(device_class, options.pop("precisions", None))
     graph = api.trace_step(model, batch, loss_fn)
     own: list[Any] = [device_class.name, device_class.hardware, device_class.emulated_share]
     own += [[str(precision) for precision in each] for each in (device_class.precisions, chosen)]
+    own += [stable_text(loss_fn), stable_text(options.get("make_optimizer"))]
     key = digest([graph.hash, graph.shapes_hash, own, qsync.__version__, torch.__version__])
     path = folder / "classes" / f"{key}.json"
     try:

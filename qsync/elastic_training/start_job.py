@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,7 +158,7 @@ def elastic(
         samples = min(-(-batch_size // _PROFILED_PARTS), max_samples or batch_size, len(dataset))
         batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in (samples, max(1, samples // 2))]
         book = _book(model, batches, loss_fn, own, server, cache_folder(cache_dir), precisions, base,
-                     type(optimizer), options)  # fmt: skip
+                     _maker_of(optimizer), options)  # fmt: skip
     given = plan.to_json() if isinstance(plan, Plan) else plan
     states = {"model": model, "optimizer": optimizer, **(states or {})}
     facts = _facts(states, dataset, how, {**options, "base": base or "fp32", "plan": given})
@@ -253,6 +254,12 @@ def _book(
         for batch in batches:
             api.loss_of(model, batch, loss_fn)().backward()  # type: ignore[no-untyped-call]
     return PlanBook(costs, server, options)
+
+
+def _maker_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return what makes an optimizer of this kind and with these defaults: momentum is memory, and time."""
+    taken = inspect.signature(type(optimizer)).parameters
+    return partial(type(optimizer), **{k: v for k, v in optimizer.defaults.items() if k in taken})
 
 
 def _facts(

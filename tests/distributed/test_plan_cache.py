@@ -15,7 +15,7 @@ from qsync.records.precision import Precision
 SCRIPT = """
 from functools import partial
 import torch
-from qsync.distributed.plan_cache import _stable
+from qsync.distributed.plan_cache import stable_text
 
 def sgd(parameters, momentum=0.9):
     return torch.optim.SGD(parameters, momentum=momentum)
@@ -23,8 +23,12 @@ def sgd(parameters, momentum=0.9):
 def again(parameters):
     return again(parameters)
 
-for fn in (sgd, partial(sgd, momentum=0.5), lambda parameters: torch.optim.SGD(parameters), again):
-    print(_stable(fn))
+class Loss:
+    def __call__(self, model, batch):
+        return model(batch).sum()
+
+for fn in (sgd, partial(sgd, momentum=0.5), lambda parameters: torch.optim.SGD(parameters), again, Loss()):
+    print(stable_text(fn))
 """
 
 
@@ -56,7 +60,27 @@ def test_another_optimizer_is_another_plan():
     assert key(of(torch.optim.SGD)) == key(of(torch.optim.SGD))
 
 
-def test_an_optimizer_has_the_same_key_in_every_process():
+def test_a_function_has_the_same_key_in_every_process():
     command = [sys.executable, "-c", SCRIPT]
     one, other = (subprocess.run(command, capture_output=True, text=True) for _ in range(2))
-    assert one.stdout.count("\n") == 4 and one.stdout == other.stdout, one.stderr
+    assert one.stdout.count("\n") == 5 and one.stdout == other.stdout, one.stderr
+
+
+class Weighted:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, model, batch):
+        return self.weight * model(batch).sum()
+
+    def __repr__(self):
+        return f"Weighted({self.weight})"
+
+
+def test_another_loss_is_another_plan():
+    losses = [
+        None, lambda model, batch: model(batch).sum(), lambda model, batch: model(batch).square().sum(),
+        Weighted(1.0), Weighted(2.0), torch.nn.MSELoss(), torch.nn.L1Loss(),
+    ]  # fmt: skip
+    assert len({key(each) for each in losses}) == len(losses)
+    assert key(Weighted(1.0)) == key(Weighted(1.0))

@@ -18,6 +18,7 @@ from qsync.distributed import job
 from qsync.elastic_training.elastic_job import ElasticJob
 from qsync.elastic_training.plan_book import class_costs
 from qsync.elastic_training.share_loader import Options
+from qsync.elastic_training.start_job import _maker_of
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 
 DATASET = [torch.ones(4)] * 32
@@ -83,8 +84,8 @@ def test_a_position_in_another_order_of_samples(name):
         one.load_state_dict({"step": 4, "history": "", **order, name: order[name] + 1})
 
 
-def test_the_cache_of_a_class_knows_which_precisions_were_asked_for(tmp_path, monkeypatch):
-    """A job that was restricted to FP32 must not restrict the next one."""
+def test_the_cache_of_a_class_knows_what_was_asked_for_and_what_is_trained(tmp_path, monkeypatch):
+    """A job that was restricted to FP32, or trains without momentum, must not decide for the next one."""
     monkeypatch.setattr(api, "profile", lambda *_, precisions, **__: measured.append(precisions) or profile)
     monkeypatch.setattr("qsync.elastic_training.plan_book.write_json", lambda *_: None)
     measured, profile = [], None
@@ -102,12 +103,25 @@ def test_the_cache_of_a_class_knows_which_precisions_were_asked_for(tmp_path, mo
     for precisions in (["fp32"], None, ["fp32"]):
         class_costs(model, batch, loss_fn, own, tmp_path, precisions=precisions)
     assert keys[0] == keys[2] != keys[1]
+    for loss in (loss_fn, lambda model, batch: model(batch).square().sum()):
+        for momentum in (0.0, 0.9):
+            maker = _maker_of(torch.optim.SGD(model.parameters(), momentum=momentum))
+            class_costs(model, batch, loss, own, tmp_path, make_optimizer=maker)
+    assert len(set(keys)) == 6
     assert list(measured[0]) == ["fp32"] and len(measured[1]) > 1
     with pytest.raises(FormatError, match="zz"):
         class_costs(model, batch, loss_fn, own, tmp_path, precisions=["zz"])
     lacking = replace(own, precisions=(qsync.Precision.FP32,))
     with pytest.raises(UnsupportedError, match="has no int8"):
         class_costs(model, batch, loss_fn, lacking, tmp_path, precisions=["int8"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_class_is_profiled_with_the_optimizer_s_own_defaults(kind):
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = kind(parameters, lr=0.25, weight_decay=0.5)
+    made = _maker_of(optimizer)([torch.nn.Parameter(torch.ones(3))])
+    assert type(made) is kind and made.defaults == optimizer.defaults
 
 
 CARD = """
