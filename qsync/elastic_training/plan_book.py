@@ -1,9 +1,10 @@
 """A book of plans, one for every membership: made ahead, in the background of training.
 
-Profiles belong to classes and are cached on disk by model, hardware and versions, never by the number of
-cards. The first card of the job plans the present membership, those that can come next (one card more or
-less of each class), and those with a class that has become slower, in a process of its own. The other cards
-copy its book. Precisions are each card's own business, so no card waits for another to change its plan.
+Profiles belong to classes and are cached on disk by model, loss, optimizer, hardware and versions, never by
+the number of cards. The first card of the job plans the present membership, those that can come next (one
+card more or less of each class), and those with a class that has become slower, in a process of its own. The
+other cards copy its book. Precisions are each card's own business, so no card waits for another to change its
+plan.
 """
 
 from __future__ import annotations
