@@ -2,7 +2,10 @@
 
 `harness`      the run loop, ranks, paired timing, peers, tables and pictures
 `workloads`    models and data
+`results`      all of the below, run again; what papers promise, beside what is found
 `demo`         two unequal ranks train, against every alternative
+`accuracy`     final accuracy of every way to train on two unequal ranks
+`speedup`      samples per second of every way to use a weak card
 `kernels`      kernels and whole steps against their bars and peers
 `sensitivity`  indicators against measured gradient errors
 `prediction`   replay against real steps, learned costs, the promised limits
@@ -11,5 +14,9 @@
 `levers`       levers, predicted and measured
 `unseen`       a suite of unseen models: speed beside peers, predictions
 `takeover`     what users do to a wrapped model
+`integrations`  training loops of other libraries around planned models
+`elastic`      cards that come and go
+`diagnosis`    faults planted in real jobs, and what qsync names
+`gpu`          every claim about GPUs, measured on one
 `expansion`    what growing a model saves
 """
