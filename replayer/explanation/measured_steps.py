@@ -7,13 +7,15 @@ least blocked rank is blocked is exposed communication, and the rest of another 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qsync.errors import FormatError
+from qsync.errors import FormatError, shortened
+from qsync.records.json_files import read_text
 from qsync.replayer.explanation.phases import Drift, Phases, find_drift, median, slowdown
 
 STEPS_PER_WINDOW = 50
@@ -105,14 +107,22 @@ def split_of(ranks: Sequence[Phases]) -> list[dict[str, float]]:
 def _read(path: Path) -> dict[int, tuple[str, int, Phases]]:
     """Return (class, calls, phases) of each step by its number."""
     found = {}
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]  # a rank may be killed within a line
+    text = read_text(path, "the folder that qsync.hybrid(..., log_steps=FOLDER) wrote")
+    whole = text.rpartition("\n")[0]  # a rank may be killed within a line
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             entry: dict[str, Any] = json.loads(line)
             step, name, calls = (entry.pop(field) for field in ("step", "device_class", "calls"))
-            found[int(step)] = (str(name), int(calls), Phases(**{k: float(v) for k, v in entry.items()}))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            found[int(step)] = (str(name), int(calls), Phases(**{k: _seconds(v) for k, v in entry.items()}))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FormatError(
-                f"{path}, line {number}: not a logged step ({error}); log the steps anew"
+                f"{path}, line {number}: not a logged step ({shortened(error)}); log the steps anew"
             ) from error
     return found
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{seconds} seconds")
+    return seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -55,13 +56,24 @@ def test_the_window_in_which_a_rank_was_slow_is_named_with_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", '{"step": 1}', '{"step": 1, "device_class": "a", "calls": 1, "x": 1}']
-)
+    "line",
+    [
+        "{", "[]", '{"step": 1}', '{"step": 1, "device_class": "a", "calls": 1, "x": 1}', "[" * 100_000,
+        json.dumps({"step": 1, "device_class": "a", "calls": 1, **FAST.to_json(), "host_s": math.nan}),
+    ],
+)  # fmt: skip
 def test_a_malformed_line_is_named(tmp_path, line):
     write(tmp_path, {1: FAST}, {1: SLOW})
     path = log_file(tmp_path, 1)
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(FormatError, match=r"rank-1\.jsonl, line 2: not a logged step"):
+        MeasuredSteps.load(tmp_path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    write(tmp_path, {1: FAST}, {1: SLOW})
+    log_file(tmp_path, 1).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FormatError, match="is not a text file; give the folder"):
         MeasuredSteps.load(tmp_path)
 
 
