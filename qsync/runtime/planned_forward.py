@@ -27,6 +27,7 @@ from qsync.errors import MismatchError
 from qsync.records.graph import OpGraph
 from qsync.runtime.choosers import Chooser
 from qsync.runtime.program import Program, not_exported
+from qsync.tracing.module_names import name_from_model
 from qsync.tracing.replaced_forward import (
     ReplacedForward,
     compile_forward,
@@ -35,7 +36,6 @@ from qsync.tracing.replaced_forward import (
     trace_again,
     untraced,
 )
-from qsync.tracing.segments import name_from_model
 from qsync.tracing.tracer import cannot_trace, dynamo_settings, tensor_names, without_autocast
 
 # Where the lowered form of a graph in the graph of an outer torch.compile is kept.

@@ -16,7 +16,7 @@ import torch
 from qsync.errors import MismatchError
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
-from qsync.tracing.segments import operator_name
+from qsync.tracing.module_names import operator_name
 
 
 @dataclass(frozen=True, slots=True)

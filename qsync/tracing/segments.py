@@ -7,11 +7,9 @@ checkpointing is a graph inside a graph; its operators are listed like any other
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,9 +17,10 @@ import torch.fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.errors import UnsupportedError
-from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
+from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.precision import LARGEST, ROUNDS_WHAT_IT_READS
-from qsync.tracing.inplace_calls import make_out_of_place, traced_storages
+from qsync.tracing.inplace_calls import make_out_of_place
+from qsync.tracing.module_names import argument_name, module_place, operator_name, roots_of
 from qsync.tracing.operator_table import (
     FROZEN_NORM,
     NORMS,
@@ -41,6 +40,7 @@ from qsync.tracing.operator_table import (
     traced_shape,
     why_traced_as_is,
 )
+from qsync.tracing.traced_tensors import copies, example_of, is_channels_last
 
 DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -58,8 +58,6 @@ _ENTER_LEVEL = (
 _LEAVE_LEVEL = (
     "_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting", "_exit_dual_level",
 )  # fmt: skip
-# Kinds of which torch has a module.
-_MODULES_OWN = ("linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose", "rnn")
 
 
 @dataclass(slots=True)
@@ -138,7 +136,7 @@ def read_segment(
     for node, value in zip(placeholders, example_inputs, strict=True):
         if isinstance(value, torch.Tensor):
             reader.enter(segment, node, value)
-    reader.roots = _roots(segment)
+    reader.roots = roots_of(private.graph, segment.value_of)
     reader.read(segment)
     segment.inputs = list(reader.inputs.values())
     segment.ops = reader.ops
@@ -186,12 +184,12 @@ class _Reader:
         name = self.names.get(id(value))
         if name is None:
             prefix = f"segment{self._place}:" if self._place > 1 else ""
-            kind, name = "batch", self._unique(f"{prefix}input:{_argument_name(node.name)}")
+            kind, name = "batch", self._unique(f"{prefix}input:{argument_name(node.name)}")
         else:
             kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
             if name in self._entered:  # each segment casts for itself
                 kind, name = "alias" if kind == "parameter" else kind, f"{name}@segment{self._place}"
-        order = _is_channels_last(value)
+        order = is_channels_last(value)
         self._declare(Input(name, kind, _dtype(value), traced_shape(value), value.requires_grad, order))
         segment.value_of[node] = name
 
@@ -207,7 +205,7 @@ class _Reader:
                 self._num_levels += (call_name(node) in _ENTER_LEVEL) - (call_name(node) in _LEAVE_LEVEL)
                 if str(node.target).endswith(_CHECKPOINT):
                     self._read_nested(segment, node)
-                elif (value := _example(node)) is not None and node.args and node.args[0] in segment.nested:
+                elif (value := example_of(node)) is not None and node.args and node.args[0] in segment.nested:
                     self._read_result(segment, node, value)
                 elif value is not None:
                     self._read_call(segment, node, value, pinned)
@@ -343,7 +341,7 @@ class _Reader:
         op = Op(
             name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
             call.value.requires_grad, call.magnitude, depth, drops, dilated, because,
-            copies=_copies(node, kind), channels_last=_is_channels_last(call.value),
+            copies=copies(node, kind), channels_last=is_channels_last(call.value),
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
@@ -358,7 +356,7 @@ class _Reader:
         inner = Segment(getattr(outer.module, body.target))
         placeholders = [n for n in inner.module.graph.nodes if n.op == "placeholder"]
         for placeholder, argument in zip(placeholders, node.args[1:], strict=True):
-            value = _example(placeholder)
+            value = example_of(placeholder)
             if not isinstance(argument, torch.fx.Node) or value is None or argument not in outer.value_of:
                 continue
             source = outer.value_of[argument]
@@ -398,7 +396,7 @@ class _Reader:
             segment.op_of[node] = name
 
     def _name(self, node: torch.fx.Node, kind: str) -> str:
-        base, path = _module_place(node)
+        base, path = module_place(node)
         return self._unique(operator_name(f"{self.roots.get(base, '')}.{path}".strip("."), kind))
 
     def _unique(self, name: str) -> str:
@@ -406,143 +404,8 @@ class _Reader:
         return name if self.count[name] == 1 else f"{name}#{self.count[name]}"
 
 
-def operator_name(path: str, kind: str) -> str:
-    """Return an operator's module path, and its kind unless it is its module's own product."""
-    own = kind in (*_MODULES_OWN, path.rpartition(".")[2])
-    return path if own and path else f"{path}.{kind}" if path else kind
-
-
-def _roots(segment: Segment) -> dict[str, str]:
-    """Return the path of each module that the traced frame calls by a local name, `self` or another.
-
-    Parameters show it: if module `self.fc` uses the one named `layers.0.fc.weight`, then `self` is
-    `layers.0`.
-    """
-    votes: dict[str, list[str]] = {}
-    for node in segment.module.graph.nodes:
-        base, path = _module_place(node)
-        for source in node.all_input_nodes if base else ():
-            owner = segment.value_of.get(source, "").partition("@")[0].rpartition(".")[0]
-            if source.op != "placeholder" or not owner:
-                continue
-            # A frame's own `self` may use the weights of its children directly; other local names are of
-            # layers.
-            if path and (owner == path or owner.endswith("." + path)):
-                votes.setdefault(base, []).append(owner.removesuffix(path).rstrip("."))
-            elif not path and base.startswith("___stack"):
-                votes.setdefault(base, []).append(owner)
-    roots = {base: "" if "" in found else found[0] for base, found in votes.items()}
-    # Calls in the frame itself have no module: theirs is `self`, which its children or its own weights show.
-    own = [
-        segment.value_of[node].partition("@")[0].rpartition(".")[0]
-        for node in segment.module.graph.find_nodes(op="placeholder")
-        if str(node.target).startswith("L_self_parameters_") and node in segment.value_of
-    ]
-    return roots | {"": roots["self"] if "self" in roots else next(iter(own), "")}
-
-
-def name_from_model(module: torch.fx.GraphModule, names: Mapping[int, str]) -> None:
-    """Let a graph name its modules from the model, which an outer torch.compile reaches by a longer path.
-
-    `names` maps the id of each parameter and buffer to its name, which shows the path to the model.
-    """
-    votes: Counter[str] = Counter()
-    for node in module.graph.nodes:
-        path = ".".join(filter(None, _module_place(node)))
-        for source in node.all_input_nodes if path else ():
-            owner = names.get(id(source.meta.get("example_value")), "").rpartition(".")[0]
-            if owner and path.endswith("." + owner):
-                votes[path.removesuffix("." + owner)] += 1
-    longest = votes.most_common(1)[0][0] if votes else ""
-    for node in module.graph.nodes:
-        path = ".".join(filter(None, _module_place(node)))
-        if longest and f"{path}.".startswith(f"{longest}."):
-            (*_, (key, (_, kind))) = node.meta["nn_module_stack"].items()
-            node.meta["nn_module_stack"] = {key: (f"L['self']{path.removeprefix(longest)}", kind)}
-
-
-def _module_place(node: torch.fx.Node) -> tuple[str, str]:
-    """Return what leads to a node's module in its frame, and the path from there; empty for no module.
-
-    It is a local name, `self`, or an item of one: `args[0]` in a decorator that takes `*args`.
-    """
-    stack = node.meta.get("nn_module_stack")
-    text = next(reversed(stack.values()))[0] if stack else ""
-    base = re.match(r"L\['([^']*)'\]((?:\[\d+\])*)", text)
-    return ("".join(base.groups()), _module_path(text[base.end() :])) if base else ("", _module_path(text))
-
-
-def _example(node: torch.fx.Node) -> torch.Tensor | None:
-    """Return the traced result of a call: of several tensors (split) the largest, for all of them."""
-    value = node.meta.get("example_value")
-    if isinstance(value, (tuple, list)) and value and all(isinstance(item, torch.Tensor) for item in value):
-        return max(value, key=lambda item: num_elements(traced_shape(item)))  # type: ignore[no-any-return]
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _copies(node: torch.fx.Node, kind: str) -> bool | None:
-    """Return whether a view or `contiguous` copied when it was traced, or a product did an operand.
-
-    A linear layer copies an input of which rows cannot be one dimension, as of a transposed one. Attention in
-    torch's plain kernel copies values of which heads cannot be one dimension, or that several heads
-    share: False where it need not; True where keys broadcast to the queries' heads, which no other kernel of
-    torch does. None of any other call.
-
-    A dropout that drops nothing returns its input, though the tracer's one is new. On the meta device
-    attention has a memory order that it has on no other.
-    """
-    value = _example(node)
-    if value is not None and value.is_meta:
-        return None
-    if kind == "linear":
-        return True if _lies_apart(_example(operands(node, kind)[0]), 1) else None
-    if kind == "attention":
-        queries, _, values = map(_example, operands(node, kind)[:3])
-        if queries is not None and values is not None and queries.shape[:-2] != values.shape[:-2]:
-            return None if node.kwargs.get("enable_gqa") else True
-        return None if _lies_apart(values, 2) else False
-    if kind not in ("view", "contiguous") or call_name(node) == "dropout" or not node.all_input_nodes:
-        return None
-    source = {storage for value in node.all_input_nodes for storage in traced_storages(value)}
-    return source.isdisjoint(traced_storages(node)) if source else None
-
-
-def _lies_apart(value: torch.Tensor | None, kept: int) -> bool:
-    """Return whether no view of a tensor has all but its last `kept` dimensions as one."""
-    if value is None or is_functorch_wrapped_tensor(value):
-        return False
-    outer = [
-        (size, stride)
-        for size, stride in zip(traced_shape(value)[:-kept], value.stride()[:-kept], strict=True)
-        if size != 1
-    ]
-    return any(above != below * size for (_, above), (size, below) in pairwise(outer))
-
-
-def _is_channels_last(value: torch.Tensor) -> bool:
-    """Return whether images lie in channels-last order and in no other."""
-    if value.ndim != 4 or is_functorch_wrapped_tensor(value):
-        return False
-    return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
-
-
 def _dtype(value: torch.Tensor) -> str:
     return DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
-
-
-def _argument_name(text: str) -> str:
-    """Return an argument's name: `l_kwargs_input_ids_` -> `input_ids`."""
-    return re.sub(r"^l_(?:args|kwargs)?_?", "", text.lower()).strip("_") or text
-
-
-def _module_path(text: str) -> str:
-    """Return a module's path from where its frame finds it: `.layers._modules['0'].fc` -> `layers.0.fc`."""
-    text = re.sub(r"\.(?:__dict__\.)?_(?:modules|orig_mod)\b", "", text)
-    text = re.sub(r"\.forward\.args\[0\]", "", text)  # the module, as activation_recomputation calls it
-    text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
-    # torch's checkpoint_wrapper leaves itself out of the names of parameters, too.
-    text = re.sub(r"(?:\.__dict__)?(?:\._modules)?\._checkpoint_wrapped_module\b", "", text)
-    return text.strip(".").removesuffix("._call_impl")
 
 
 def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
