@@ -26,9 +26,10 @@ from qsync.records.precision import Precision
 from qsync.runtime.choosers import Chooser, SavingChooser, candidates, saving, unsupported
 from qsync.runtime.coverage import warn_once
 from qsync.runtime.islands import keep_saved_tensors
+from qsync.runtime.node_calls import Observer
 from qsync.runtime.operator_timing import fastest_precisions
 from qsync.runtime.python_stack import with_room
-from qsync.runtime.rewriting import Observer, rewrite
+from qsync.runtime.rewriting import rewrite
 from qsync.runtime.weight_cache import (
     WeightCopy,
     check_copies,

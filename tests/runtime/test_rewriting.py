@@ -29,7 +29,8 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import FORMS, ops_that_save_less
 from qsync.replayer import replay
 from qsync.runtime import choosers, planned_forward
-from qsync.runtime.rewriting import KernelCall, rewrite
+from qsync.runtime.node_calls import KernelCall
+from qsync.runtime.rewriting import rewrite
 from qsync.tracing.tracer import trace
 
 pytestmark = pytest.mark.filterwarnings(  # torch.compile does it when a model has a function of its own
