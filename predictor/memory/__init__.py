@@ -3,6 +3,7 @@
 `peak`             the peak of a step, by part; updated when one operator changes
 `vectorized_peak`  the same peak of a whole lowered graph, by lookups
 `lifetimes`        from when to when each tensor of a step lives
+`layout`           shapes, storages and their readers, which follow from the graph alone
 `saved_tensors`    the tensors that each kind of operator saves for backward
 `expanded_operands`  the operands that torch.matmul expands
 `op_context`       what an operator's record alone does not say of its memory

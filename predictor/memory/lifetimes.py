@@ -14,81 +14,23 @@ from typing import Protocol
 from qsync.backend.kernels.conv_strategy import packed_bytes
 from qsync.lowering.lowered_graph import FUSED, Cast, Run
 from qsync.predictor.memory.cuda_allocator import block_bytes
+from qsync.predictor.memory.layout import Layout
 from qsync.predictor.memory.op_context import Mask, OpContext
-from qsync.predictor.memory.recomputation import RecomputedBlocks
 from qsync.predictor.memory.saved_tensors import (
     FP32_BYTES,
     FULL_MODES,
     Saved,
     made_for_backward,
     saved_by_op,
-    storage_roots,
     writes_scores,
 )
 from qsync.predictor.memory.spans import Span
 from qsync.predictor.memory.workspaces import backward_workspace, forward_workspace
-from qsync.records.graph import Input, Op, OpGraph, num_elements
-from qsync.records.identity_cache import IdentityCache
+from qsync.records.graph import Op, num_elements
 from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
 
 # Kinds that pass their result's gradient on as that of their first so many inputs.
 PASSES_GRADIENT = {"add": 2, "sub": 1}
-
-
-class Layout:
-    """The part of a step's memory that follows from the graph alone: shapes, storages and their readers."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        self.ops, self.inputs = graph.ops, graph.inputs
-        self.end = 2 * len(graph.ops)
-        self.num_calls = graph.num_calls
-        entries: list[Input | Op] = [*graph.inputs, *graph.ops]
-        self.dtype = {entry.name: entry.dtype for entry in entries}
-        self.shape = {entry.name: entry.shape for entry in entries}
-        self.elements = {entry.name: entry.num_elements for entry in entries}
-        self.has_gradient = {entry.name: entry.requires_grad for entry in entries}
-        self.parameters = {value.name for value in graph.parameters}
-        self.in_order = {entry.name for entry in entries if entry.channels_last}
-        self.position = {op.name: i for i, op in enumerate(graph.ops)}
-        self.root = storage_roots(graph, self.dtype)
-        self.users = self._list_users()
-        # The operator before which a value that an earlier traced graph made enters.
-        self.entered = {v.name: self._entry(v.name) for v in graph.inputs if v.passed_on}
-        self.loss_inside = any(op.kind in ("cross_entropy", "loss") for op in graph.ops)
-        blocks = graph.recomputed
-        self.recomputed = (
-            RecomputedBlocks(blocks, len(graph.ops), self.position, self.users) if blocks else None
-        )
-        # The last time of a step: later than `end` where something is computed twice.
-        self.last = self.recomputed.end if self.recomputed else self.end
-
-    def _entry(self, value: str) -> int:
-        """Return the first operator of the traced graph that first reads a value."""
-        first = self.users[value][0] if self.users[value] else 0
-        return next((i + 1 for i in reversed(range(first)) if self.ops[i].kind == "output"), 0)
-
-    def is_passed_on(self, value: str, i: int) -> bool:
-        """Return whether a later traced graph takes over a value that operator `i`, an output, returns."""
-        return self.has_gradient[value] and any(
-            entry > i and (self.shape[name], self.dtype[name]) == (self.shape[value], self.dtype[value])
-            for name, entry in self.entered.items()
-        )
-
-    def _list_users(self) -> dict[str, list[int]]:
-        """List for every storage the operators that make it or read it or one of its views, in order."""
-        users: dict[str, list[int]] = {name: [] for name, root in self.root.items() if name == root}
-        for i, op in enumerate(self.ops):
-            for root in dict.fromkeys(self.root[name] for name in (op.name, *op.inputs, *op.kept)):
-                users[root].append(i)
-        return users
-
-
-_LAYOUTS: IdentityCache[Layout] = IdentityCache()
-
-
-def layout(graph: OpGraph) -> Layout:
-    """Return the layout of a graph; computed once per graph."""
-    return _LAYOUTS.of(graph, lambda: Layout(graph))
 
 
 class Runs(Protocol):

@@ -23,7 +23,8 @@ import numpy.typing as npt
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
-from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes, layout
+from qsync.predictor.memory.layout import layout
+from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes
 from qsync.predictor.memory.spans import Span
 from qsync.records.graph import OpGraph
 

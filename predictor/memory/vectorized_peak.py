@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.lowering.vectorized import Tables, Tabulated, tables
-from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Layout, Lifetimes, layout
+from qsync.predictor.memory.layout import Layout, layout
+from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes
 from qsync.predictor.memory.peak import StepMemory, bytes_throughout, margin_bytes
 from qsync.predictor.memory.saved_tensors import Saved
 from qsync.predictor.memory.spans import Span

@@ -1,0 +1,64 @@
+"""The part of a step's memory that follows from the graph alone."""
+
+from __future__ import annotations
+
+from qsync.predictor.memory.recomputation import RecomputedBlocks
+from qsync.predictor.memory.saved_tensors import storage_roots
+from qsync.records.graph import Input, Op, OpGraph
+from qsync.records.identity_cache import IdentityCache
+
+
+class Layout:
+    """The shapes and types of a graph's values, their storages, and the operators that read these."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.ops, self.inputs = graph.ops, graph.inputs
+        self.end = 2 * len(graph.ops)
+        self.num_calls = graph.num_calls
+        entries: list[Input | Op] = [*graph.inputs, *graph.ops]
+        self.dtype = {entry.name: entry.dtype for entry in entries}
+        self.shape = {entry.name: entry.shape for entry in entries}
+        self.elements = {entry.name: entry.num_elements for entry in entries}
+        self.has_gradient = {entry.name: entry.requires_grad for entry in entries}
+        self.parameters = {value.name for value in graph.parameters}
+        self.in_order = {entry.name for entry in entries if entry.channels_last}
+        self.position = {op.name: i for i, op in enumerate(graph.ops)}
+        self.root = storage_roots(graph, self.dtype)
+        self.users = self._list_users()
+        # The operator before which a value that an earlier traced graph made enters.
+        self.entered = {v.name: self._entry(v.name) for v in graph.inputs if v.passed_on}
+        self.loss_inside = any(op.kind in ("cross_entropy", "loss") for op in graph.ops)
+        blocks = graph.recomputed
+        self.recomputed = (
+            RecomputedBlocks(blocks, len(graph.ops), self.position, self.users) if blocks else None
+        )
+        # The last time of a step: later than `end` where something is computed twice.
+        self.last = self.recomputed.end if self.recomputed else self.end
+
+    def _entry(self, value: str) -> int:
+        """Return the first operator of the traced graph that first reads a value."""
+        first = self.users[value][0] if self.users[value] else 0
+        return next((i + 1 for i in reversed(range(first)) if self.ops[i].kind == "output"), 0)
+
+    def is_passed_on(self, value: str, i: int) -> bool:
+        """Return whether a later traced graph takes over a value that operator `i`, an output, returns."""
+        return self.has_gradient[value] and any(
+            entry > i and (self.shape[name], self.dtype[name]) == (self.shape[value], self.dtype[value])
+            for name, entry in self.entered.items()
+        )
+
+    def _list_users(self) -> dict[str, list[int]]:
+        """List for every storage the operators that make it or read it or one of its views, in order."""
+        users: dict[str, list[int]] = {name: [] for name, root in self.root.items() if name == root}
+        for i, op in enumerate(self.ops):
+            for root in dict.fromkeys(self.root[name] for name in (op.name, *op.inputs, *op.kept)):
+                users[root].append(i)
+        return users
+
+
+_LAYOUTS: IdentityCache[Layout] = IdentityCache()
+
+
+def layout(graph: OpGraph) -> Layout:
+    """Return the layout of a graph; computed once per graph."""
+    return _LAYOUTS.of(graph, lambda: Layout(graph))
