@@ -8,8 +8,10 @@ from collections.abc import Mapping
 
 import torch.fx
 
+from qsync.records.precision import CONVOLUTIONS
+
 # Kinds of which torch has a module.
-_MODULES_OWN = ("linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose", "rnn")
+_MODULES_OWN = ("linear", "addmm", *CONVOLUTIONS, "rnn")
 
 
 def operator_name(path: str, kind: str) -> str:
