@@ -25,10 +25,10 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from qsync.backend.autograd import is_replayed, no_second_derivative
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.compressed_saves.saved_ops import saving
+from qsync.backend.devices.kernel_timing import apart
 from qsync.backend.encoding import Encoded, Operand, encode
-from qsync.backend.kernel_selection import Kernels, select
-from qsync.backend.kernel_timing import apart
 from qsync.backend.kernels.linear import DTYPES
+from qsync.backend.selection.kernel_selection import Kernels, select
 from qsync.errors import UnsupportedError
 from qsync.lowering.lowered_graph import REPLACED
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qsync.backend.amx import has_amx, tile_shapes
 from qsync.backend.casts import compiled_casts
 from qsync.backend.casts.cast_ops import COMPILED_DTYPES, dequantize, transpose_last
 from qsync.backend.casts.epilogues import Activation, dequantize_activated
 from qsync.backend.casts.tvm.constants import STRIPS, TILE_ROWS
+from qsync.backend.devices.amx import has_amx, tile_shapes
 
 # 127 * 127 * 133144 < 2^31: a longer inner dimension could overflow the INT32 sum, so it is summed in pieces.
 LONGEST_INT32_SUM = (2**31 - 1) // 127**2

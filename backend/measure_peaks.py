@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from qsync.backend.kernel_candidates import device_precisions, has_onednn
-from qsync.backend.kernel_timing import synchronize
+from qsync.backend.devices.kernel_timing import synchronize
 from qsync.backend.kernels import fp32_fast
 from qsync.backend.kernels.fp16_tf32 import product_tf32
+from qsync.backend.selection.kernel_candidates import device_precisions, has_onednn
 from qsync.backend.shape_choices import choose
 from qsync.records.precision import Precision
 

@@ -19,7 +19,7 @@ from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.casts.cast_ops import LARGEST_CODE, scales
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.encoding import Operand, decode, encode
-from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds
+from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds
 from qsync.backend.kernels.linear import DTYPES
 from qsync.records.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_BY_KIND, Precision
 

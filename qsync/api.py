@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from qsync import backend
-from qsync.backend.device_detection import default_precisions, detect_class, device_of, machine
+from qsync.backend.devices.device_detection import default_precisions, detect_class, device_of, machine
 from qsync.errors import (
     CalibrationError,
     FormatError,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from qsync import api
 from qsync.allocator import check_options, find_warnings
-from qsync.backend.device_detection import device_of
+from qsync.backend.devices.device_detection import device_of
 from qsync.distributed import accelerate_state, ddp_profiling, job, liveness
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp

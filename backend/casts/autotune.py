@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qsync.backend.casts import compiled_casts as compiled
 from qsync.backend.cuda_build import architecture
-from qsync.backend.kernel_timing import least_s
+from qsync.backend.devices.kernel_timing import least_s
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # The share of the plain result's square by which the two may differ. Two stochastic roundings of Gaussian

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from qsync.backend.amx import has_amx
 from qsync.backend.casts.build_process import first_line, run_apart
+from qsync.backend.devices.amx import has_amx
 from qsync.errors import BuildError
 
 

@@ -27,7 +27,7 @@ from qsync.backend.casts.autotune import (
     random_values,
 )
 from qsync.backend.casts.tvm.constants import SMALLEST_AMAX
-from qsync.backend.kernel_timing import least_s
+from qsync.backend.devices.kernel_timing import least_s
 
 # The largest magnitude of each 8-bit format: what the largest element of a row is mapped to.
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_gradient": 57344.0}

@@ -15,8 +15,8 @@ from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.cutlass.linear import to_fp16
 from qsync.backend.cutlass.products import Geometry, Scaling, conv, pad_channels
 from qsync.backend.encoding import Encoded, Operand, encode
+from qsync.backend.kernels.convolution.image_order import is_channels_first
 from qsync.backend.kernels.fp16_tf32 import conv2d_fp16
-from qsync.backend.kernels.image_order import is_channels_first
 from qsync.backend.kernels.linear import DTYPES
 from qsync.records.kernel_support import why_not_in_cutlass
 from qsync.records.precision import Precision

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from qsync.backend.autograd import differentiable, is_replayed, once_differentiable
 from qsync.backend.encoding import Encoded, Operand
-from qsync.backend.kernels.image_order import find_channels_last
+from qsync.backend.kernels.convolution.image_order import find_channels_last
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.sixteen_bit_operands import power_of_two
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from qsync.backend import shape_choices
 from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.casts.cast_ops import sum_columns
+from qsync.backend.devices.kernel_timing import fastest
 from qsync.backend.kernel_cache import rounded_up
-from qsync.backend.kernel_timing import fastest
-from qsync.backend.kernels.conv_geometry import Geometry, geometry_of
-from qsync.backend.kernels.image_order import ORDERS, channels_last, laid_out, ordered, own_order
+from qsync.backend.kernels.convolution.conv_geometry import Geometry, geometry_of
+from qsync.backend.kernels.convolution.image_order import ORDERS, channels_last, laid_out, ordered, own_order
 from qsync.backend.kernels.linear import DTYPES
 
 # Of fewer multiply-adds, forward and backward take less time (60 us) than what calls these kernels (70 us).

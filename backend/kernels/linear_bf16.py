@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from qsync.backend import shape_choices
-from qsync.backend.amx import has_amx
 from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.casts.cast_ops import sum_columns, transpose_last
+from qsync.backend.devices.amx import has_amx
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.sixteen_bit_operands import as_matrix
 

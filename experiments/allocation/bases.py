@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from qsync import Cluster, DeviceClass, OpGraph, Precision, Profile, Sensitivity, api
-from qsync.backend.device_detection import detect_class
+from qsync.backend.devices.device_detection import detect_class
 from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, SHARE, here_and_half
 from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.workloads.subjects import subject

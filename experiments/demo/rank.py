@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingC
 
 import qsync
 from qsync import Cluster, Precision, Profile
-from qsync.backend.device_detection import machine
+from qsync.backend.devices.device_detection import machine
 from qsync.distributed import ddp_profiling, job, liveness
 from qsync.distributed.agreement import agree
 from qsync.experiments.demo import report

@@ -31,7 +31,7 @@ from torch import nn
 
 import qsync
 from qsync import Plan, api
-from qsync.backend.device_detection import detect_class
+from qsync.backend.devices.device_detection import detect_class
 from qsync.experiments.expansion.growth_subjects import LARGE, SOURCE, Setting, make, workload_of
 from qsync.experiments.harness.emulated_profiles import HALF, HERE, here_and_half
 from qsync.experiments.workloads.workload import Batch, Workload, evaluate

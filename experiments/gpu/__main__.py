@@ -25,8 +25,8 @@ import torch
 import typer
 
 from qsync import QSyncError
-from qsync.backend.device_detection import untested_torch
-from qsync.backend.gpu_state import gpu_states
+from qsync.backend.devices.device_detection import untested_torch
+from qsync.backend.devices.gpu_state import gpu_states
 from qsync.errors import UnsupportedError, shortened
 from qsync.experiments.gpu import report
 from qsync.experiments.gpu.commands import run_within

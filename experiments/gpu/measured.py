@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import qsync
 from qsync.backend import cuda_build
-from qsync.backend.device_detection import machine
-from qsync.backend.gpu_state import gpu_states
+from qsync.backend.devices.device_detection import machine
+from qsync.backend.devices.gpu_state import gpu_states
 from qsync.distributed import liveness
 from qsync.errors import BuildError
 from qsync.experiments.harness.pairing import measure

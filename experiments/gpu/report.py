@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from qsync.backend.gpu_state import why_held_down
+from qsync.backend.devices.gpu_state import why_held_down
 from qsync.experiments.harness import Bar, bar, milliseconds, table_of
 from qsync.experiments.unseen.family_runs import AUTOCAST
 from qsync.experiments.unseen.report import times_as_fast

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from qsync.backend.device_detection import detect_class
+from qsync.backend.devices.device_detection import detect_class
 from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.records.cluster import Cluster, Link
 from qsync.records.profiles import Cost, Profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsync.backend.device_detection import default_precisions, detect_class
+from qsync.backend.devices.device_detection import default_precisions, detect_class
 from qsync.backend.measure_peaks import sixteen_bits_pay
 from qsync.records.precision import Precision
 

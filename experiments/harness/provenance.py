@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import qsync
-from qsync.backend.device_detection import machine
+from qsync.backend.devices.device_detection import machine
 from qsync.records.json_files import check_folder
 
 _PACKAGES = ("torch", "torchao", "transformers", "apache-tvm", "numpy", "scipy")

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from qsync.backend.kernel_candidates import device_precisions
 from qsync.backend.measure_peaks import best_by_type, products
+from qsync.backend.selection.kernel_candidates import device_precisions
 from qsync.experiments.harness.pairing import measure
 
 SQUARE = 2048

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import qsync
 from qsync import Cluster, Link, OpGraph, Precision, Profile
-from qsync.backend.device_detection import detect_class
+from qsync.backend.devices.device_detection import detect_class
 from qsync.distributed import job
 from qsync.distributed.agreement import agree, from_rank_zero
 from qsync.distributed.data_parallel import in_ddp

@@ -22,7 +22,7 @@ from torch import nn
 import qsync
 from qsync import Cluster, OpGraph, Precision, Profile, api
 from qsync.backend import select
-from qsync.backend.device_detection import default_precisions, detect_class
+from qsync.backend.devices.device_detection import default_precisions, detect_class
 from qsync.distributed import liveness
 from qsync.distributed.validation import random_plans
 from qsync.errors import shortened

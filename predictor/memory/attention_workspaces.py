@@ -59,7 +59,7 @@ def _has_few_keys(op: Op, run: Run, context: OpContext) -> bool:
 
 
 def _short_forward(op: Op, context: OpContext) -> int:
-    """Return the forward workspace of qsync.backend.kernels.attention_short; its weights are saved."""
+    """Return the forward workspace of the kernel `attention_short`; its weights are saved."""
     q, k, v, scores = _elements(op, context)
     y, result = op.num_elements, type_bytes(context.gradient, op.num_elements)
     weights = _BF16 * scores
@@ -78,7 +78,7 @@ def _short_backward(op: Op, context: OpContext) -> int:
 
 
 def _bf16(op: Op, context: OpContext, backward: bool) -> int:
-    """Return the workspace of qsync.backend.kernels.attention_bf16: a matrix per head, scores in pieces.
+    """Return the workspace of the kernel `attention_bf16`: a matrix per head, scores in pieces.
 
     torch's own kernel needs less, where it is the faster one.
     """
@@ -98,7 +98,7 @@ def _bf16(op: Op, context: OpContext, backward: bool) -> int:
 
 
 def _int8(op: Op, context: OpContext, backward: bool) -> int:
-    """Return the workspace of qsync.backend.kernels.attention_int8: a matrix per head, scores in pieces."""
+    """Return the workspace of the kernel `attention_int8`: a matrix per head, scores in pieces."""
     queries, keys, heads = op.shape[-2], context.shapes[1][-2], num_elements(op.shape[:-2])
     q, k, v, scores = _elements(op, context)
     y = op.num_elements

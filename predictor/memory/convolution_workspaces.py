@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds, windows_bytes
+from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds, windows_bytes
 from qsync.lowering.lowered_graph import Run
 from qsync.predictor.memory.onednn_scratch import FORWARD_SCRATCH, weight_gradient_scratch
 from qsync.predictor.memory.op_context import OpContext

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from qsync.backend.kernels.conv_strategy import packed_bytes
+from qsync.backend.kernels.convolution.conv_strategy import packed_bytes
 from qsync.lowering.lowered_graph import FUSED, Cast, Run
 from qsync.predictor.memory.cuda_allocator import block_bytes
 from qsync.predictor.memory.layout import Layout

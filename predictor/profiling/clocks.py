@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from qsync.backend.gpu_state import gpu_states, why_held_down
-from qsync.backend.kernel_timing import occupy_gpu
+from qsync.backend.devices.gpu_state import gpu_states, why_held_down
+from qsync.backend.devices.kernel_timing import occupy_gpu
 
 _AHEAD = 32  # marks that the host stays ahead of the GPU, at least: they hide the launches of one operator
 _REGAINED = 3  # times as many marks that the host gets ahead while the GPU is occupied

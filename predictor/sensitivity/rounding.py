@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsync.backend.encoding import decode, encode
-from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds
+from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds
 from qsync.backend.reference_kernels import round_mantissa
 from qsync.records.precision import MANTISSA_BITS, ROUND_INSIDE, Precision, rounded_type
 

@@ -14,9 +14,9 @@ from qsync import backend
 from qsync.backend import cutlass, kernel_cache
 from qsync.backend.casts import compiled_casts
 from qsync.backend.cuda_build import architecture as architecture_of
-from qsync.backend.device_detection import detect_class, machine, untested_torch
-from qsync.backend.kernel_candidates import candidates
+from qsync.backend.devices.device_detection import detect_class, machine, untested_torch
 from qsync.backend.measure_peaks import measured_peaks, peak_of
+from qsync.backend.selection.kernel_candidates import candidates
 from qsync.commands.doctor_tables import passed_over
 from qsync.records.kernel_support import SHAPE_LIMITS, why_unwritten
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision

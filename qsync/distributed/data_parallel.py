@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync.backend.device_detection import device_of
+from qsync.backend.devices.device_detection import device_of
 from qsync.distributed import accelerate_state
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened, unknown_name
 from qsync.records.levers import ClassLevers

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from scipy.optimize import linear_sum_assignment
 
 from qsync import api
-from qsync.backend.device_detection import machine
+from qsync.backend.devices.device_detection import machine
 from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally
 from qsync.errors import FormatError, UnsupportedError, shortened

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import qsync
 from qsync import api
-from qsync.backend.device_detection import detect_class, device_of
+from qsync.backend.devices.device_detection import detect_class, device_of
 from qsync.distributed.agreement import agree, agree_locally, check_same
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, measure_link

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qsync import api
-from qsync.backend.device_detection import device_of, machine
+from qsync.backend.devices.device_detection import device_of, machine
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from qsync import api
-from qsync.backend.device_detection import machine
+from qsync.backend.devices.device_detection import machine
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.data_parallel import in_ddp

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qsync.backend.device_detection import device_of
+from qsync.backend.devices.device_detection import device_of
 from qsync.distributed.job import backend_for
 from qsync.elastic_training.card_plan import CardPlan
 from qsync.elastic_training.elastic_ddp import ElasticDDP, Exchange

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 import qsync
 from qsync import api
 from qsync.allocator import check_options
-from qsync.backend.device_detection import detect_class, device_of
+from qsync.backend.devices.device_detection import detect_class, device_of
 from qsync.distributed import job
 from qsync.distributed.data_parallel import check_not_parallel
 from qsync.distributed.ddp_profiling import profile_seconds

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qsync.backend.device_detection import device_of
+from qsync.backend.devices.device_detection import device_of
 from qsync.errors import MismatchError, shortened
 
 Hyperparameters = list[dict[str, Any]]  # of each group of the optimizer

@@ -26,8 +26,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx.passes.tools_common import stable_topological_sort
 from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
 
+from qsync.backend.devices.kernel_timing import apart, synchronize
 from qsync.backend.kernel_cache import Choices, processor
-from qsync.backend.kernel_timing import apart, synchronize
 from qsync.errors import shortened
 from qsync.lowering.lowered_graph import REPLACED
 from qsync.records.graph import Op, Role, digest

@@ -21,8 +21,8 @@ from torch._higher_order_ops.utils import setup_compilation_env
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch._subclasses.fake_tensor import FakeTensor
 
-from qsync.backend.device_detection import device_of
-from qsync.backend.kernel_timing import apart
+from qsync.backend.devices.device_detection import device_of
+from qsync.backend.devices.kernel_timing import apart
 from qsync.errors import MismatchError
 from qsync.records.graph import OpGraph
 from qsync.runtime.choosers import Chooser

@@ -17,7 +17,7 @@ import torch.fx
 
 from qsync import backend
 from qsync.backend.custom_operators import OpaqueKernels
-from qsync.backend.device_detection import device_of
+from qsync.backend.devices.device_detection import device_of
 from qsync.errors import QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from qsync import backend
-from qsync.backend.device_detection import device_of
+from qsync.backend.devices.device_detection import device_of
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.progress import is_rank_zero
 from qsync.records.base import BASES, bases_of, check_base, is_below, is_lowered, parse_base

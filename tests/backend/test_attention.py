@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import qsync
 from qsync.backend import block_sizes, reference_kernel, select
-from qsync.backend.kernels import attention_int8
+from qsync.backend.kernels.attention import attention_int8
 from qsync.lowering.lowered_graph import Run
 from qsync.records.precision import Precision
 from qsync.runtime.planned_forward import program_of

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from qsync.backend import block_sizes, reference_kernel
 from qsync.backend.casts import cast_ops
-from qsync.backend.kernel_candidates import candidates
-from qsync.backend.kernels import attention_bf16, softmax
+from qsync.backend.kernels.attention import attention_bf16, softmax
+from qsync.backend.selection.kernel_candidates import candidates
 from qsync.records.precision import Precision
 
 pytestmark = pytest.mark.filterwarnings(

@@ -29,7 +29,7 @@ from qsync.backend import Operand, cuda_build, encode, reference_kernel, select
 from qsync.backend.cutlass import compiled_products, convolution, linear, products
 from qsync.backend.cutlass.tuning import Setting, Tuner, search
 from qsync.backend.int8_products import LONGEST_INT32_SUM
-from qsync.backend.kernel_candidates import candidates
+from qsync.backend.selection.kernel_candidates import candidates
 from qsync.errors import BuildError, UnsupportedError
 from qsync.records.precision import Precision, is_encoded, operand_type
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 import qsync
-from qsync.backend import kernel_timing, shape_choices
+from qsync.backend import shape_choices
+from qsync.backend.devices import kernel_timing
 from qsync.backend.kernel_cache import Choices
 from qsync.backend.kernels import fp32_fast
 from qsync.backend.kernels.fp32_fast import (

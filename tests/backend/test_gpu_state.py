@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qsync.backend.gpu_state import FIELDS, gpu_states, why_held_down
+from qsync.backend.devices.gpu_state import FIELDS, gpu_states, why_held_down
 
 ROW = "NVIDIA H100 80GB HBM3, 570.86, 81559, 1024, 1755, 1980, 700.00, 0x0000000000000024, 98"
 

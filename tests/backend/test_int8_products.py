@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from qsync.backend import int8_products
-from qsync.backend.amx import has_amx
 from qsync.backend.casts.cast_ops import dequantize
 from qsync.backend.casts.epilogues import Activation, dequantize_activated
+from qsync.backend.devices.amx import has_amx
 from qsync.backend.int8_products import LONGEST_INT32_SUM, activated_product, int8_sums, scaled_product
 
 needs_amx = pytest.mark.skipif(not has_amx(torch.device("cpu")), reason="needs a processor with AMX")

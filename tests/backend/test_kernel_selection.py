@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from qsync.backend import cutlass, encode, kernel_selection
-from qsync.backend.kernel_candidates import Candidate, candidates, device_precisions
-from qsync.backend.kernel_selection import Kernels, select
+from qsync.backend import cutlass, encode
+from qsync.backend.selection import kernel_selection
+from qsync.backend.selection.kernel_candidates import Candidate, candidates, device_precisions
+from qsync.backend.selection.kernel_selection import Kernels, select
 from qsync.errors import UnsupportedError
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 

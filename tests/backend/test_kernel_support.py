@@ -16,7 +16,7 @@ from qsync import backend
 from qsync.allocator import allocate, check_plan, unsupported_precisions
 from qsync.backend import Operand, encode, select
 from qsync.backend.cutlass.convolution import unsupported
-from qsync.backend.kernel_selection import Kernels
+from qsync.backend.selection.kernel_selection import Kernels
 from qsync.commands import device_report, doctor_tables, main
 from qsync.errors import UnsupportedError
 from qsync.records.cluster import Cluster

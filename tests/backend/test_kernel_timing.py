@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from qsync.backend import kernel_timing
-from qsync.backend.kernel_timing import fastest, fastest_on_gpu
+from qsync.backend.devices import kernel_timing
+from qsync.backend.devices.kernel_timing import fastest, fastest_on_gpu
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import qsync
-from qsync.backend import kernel_selection, shape_choices
+from qsync.backend import shape_choices
 from qsync.backend.kernels import linear_bf16 as kernels
 from qsync.backend.kernels.linear_bf16 import addmm_bf16, linear_bf16, transposed_product
+from qsync.backend.selection import kernel_selection
 
 
 def draw(*shape, seed=0):

@@ -9,10 +9,10 @@ from gpu_kernels import Waits, pretend_gpu
 from torch import nn
 
 import qsync
-from qsync.backend import kernel_selection
 from qsync.backend.casts import cast_ops
 from qsync.backend.compressed_saves.late_answers import late_answer
 from qsync.backend.compressed_saves.saved_ops import saving
+from qsync.backend.selection import kernel_selection
 from qsync.errors import UnsupportedError
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import FORMS

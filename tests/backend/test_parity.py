@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync.backend import Operand, encode, reference_kernel
-from qsync.backend.kernel_candidates import candidates
+from qsync.backend.selection.kernel_candidates import candidates
 from qsync.errors import UnsupportedError
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 

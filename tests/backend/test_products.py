@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from qsync.backend import Operand, encode, reference_kernel, select
 from qsync.backend.int8_products import LONGEST_INT32_SUM, _int_mm_cuda, int8_sums
-from qsync.backend.kernels import conv_products, convolution_bf16
+from qsync.backend.kernels.convolution import conv_products, convolution_bf16
 from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.errors import UnsupportedError

@@ -10,8 +10,8 @@ from torch import nn
 
 import qsync
 from qsync.backend import Operand, encode
-from qsync.backend.kernel_candidates import direct
-from qsync.backend.shape_checks import checked, without_onednn
+from qsync.backend.selection.kernel_candidates import direct
+from qsync.backend.selection.shape_checks import checked, without_onednn
 from qsync.errors import MiscomputedError
 
 # Shapes of which oneDNN leaves parts unwritten on processors with AMX (torch 2.13).

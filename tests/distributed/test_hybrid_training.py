@@ -243,7 +243,7 @@ class Untraceable(Net):
 torch.manual_seed(0)
 attempt("untraceable", model=Untraceable())
 attempt("lacking", precisions=["bf16", "tf32"])
-from qsync.backend import device_detection
+from qsync.backend.devices import device_detection
 processor = device_detection.processor
 device_detection.processor = lambda: "Xeon" if rank else "EPYC"
 attempt("hardware", device_class="c")

@@ -13,7 +13,7 @@ import torch
 
 import qsync
 from qsync import api
-from qsync.backend.device_detection import detect_class
+from qsync.backend.devices.device_detection import detect_class
 from qsync.distributed import job
 from qsync.elastic_training.elastic_job import ElasticJob
 from qsync.elastic_training.plan_book import class_costs

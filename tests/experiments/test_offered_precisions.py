@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qsync.backend.device_detection import default_precisions, detect_class
+from qsync.backend.devices.device_detection import default_precisions, detect_class
 from qsync.experiments.harness import offered_precisions as module
 from qsync.records.precision import Precision
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from kept_for_backward import bytes_of_copies, saved_by_torch
 
-from qsync.backend.kernels.conv_strategy import windows_bytes
+from qsync.backend.kernels.convolution.conv_strategy import windows_bytes
 from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Run
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
@@ -550,7 +550,7 @@ def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less, kept, mon
     pytest.importorskip("torch")
     import qsync
 
-    for module in ("backend.kernel_selection", "predictor.memory.lifetimes"):
+    for module in ("backend.selection.kernel_selection", "predictor.memory.lifetimes"):
         monkeypatch.setattr(f"qsync.{module}.keeps_weight_casts", lambda device: kept)
     if not kept:  # as on GPUs, where oneDNN packs nothing
         monkeypatch.setattr("qsync.predictor.memory.lifetimes.packed_bytes", lambda *shapes: 0)

@@ -13,7 +13,7 @@ from graphs import mlp
 from torch import nn
 
 import qsync
-from qsync.backend.kernel_timing import kernel_s
+from qsync.backend.devices.kernel_timing import kernel_s
 from qsync.errors import CalibrationError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run

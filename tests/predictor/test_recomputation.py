@@ -189,7 +189,7 @@ def test_incremental_vectorized_and_whole_memory_agree_mark_recomputed_blocks(da
     ids=["fp32", "bf16", "saving less", "casts of weights are made again"],
 )
 def test_the_peak_is_what_is_predicted(precision, saving, kept, monkeypatch):
-    for module in ("backend.kernel_selection", "predictor.memory.lifetimes"):
+    for module in ("backend.selection.kernel_selection", "predictor.memory.lifetimes"):
         monkeypatch.setattr(f"qsync.{module}.keeps_weight_casts", lambda device: kept)
     with process_group_of_one():
         torch._dynamo.reset()

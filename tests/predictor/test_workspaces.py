@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from qsync.backend import int8_products  # noqa: E402
-from qsync.backend.kernels import attention_bf16  # noqa: E402
+from qsync.backend.kernels.attention import attention_bf16  # noqa: E402
 from qsync.experiments.harness.ranks import process_group_of_one  # noqa: E402
 from qsync.experiments.memory import memory_runs  # noqa: E402
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision  # noqa: E402

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import qsync
-from qsync.backend.device_detection import detect_class
+from qsync.backend.devices.device_detection import detect_class
 from qsync.errors import MismatchError
 from qsync.records.cluster import Cluster, Link
 from qsync.runtime import islands, planned_forward

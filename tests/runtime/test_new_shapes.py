@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import qsync
 from qsync import Precision, backend
 from qsync.backend.encoding import Operand
-from qsync.backend.kernel_selection import Kernels
+from qsync.backend.selection.kernel_selection import Kernels
 from qsync.errors import UnsupportedError
 from qsync.runtime.planned_forward import program_of
 from qsync.tracing.tracer import dynamo_settings

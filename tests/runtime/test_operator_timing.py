@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import qsync
 from qsync import Precision, backend
-from qsync.backend import kernel_timing
+from qsync.backend.devices import kernel_timing
 from qsync.backend.encoding import Operand
 from qsync.backend.kernel_cache import Choices
-from qsync.backend.kernel_selection import Kernels
+from qsync.backend.selection.kernel_selection import Kernels
 from qsync.runtime import operator_timing
 from qsync.runtime.planned_forward import program_of
 

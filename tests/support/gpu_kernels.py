@@ -15,8 +15,8 @@ from qsync.backend.casts import cast_ops
 from qsync.backend.compressed_saves import late_answers
 from qsync.backend.cutlass import products
 from qsync.backend.cutlass.tuning import Setting
-from qsync.backend.kernel_candidates import candidates
-from qsync.backend.kernel_selection import Kernels
+from qsync.backend.selection.kernel_candidates import candidates
+from qsync.backend.selection.kernel_selection import Kernels
 from qsync.errors import UnsupportedError
 
 GPU = torch.device("cuda", 0)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from qsync.backend.device_detection import detect_class, device_of
+from qsync.backend.devices.device_detection import detect_class, device_of
 from qsync.errors import FormatError, InfeasibleError, UnsupportedError, shortened
 from qsync.expansion.apply.grow import build_grown
 from qsync.expansion.plan.plan import ExpansionPlan

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from qsync.backend import cutlass
-from qsync.backend.kernels.attention_bf16 import fastest_attention_bf16
-from qsync.backend.kernels.attention_int8 import attention_int8
-from qsync.backend.kernels.convolution_bf16 import conv2d_bf16
-from qsync.backend.kernels.convolution_int8 import conv1d_int8, conv2d_int8, conv2d_int8_all
+from qsync.backend.kernels.attention.attention_bf16 import fastest_attention_bf16
+from qsync.backend.kernels.attention.attention_int8 import attention_int8
+from qsync.backend.kernels.convolution.convolution_bf16 import conv2d_bf16
+from qsync.backend.kernels.convolution.convolution_int8 import conv1d_int8, conv2d_int8, conv2d_int8_all
+from qsync.backend.kernels.convolution.image_order import find_channels_last
 from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
 from qsync.backend.kernels.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.kernels.fp16_tf32 import conv2d_fp16, product_fp16, product_tf32
@@ -28,7 +29,6 @@ from qsync.backend.kernels.fp32_fast import (
     matmul_fp32_fast,
 )
 from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16, grouped_mm_fp32_fast
-from qsync.backend.kernels.image_order import find_channels_last
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.backend.kernels.matmul import matmul_int8

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from qsync.backend.casts.cast_ops import depthwise_weight_gradient, fold, unfold
 from qsync.backend.kernel_cache import rounded_up
-from qsync.backend.kernels.conv_geometry import Geometry
-from qsync.backend.kernels.conv_strategy import bf16_windows_pay
+from qsync.backend.kernels.convolution.conv_geometry import Geometry
+from qsync.backend.kernels.convolution.conv_strategy import bf16_windows_pay
 from qsync.backend.kernels.linear_bf16 import transposed_product
 from qsync.backend.shape_choices import choose
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync.backend.amx import has_amx
+from qsync.backend.devices.amx import has_amx
+from qsync.backend.devices.kernel_timing import apart
 from qsync.backend.encoding import Operand, encode
-from qsync.backend.kernel_timing import apart
 from qsync.errors import MiscomputedError
 from qsync.records.precision import CONVOLUTIONS, ROUND_INSIDE, Precision
 

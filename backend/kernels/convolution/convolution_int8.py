@@ -31,8 +31,8 @@ from qsync.backend.casts.cast_ops import (
 )
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.int8_products import scaled_product
-from qsync.backend.kernels.conv_geometry import Geometry, geometry_of, single
-from qsync.backend.kernels.conv_products import (
+from qsync.backend.kernels.convolution.conv_geometry import Geometry, geometry_of, single
+from qsync.backend.kernels.convolution.conv_products import (
     multiplies_windows,
     onednn_gradients,
     pixels_of,
@@ -40,8 +40,8 @@ from qsync.backend.kernels.conv_products import (
     window_gradients,
     windows_of,
 )
-from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds, int8_windows_pay
-from qsync.backend.kernels.image_order import (
+from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds, int8_windows_pay
+from qsync.backend.kernels.convolution.image_order import (
     channels_first,
     is_channels_first,
 )

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights
-from qsync.backend.kernel_timing import least_s
-from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
-from qsync.backend.kernels.attention_short import attention_short
+from qsync.backend.devices.kernel_timing import least_s
+from qsync.backend.kernels.attention.attention_heads import AttentionOptions, Heads
+from qsync.backend.kernels.attention.attention_short import attention_short
+from qsync.backend.kernels.attention.softmax import Scores, softmax, softmax_gradient
 from qsync.backend.kernels.dropout import draw_kept
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.kernels.softmax import Scores, softmax, softmax_gradient
 
 # Rows that a block has under a causal mask, so that few scores right of the diagonal are computed.
 _CAUSAL_ROWS = 128

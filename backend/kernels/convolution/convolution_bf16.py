@@ -13,8 +13,8 @@ from torch import Tensor
 
 from qsync.backend.autograd import differentiable, once_differentiable, owned
 from qsync.backend.casts.cast_ops import sum_columns
-from qsync.backend.kernels.conv_geometry import Geometry, geometry_of
-from qsync.backend.kernels.conv_products import (
+from qsync.backend.kernels.convolution.conv_geometry import Geometry, geometry_of
+from qsync.backend.kernels.convolution.conv_products import (
     loop_pays,
     multiplies_windows,
     onednn_gradients,
@@ -22,7 +22,7 @@ from qsync.backend.kernels.conv_products import (
     window_gradients,
     windows_of,
 )
-from qsync.backend.kernels.image_order import find_channels_last, with_own_strides
+from qsync.backend.kernels.convolution.image_order import find_channels_last, with_own_strides
 from qsync.backend.kernels.linear import DTYPES
 
 

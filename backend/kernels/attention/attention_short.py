@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.encoding import Encoded
-from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
+from qsync.backend.kernels.attention.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.matmul import decode_matrices
 
 

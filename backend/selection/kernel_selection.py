@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync.backend.amx import has_amx
 from qsync.backend.casts.cast_ops import to_bf16
 from qsync.backend.compressed_saves.saved_ops import saving
+from qsync.backend.devices.amx import has_amx
+from qsync.backend.devices.kernel_timing import GPU_CALLS, GPU_ROUNDS, apart, kernel_s, synchronize
 from qsync.backend.encoding import Encoded, Operand, encode
-from qsync.backend.kernel_candidates import Kernel, candidates, device_precisions
-from qsync.backend.kernel_timing import GPU_CALLS, GPU_ROUNDS, apart, kernel_s, synchronize
 from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.gelu import gelu
 from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.linear_bf16 import addmm_bf16, linear_bf16
 from qsync.backend.reference_kernels import reference_kernel
-from qsync.backend.shape_checks import checked, is_checked
+from qsync.backend.selection.kernel_candidates import Kernel, candidates, device_precisions
+from qsync.backend.selection.shape_checks import checked, is_checked
 from qsync.errors import QSyncError, UnsupportedError
 from qsync.records.precision import (
     PRECISIONS_BY_KIND,
