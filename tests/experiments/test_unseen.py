@@ -32,14 +32,17 @@ def holds(bars: list) -> dict[str, bool]:
     return {one["name"]: one["holds"] for one in bars}
 
 
-def test_int8_is_promised_of_transformers_and_bf16_of_all():
+def test_int8_is_promised_of_transformers_and_two_nets_and_bf16_of_all():
     found = {
         "vit": {"speed": speed(bf16=1.0, int8=1.2, int8_all=1.1)},
         "unet": {"speed": speed(bf16=0.9, int8=0.9, int8_all=0.9)},
+        "convnext": {"speed": speed(bf16=1.0, int8=0.9, int8_all=1.1)},
     }
     assert holds(report.bars(found)) == {
         "vit: bf16, x autocast": True, "vit: int8, x autocast": True, "vit: int8_all, x autocast": False,
-        "unet: bf16, x autocast": False, "families with a failure": True,
+        "unet: bf16, x autocast": False,
+        "convnext: bf16, x autocast": True, "convnext: int8_all, x autocast": False,
+        "families with a failure": True,
     }  # fmt: skip
 
 
@@ -71,6 +74,16 @@ def test_two_ranks_are_judged_apart():
     (table,) = report.tables(found)
     assert list(table.columns[-1].cells) == ["1 of 1"]
     assert report.failures({"ranks": {"failed": "why"}}) == {"ranks": "why"}
+
+
+def test_the_peak_that_is_predicted_worst_is_judged():
+    peaks = {"fp32": {"peak_bytes": 100, "predicted_peak_bytes": 103}}
+    found = {"vit": {"memory": peaks}, "t5": {"memory": {"failed": "why"}}}
+    name = "|predicted / measured - 1| of memory peaks, worst"
+    assert holds(report.bars(found)) == {name: True, "families with a failure": False}
+    peaks["bf16"] = {"peak_bytes": 100, "predicted_peak_bytes": 94}
+    (worst, _) = report.bars(found)
+    assert worst["measured"] == pytest.approx(0.06) and not worst["holds"]
 
 
 @pytest.mark.filterwarnings("ignore:qsync:UserWarning")  # so small a model is faster in FP32
@@ -120,7 +133,7 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     assert sum(parts["speed"]["coverage"]["int8"]["flops"].values()) == pytest.approx(1.0)
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {} and (tmp_path / "figures.png").is_file()
-    assert len(content["bars"]) == 5 and report.failures(parts) == {}
+    assert len(content["bars"]) == 6 and report.failures(parts) == {}
     (tmp_path / "pieces" / "speed-lstm.json").unlink()
     command.main(**{**run, "only": None}, kept=True)
     families = read_json(tmp_path / "figures.json")["families"]
