@@ -18,23 +18,24 @@ import torch.distributed as dist
 from qsync import api
 from qsync.allocator import check_options, find_warnings
 from qsync.backend.devices.device_detection import device_of
-from qsync.distributed import accelerate_state, ddp_profiling, job, liveness
+from qsync.distributed import accelerate_state, ddp_profiling, job
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp
 from qsync.distributed.ddp_profiling import ProfileOptions
-from qsync.distributed.drift_monitor import (
+from qsync.distributed.framework_ddp import FirstCall
+from qsync.distributed.gradient_weighting import set_share, warn_of_batch_norm
+from qsync.distributed.monitoring import liveness
+from qsync.distributed.monitoring.drift_monitor import (
     STEPS_PER_COMPARISON,
     Monitor,
     Prediction,
     monitors,
     note_prediction,
 )
-from qsync.distributed.first_steps import Measured, check_first_steps, corrected
-from qsync.distributed.framework_ddp import FirstCall
-from qsync.distributed.gradient_weighting import set_share, warn_of_batch_norm
+from qsync.distributed.monitoring.first_steps import Measured, check_first_steps, corrected
+from qsync.distributed.monitoring.step_log import StepLog, new_log
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
-from qsync.distributed.step_log import StepLog, new_log
-from qsync.distributed.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero

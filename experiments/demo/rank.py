@@ -26,8 +26,9 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingC
 import qsync
 from qsync import Cluster, Precision, Profile
 from qsync.backend.devices.device_detection import machine
-from qsync.distributed import ddp_profiling, job, liveness
+from qsync.distributed import ddp_profiling, job
 from qsync.distributed.agreement import agree
+from qsync.distributed.monitoring import liveness
 from qsync.experiments.demo import report
 from qsync.experiments.demo.compared_plans import Planned, planned_runs, replayed
 from qsync.experiments.demo.timed_steps import attached_runner

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 import qsync
-from qsync.distributed.drift_monitor import LASTING_S, STEPS_PER_COMPARISON, Monitor, monitors, prediction_of
+from qsync.distributed.monitoring.drift_monitor import (
+    LASTING_S,
+    STEPS_PER_COMPARISON,
+    Monitor,
+    monitors,
+    prediction_of,
+)
 from qsync.experiments.diagnosis.faults import FAULTS
 from qsync.experiments.diagnosis.job import Rows, Training, loss
 from qsync.experiments.harness.emulation import pin_to_core

@@ -20,7 +20,7 @@ import qsync
 from qsync.backend import cuda_build
 from qsync.backend.devices.device_detection import machine
 from qsync.backend.devices.gpu_state import gpu_states
-from qsync.distributed import liveness
+from qsync.distributed.monitoring import liveness
 from qsync.errors import BuildError
 from qsync.experiments.harness.pairing import measure
 from qsync.experiments.harness.peers import what_torchao_runs

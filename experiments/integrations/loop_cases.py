@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import qsync
-from qsync.distributed.drift_monitor import monitors
+from qsync.distributed.monitoring.drift_monitor import monitors
 from qsync.experiments.integrations.cases import (
     Arm,
     Batch,

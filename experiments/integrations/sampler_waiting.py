@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import qsync
 from qsync.distributed.agreement import agree
-from qsync.distributed.step_phases import PhaseTimer
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.experiments.harness.ranks import MARGIN, Place
 from qsync.experiments.integrations.cases import net, replicas_agree
 from qsync.experiments.workloads.gpt import Gpt

@@ -14,7 +14,7 @@ from rich.table import Table
 
 import qsync
 from qsync import QSyncError
-from qsync.distributed import liveness
+from qsync.distributed.monitoring import liveness
 from qsync.experiments.harness import table_of
 from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.workloads import subjects

@@ -23,7 +23,7 @@ import qsync
 from qsync import Cluster, OpGraph, Precision, Profile, api
 from qsync.backend import select
 from qsync.backend.devices.device_detection import default_precisions, detect_class
-from qsync.distributed import liveness
+from qsync.distributed.monitoring import liveness
 from qsync.distributed.validation import random_plans
 from qsync.errors import shortened
 from qsync.experiments.harness import peers

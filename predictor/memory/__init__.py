@@ -6,10 +6,7 @@
 `layout`           shapes, storages and their readers, which follow from the graph alone
 `saved_tensors`    the tensors that each kind of operator saves for backward
 `expanded_operands`  the operands that torch.matmul expands
-`op_context`       what an operator's record alone does not say of its memory
-`workspaces`       the memory that kernels need while they run
-`convolution_workspaces`, `attention_workspaces`  the same of these two kinds
-`onednn_scratch`   the scratch memory of oneDNN's products
+`workspaces/`      the memory that kernels need while they run
 `recomputation`    lifetimes where blocks run forward again in backward
 `spans`            the record of one tensor's life
 `cuda_allocator`   the rounding of torch's caching allocator on GPUs

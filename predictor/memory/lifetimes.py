@@ -15,7 +15,6 @@ from qsync.backend.kernels.convolution.conv_strategy import packed_bytes
 from qsync.lowering.lowered_graph import FUSED, Cast, Run
 from qsync.predictor.memory.cuda_allocator import block_bytes
 from qsync.predictor.memory.layout import Layout
-from qsync.predictor.memory.op_context import Mask, OpContext
 from qsync.predictor.memory.saved_tensors import (
     FP32_BYTES,
     FULL_MODES,
@@ -25,7 +24,8 @@ from qsync.predictor.memory.saved_tensors import (
     writes_scores,
 )
 from qsync.predictor.memory.spans import Span
-from qsync.predictor.memory.workspaces import backward_workspace, forward_workspace
+from qsync.predictor.memory.workspaces.op_context import Mask, OpContext
+from qsync.predictor.memory.workspaces.op_workspaces import backward_workspace, forward_workspace
 from qsync.records.graph import Op, num_elements
 from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
 

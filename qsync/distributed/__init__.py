@@ -2,7 +2,7 @@
 
 `job`                 join a job; its ranks, their devices, graph and cluster
 `agreement`           share results; raise the error of one rank on all
-`liveness`            name a rank that dies, and stop
+`monitoring/`         ranks that die or wait, and steps that take longer than predicted
 `ddp_profiling`       profile every class in steps of the job
 `data_parallel`       DDP around a planned model, averaged once
 `framework_ddp`       the DDP that a framework puts around a planned model
@@ -10,11 +10,6 @@
 `plan_cache`          find and read a cached plan
 `gradient_weighting`  unequal batches: the gradient of the mean over all samples or tokens
 `length_sampler`      sequences for each rank, by predicted time
-`step_phases`         the time of each phase of a training step
-`positions`           where each rank's loop stands, and whom the others wait for
-`step_log`            the phases of every step, as JSON lines
-`drift_monitor`       a running job against its prediction
-`first_steps`         the first real steps correct profiles and plan
 `validation`          random plans, predicted against measured
 `validation_runs`     runs of plans in turns, for validation
 """

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync.distributed.data_parallel import note_ddp
-from qsync.distributed.step_phases import CallHook
+from qsync.distributed.monitoring.step_phases import CallHook
 
 logger = logging.getLogger("qsync")
 

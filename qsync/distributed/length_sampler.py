@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from qsync.distributed.agreement import agree, check_same
-from qsync.distributed.drift_monitor import prediction_of
+from qsync.distributed.monitoring.drift_monitor import prediction_of
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.records.graph import digest
 from qsync.replayer.costs.sequence_costs import SequenceCost, hand_out

@@ -24,7 +24,7 @@ from qsync.distributed.ddp_profiling import (
     job_clock,
     with_toll,
 )
-from qsync.distributed.step_phases import CallHook, PhaseTimer
+from qsync.distributed.monitoring.step_phases import CallHook, PhaseTimer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.machine_drift import drift_factors
 from qsync.predictor.profiling.node_timer import NodeTimer, timing_hook_s

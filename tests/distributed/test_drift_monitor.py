@@ -133,7 +133,7 @@ def test_a_slower_machine_hides_nothing_that_it_does_not_explain():
 SCRIPT = """
 import logging, time
 import torch, qsync
-from qsync.distributed.drift_monitor import STEPS_PER_COMPARISON, monitors
+from qsync.distributed.monitoring.drift_monitor import STEPS_PER_COMPARISON, monitors
 
 class Rows(torch.utils.data.Dataset):
     delay_s = 0.0

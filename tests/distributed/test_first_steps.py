@@ -6,7 +6,7 @@ import pytest
 from graphs import cluster_of, mlp, profile_of
 from two_ranks import launch, said
 
-from qsync.distributed.first_steps import corrected
+from qsync.distributed.monitoring.first_steps import corrected
 from qsync.records.plan_folder import Basis
 from qsync.replayer.explanation.phases import Phases
 
@@ -21,7 +21,7 @@ for number in range(70):
     loss.backward()
     optimizer.step()
 from qsync.runtime.wrapping import plan_of
-from qsync.distributed.drift_monitor import monitors
+from qsync.distributed.monitoring.drift_monitor import monitors
 from qsync.records.graph import digest
 say("plan: " + digest(plan_of(model.module).to_json()))
 say("drift: " + str(monitors[model].drift))

@@ -8,7 +8,7 @@ from accelerate.data_loader import BatchSamplerShard
 from two_ranks import launch, said
 
 import qsync
-from qsync.distributed.drift_monitor import Prediction, note_prediction
+from qsync.distributed.monitoring.drift_monitor import Prediction, note_prediction
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.replayer.costs.sequence_costs import SequenceCost
 

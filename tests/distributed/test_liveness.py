@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from qsync.distributed import liveness
-from qsync.distributed.liveness import Pulses
+from qsync.distributed.monitoring import liveness
+from qsync.distributed.monitoring.liveness import Pulses
 from qsync.errors import QSyncError
 
 TIMEOUT_S = 2
@@ -20,7 +20,7 @@ TIMEOUT_S = 2
 HEADER = f"""
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from qsync.distributed import liveness
+from qsync.distributed.monitoring import liveness
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 watch = liveness.start(timeout_s={TIMEOUT_S})

@@ -8,8 +8,15 @@ import pytest
 import torch
 from two_ranks import launch
 
-from qsync.distributed.positions import AFTER_BACKWARD, BACKWARD, BEFORE_FORWARD, FORWARD, Position, Stall
-from qsync.distributed.step_phases import PhaseTimer
+from qsync.distributed.monitoring.positions import (
+    AFTER_BACKWARD,
+    BACKWARD,
+    BEFORE_FORWARD,
+    FORWARD,
+    Position,
+    Stall,
+)
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 
 WAITING = Position(7, BACKWARD, 30, False)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from two_ranks import launch, said
 
-from qsync.distributed.step_log import StepLog, new_log
-from qsync.distributed.step_phases import PhaseTimer
+from qsync.distributed.monitoring.step_log import StepLog, new_log
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.replayer.explanation.measured_steps import MeasuredSteps, log_file
 
 

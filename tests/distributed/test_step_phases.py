@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from two_ranks import launch, said
 
-from qsync.distributed import step_phases
-from qsync.distributed.drift_monitor import Monitor, Prediction
-from qsync.distributed.step_phases import PhaseTimer
+from qsync.distributed.monitoring import step_phases
+from qsync.distributed.monitoring.drift_monitor import Monitor, Prediction
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.predictor.profiling.clocks import WallClock
 from qsync.replayer.explanation.phases import Phases
 
@@ -312,7 +312,7 @@ def test_two_models_of_a_job_publish_apart():
 
 
 WAITS = """
-from qsync.distributed.step_phases import PhaseTimer
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.replayer.explanation.phases import median
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import qsync
-from qsync.distributed.step_phases import PhaseTimer
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.errors import CalibrationError, FormatError, QSyncError
 from qsync.experiments.prediction.replay_error import judge
 from qsync.experiments.prediction.validation_ranks import kinds_table, run_validation, table

@@ -15,7 +15,7 @@ def test_a_model_grows_in_a_job_and_is_planned_for_anew(tmp_path):
 import gc, weakref
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from qsync.distributed import ddp_profiling
-from qsync.distributed.drift_monitor import monitors
+from qsync.distributed.monitoring.drift_monitor import monitors
 from qsync.runtime import planned_forward
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.plans import Plan

@@ -14,9 +14,9 @@ from qsync.backend.kernels.convolution.conv_strategy import windows_bytes
 from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Run
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
-from qsync.predictor.memory.op_context import OpContext
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
-from qsync.predictor.memory.workspaces import backward_workspace, forward_workspace
+from qsync.predictor.memory.workspaces.op_context import OpContext
+from qsync.predictor.memory.workspaces.op_workspaces import backward_workspace, forward_workspace
 from qsync.records.graph import Op, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from qsync.distributed.agreement import agree, from_rank_zero
-from qsync.distributed.drift_monitor import Prediction, times_profiled
-from qsync.distributed.step_phases import PhaseTimer
+from qsync.distributed.monitoring.drift_monitor import Prediction, times_profiled
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer.explanation.phases import Phases, as_measurable, median

@@ -1,6 +1,6 @@
-"""The workspace of convolutions on a CPU: of qsync.backend.kernels.convolution_*, and of torch's in FP32.
+"""The workspace of convolutions on a CPU: of backend/kernels/convolution/, and of torch's in FP32.
 
-Bytes are counted as in qsync.predictor.memory.workspaces.
+Bytes are counted as in op_workspaces.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds, windows_bytes
 from qsync.lowering.lowered_graph import Run
-from qsync.predictor.memory.onednn_scratch import FORWARD_SCRATCH, weight_gradient_scratch
-from qsync.predictor.memory.op_context import OpContext
 from qsync.predictor.memory.saved_tensors import FULL_MODES, INT8_MODES
+from qsync.predictor.memory.workspaces.onednn_scratch import FORWARD_SCRATCH, weight_gradient_scratch
+from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.records.graph import Op, num_elements
 from qsync.records.precision import Precision, type_bytes
 

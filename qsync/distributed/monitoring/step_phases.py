@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 
-from qsync.distributed.positions import AFTER_BACKWARD, BACKWARD, Position
+from qsync.distributed.monitoring.positions import AFTER_BACKWARD, BACKWARD, Position
 from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
 from qsync.replayer.explanation.phases import Phases
 from qsync.tracing.replaced_forward import untraced

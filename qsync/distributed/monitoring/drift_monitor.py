@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from qsync.distributed.agreement import from_rank_zero
-from qsync.distributed.step_phases import PhaseTimer
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan

@@ -1,13 +1,13 @@
 """The workspace of attention: of qsync's kernels on a CPU, and of torch's plain kernel in FP32.
 
-Bytes are counted as in qsync.predictor.memory.workspaces.
+Bytes are counted as in op_workspaces.
 """
 
 from __future__ import annotations
 
 from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights, scores_per_block
 from qsync.lowering.lowered_graph import Run
-from qsync.predictor.memory.op_context import OpContext
+from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.records.graph import Op, num_elements
 from qsync.records.precision import Precision, type_bytes
 

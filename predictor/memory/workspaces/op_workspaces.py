@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from qsync.backend.block_sizes import SLOPES_PER_BLOCK
 from qsync.lowering.lowered_graph import Run
-from qsync.predictor.memory.attention_workspaces import attention_backward, attention_forward
-from qsync.predictor.memory.convolution_workspaces import convolution_backward, convolution_forward
 from qsync.predictor.memory.expanded_operands import expanded
-from qsync.predictor.memory.onednn_scratch import weight_gradient_scratch
-from qsync.predictor.memory.op_context import OpContext
 from qsync.predictor.memory.saved_tensors import FULL_MODES, INT8_MODES
+from qsync.predictor.memory.workspaces.attention_workspaces import attention_backward, attention_forward
+from qsync.predictor.memory.workspaces.convolution_workspaces import convolution_backward, convolution_forward
+from qsync.predictor.memory.workspaces.onednn_scratch import weight_gradient_scratch
+from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.records.graph import Op, num_elements
 from qsync.records.precision import CONVOLUTIONS, Precision, is_encoded, type_bytes
 

@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from qsync.distributed.positions import Position, Stall
+from qsync.distributed.monitoring.positions import Position, Stall
 from qsync.errors import QSyncError
 
 EXIT_CODE = 3

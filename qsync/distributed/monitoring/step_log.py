@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from qsync.distributed import job
 from qsync.distributed.agreement import agree_locally
-from qsync.distributed.step_phases import PhaseTimer
+from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
 from qsync.replayer.explanation.measured_steps import log_file
 
