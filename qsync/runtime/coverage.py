@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
 from qsync.lowering.lowered_graph import LoweredGraph, Run
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import why_unwritten
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.tracing.tracer import tensor_names
 
 # Below this part of the FLOPs that were to be lowered, the line is a warning.
 _LEAST_LOWERED = 0.5
@@ -97,6 +101,20 @@ def is_mostly_lowered(found: list[Product]) -> bool:
     adjustable = [p for p in to_lower if p.op.role is Role.ADJUSTABLE]
     lowered = sum(p.op.flops for p in adjustable if p.is_lowered or p.runs == p.asked)
     return lowered >= _LEAST_LOWERED * sum(p.op.flops for p in to_lower)
+
+
+def layers_outside(model: nn.Module, graph: OpGraph) -> list[str]:
+    """Return the linear and convolutional layers of which the traced graph of a call reads no parameter.
+
+    Either nothing calls them, or what does is not traced.
+    """
+    read, names = {value.name for value in graph.inputs}, tensor_names(model)
+    layers = (
+        (path, {names[id(p)] for p in layer.parameters()})
+        for path, layer in model.named_modules()
+        if isinstance(layer, (nn.Linear, _ConvNd))
+    )
+    return [path for path, parameters in layers if parameters and not parameters & read]
 
 
 @cache

@@ -49,6 +49,7 @@ from qsync.tracing.tracer import (
     nothing_to_lower,
     num_skipped_frames,
     tensor_names,
+    why_broken,
     why_skipped,
     why_untraced,
     without_autocast,
@@ -139,6 +140,7 @@ class Program:
         self._tensor_names: dict[int, str] | None = None  # in this call, once somebody asked
         self.num_calls = 0  # with gradients, so far
         self.skipped = ""  # why the tracer gave up a frame, whose layers alone are lowered
+        self.broken = ""  # what the tracer stopped at in the first call
         self.device = device_of(model)
         self.kernels = backend.select(self.device)
 
@@ -286,7 +288,7 @@ class Program:
             result = self._run(compiled, args, kwargs)
             if not self._is_part and not any(entry.graph.adjustable for entry in self._ran):
                 raise nothing_to_lower(model, breaks, [op for entry in self._ran for op in entry.graph.ops])
-            self.skipped = why_skipped(model, breaks, num_skipped)
+            self.skipped, self.broken = why_skipped(model, breaks, num_skipped), why_broken(breaks)
             if self._check is not None and not is_evaluation:
                 self._check(self.graph, self._chosen_by_data())
         except QSyncError:

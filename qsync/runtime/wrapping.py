@@ -217,7 +217,10 @@ class Wrapping:
                 text += f"; {islands.sentence(program.rewritten)}"
             if program.skipped:
                 text += f"; of code that torch.compile gives up only layers are lowered: {program.skipped}"
-            coverage.say_once(text, is_good)
+            if outside := coverage.layers_outside(program.model, program.graph) if program.broken else []:
+                why = "" if program.skipped else f": {program.broken}"
+                text += f"; {listed(outside)} outside of what torch.compile traces, or not at all{why}"
+            coverage.say_once(text, is_good and len(outside) <= len(products))
 
 
 def plan_of(model: torch.nn.Module) -> Plan | None:

@@ -136,9 +136,18 @@ def trace_again(module: torch.nn.Module) -> None:
 
 
 def forward_codes(module: torch.nn.Module) -> list[CodeType]:
-    """Return the code of the forward of each kind of module in a module."""
-    forwards = dict.fromkeys(type(part).forward for part in module.modules())
-    return [code for forward in forwards if (code := getattr(forward, "__code__", None)) is not None]
+    """Return the code of the forward of each kind of module in a module, and of what it calls by super()."""
+    kinds = dict.fromkeys(type(part) for part in module.modules())
+    return list(dict.fromkeys(code for kind in kinds for code in _forwards_of(kind)))
+
+
+def _forwards_of(kind: type[torch.nn.Module]) -> Iterator[CodeType]:
+    for forward in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
+        code = getattr(forward, "__code__", None)
+        if code is not None:
+            yield code
+        if code is None or "__class__" not in code.co_freevars:  # it calls nothing by super()
+            return
 
 
 def _install_capturing_hooks(module: torch.nn.Module) -> None:

@@ -107,6 +107,13 @@ def _breaks_since(breaks: dict[str, int]) -> list[str]:
 
 
 @untraced(_ASKS)
+def why_broken(breaks: dict[str, int]) -> str:
+    """Return what the tracer stopped at since `breaks`; empty where nothing stopped it."""
+    new = _breaks_since(breaks)
+    return _reason("\n".join(new)) if new else ""
+
+
+@untraced(_ASKS)
 def num_skipped_frames() -> int:
     """Return how many frames the tracer gave up so far: what such a frame computes itself is not lowered."""
     return int(counters["frames"]["total"] - counters["frames"]["ok"])
@@ -122,7 +129,7 @@ def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int
     """
     codes = [code for code in forward_codes(model) if _is_given_up(code)]
     if num_skipped_frames() > num_skipped:
-        reason = _reason("\n".join(_breaks_since(breaks)))
+        reason = why_broken(breaks) or "torch gives no reason"
         _SKIPPED.update(dict.fromkeys(codes, reason))
         return reason
     return next((_SKIPPED[code] for code in codes if code in _SKIPPED), "")
@@ -159,8 +166,8 @@ def nothing_to_lower(model: torch.nn.Module, breaks: dict[str, int], ops: Sequen
 
     It says where the graph broke since `breaks`, or why the traced operators stay as they are.
     """
-    new = _breaks_since(breaks)
-    reason = _reason("\n".join(new)) if new else "no tensor operator was reached"
+    broken = why_broken(breaks)
+    reason = broken or "no tensor operator was reached"
     fixed = [op for op in ops if is_fixed_despite_kernels(op)]
     instead = "train it without qsync.wrap, or make its forward traceable"
     if fixed:
@@ -169,7 +176,7 @@ def nothing_to_lower(model: torch.nn.Module, breaks: dict[str, int], ops: Sequen
             instead = f'model.float() with base="{fixed[0].dtype}" computes in it, with weights in FP32'
         elif fixed[0].dtype == "fp64":
             instead = "convert it with model.float(), or train it without qsync.wrap"
-    elif ops and not new:
+    elif ops and not broken:
         reason = f"none of the {len(ops)} operators traced is a product in FP32 that there are kernels for"
     return TracingError(
         f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; {instead}"

@@ -107,3 +107,48 @@ def test_many_products_are_named_by_three_and_tables_are_no_products():
         qsync.wrap(Doubles(), "int8", strict=True)(torch.arange(4))
     (text,) = {str(warning.message) for warning in said}
     assert text == f"qsync: 1 of 5 products in int8; rest.0, rest.1, rest.2 and 1 more {reason}"
+
+
+class Untraced(nn.Module):
+    """Two layers in a forward that torch.compile is told to leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), Untraced(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+def test_layers_outside_of_what_is_traced_are_named(capsys):
+    """Where the trace does not break, a layer outside is one that nothing calls."""
+    qsync.wrap(Beside(), "bf16", strict=True)(torch.randn(4, 8))
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "qsync: 2 of 2 products in bf16; inner.up, inner.down run outside of what torch.compile traces, "
+        "or not at all: Skip "
+    )
+    assert "`torch.compiler.disable()`d function" in said
+
+    class Idle(Mixed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x))
+
+    qsync.wrap(Idle(), "bf16", strict=True)(torch.randn(4, 8))
+    assert capsys.readouterr().err == "qsync: 2 of 2 products in bf16\n"
+
+
+def test_more_layers_outside_than_products_inside_are_a_warning():
+    said = r"1 of 1 products in bf16; of code .*; 1\.up, 1\.down run outside of .*, or not at all$"
+    with pytest.warns(UserWarning, match=said):
+        qsync.wrap(nn.Sequential(nn.Linear(8, 8), Untraced()), "bf16", strict=True)(torch.randn(4, 8))

@@ -667,6 +667,16 @@ class BreaksInALoop(nn.Module):
         return x
 
 
+class CallsItBySuper(BreaksInALoop):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class ComputesOtherwise(BreaksInALoop):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) @ self.weight
+
+
 def test_layers_of_a_frame_that_is_skipped_are_lowered_and_the_rest_is_told(capsys):
     torch._dynamo.reset()
     graph = qsync.capture(BreaksInALoop(has_layer=True), X.abs())
@@ -686,6 +696,9 @@ def test_a_frame_that_was_skipped_is_told_of_the_models_that_run_it_alone():
     torch._dynamo.reset()
     assert why(BreaksInALoop(has_layer=True)).startswith("Data-dependent branching")
     assert why(BreaksInALoop(has_layer=True)).startswith("Data-dependent branching")
+    assert why(CallsItBySuper(has_layer=True)).startswith("Data-dependent branching")
+    assert why(CallsItBySuper(has_layer=True)).startswith("Data-dependent branching")
+    assert not why(ComputesOtherwise(has_layer=True))
     inside = nn.Sequential(nn.Linear(8, 8), BreaksInALoop(has_layer=True))
     assert why(inside).startswith("Data-dependent branching")
     assert not why(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
