@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -97,20 +96,6 @@ def _own_folder() -> Path:
             shutil.rmtree(made, ignore_errors=True)
 
     return Path(made)
-
-
-def processor() -> str:
-    """Return the processor's name, with family and model, as hypervisors may share names."""
-    found: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            found.setdefault(key.strip(), value.strip())
-    except OSError:
-        pass
-    if "model name" not in found:
-        return platform.processor() or platform.machine()
-    return f"{found['model name']} {found.get('cpu family', '')}.{found.get('model', '')}"
 
 
 class Choices:

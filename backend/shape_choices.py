@@ -8,7 +8,8 @@ from functools import cache, partial
 import torch
 
 from qsync.backend.devices.kernel_timing import apart, fastest
-from qsync.backend.kernel_cache import Choices, processor
+from qsync.backend.devices.processor import processor
+from qsync.backend.kernel_cache import Choices
 
 TIE = 0.1
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import re
 import sys
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +14,35 @@ import torch
 
 from qsync.backend.casts.build_process import first_line, run_apart
 from qsync.backend.devices.amx import has_amx
+from qsync.backend.devices.processor import granted_flags, processor
 from qsync.errors import BuildError
 
-
-def processor() -> str:
-    """Describe the processor: architecture, model, instruction sets (as Linux lists them) and `features`."""
-    facts = [platform.machine(), platform.system()]
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = [f"model name: {platform.processor()}"]
-    for wanted in ("model name", "flags", "Features"):
-        facts += [line.partition(":")[2].strip() for line in lines if line.startswith(wanted)][:1]
-    return "; ".join([*facts, *features()])
+# Sets whose names LLVM and Linux share, but for underscores and hyphens. LLVM takes them for granted by the
+# processor's name. A hypervisor may withhold them, and their instructions then end the process.
+_WITHHELD = ("amx", "avx", "bmi2", "f16c", "fma", "gfni", "movbe", "popcnt", "vaes", "vpclmulqdq")
 
 
-def features() -> list[str]:
+def determined_by() -> dict[str, str]:
+    """Return what of this processor, and of this file, determines the compiled code."""
+    return {
+        "processor": f"{platform.machine()} {platform.system()} {processor()}",
+        "flags": " ".join(sorted(granted_flags())),
+        "features": " ".join(_preferred()),
+        "build": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+    }
+
+
+def withheld(known: Iterable[str], granted: Set[str]) -> list[str]:
+    """Return those of LLVM's features of a processor that the system does not grant.
+
+    >>> withheld(["avx2", "avx512vnni", "fast-lzcnt"], {"avx2", "fma"})
+    ['avx512vnni']
+    """
+    plain = {flag.replace("_", "") for flag in granted}
+    return [name for name in known if name.startswith(_WITHHELD) and re.sub(r"\W", "", name) not in plain]
+
+
+def _preferred() -> list[str]:
     """Return what LLVM is to use beside what it knows of the processor by its name."""
     # LLVM takes half of a vector on these processors unless told: 2.1 ms, and 1.0 to round 1024x2048.
     return ["+amx-tile", "+amx-int8", "-prefer-256-bit"] if _has_amx() else []
@@ -39,15 +55,25 @@ def _has_amx() -> bool:
 def executable() -> Any:
     """Compile the programs in memory; a second or two with TVM's import. Raises BuildError."""
     try:
-        import tvm
         from tvm.target import codegen
 
-        from qsync.backend.casts.tvm import rows
-
-        options = {"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), "mattr": features(), "opt-level": 3}
-        return tvm.compile(rows.module(has_amx=_has_amx()), target=tvm.target.Target(options))
+        return compiled_for(codegen.llvm_get_system_cpu(), granted_flags())
     except Exception as error:
         raise BuildError(f"TVM cannot compile the casts ({first_line(error)})") from error
+
+
+def compiled_for(model: str, granted: Set[str]) -> Any:
+    """Compile the programs for a processor, by LLVM's name, of which the system grants these sets."""
+    import tvm
+    from tvm.target import codegen
+
+    from qsync.backend.casts.tvm import rows
+
+    options = {"kind": "llvm", "mcpu": model, "opt-level": 3}
+    known = codegen.llvm_get_cpu_features(tvm.target.Target(options)) if granted else ()
+    masked = [f"-{name}" for name in withheld(known, granted)]
+    target = tvm.target.Target(options | {"mattr": [*_preferred(), *masked]})
+    return tvm.compile(rows.module(has_amx=_has_amx()), target=target)
 
 
 def export_once(path: Path) -> None:

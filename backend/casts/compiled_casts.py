@@ -68,9 +68,7 @@ def _loaded(architecture: str | None) -> tuple[Library | None, str | None]:
     if architecture is not None:
         return _loaded_for_gpu(architecture, facts)
     try:
-        path = kernel_cache.built(
-            "casts", facts | {"processor": build_cpu.processor()}, build_cpu.export_once
-        )
+        path = kernel_cache.built("casts", facts | build_cpu.determined_by(), build_cpu.export_once)
         reason = kernel_cache.why_unusable()
         note = f"every process compiles its casts anew: {reason}" if reason else None
         return Library(tvm_ffi.load_module(str(path))), note

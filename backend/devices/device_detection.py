@@ -11,7 +11,7 @@ import torch
 
 import qsync
 from qsync import backend
-from qsync.backend.kernel_cache import processor
+from qsync.backend.devices.processor import processor
 from qsync.errors import FormatError, shortened
 from qsync.records.cluster import DeviceClass
 from qsync.records.precision import Precision

@@ -27,7 +27,8 @@ from torch.fx.passes.tools_common import stable_topological_sort
 from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
 
 from qsync.backend.devices.kernel_timing import apart, synchronize
-from qsync.backend.kernel_cache import Choices, processor
+from qsync.backend.devices.processor import processor
+from qsync.backend.kernel_cache import Choices
 from qsync.errors import shortened
 from qsync.lowering.lowered_graph import REPLACED
 from qsync.records.graph import Op, Role, digest

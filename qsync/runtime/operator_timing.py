@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from qsync import __version__
 from qsync.backend import Kernels
 from qsync.backend.devices.kernel_timing import apart, fastest, fastest_on_gpu
-from qsync.backend.kernel_cache import Choices, processor, rounded_up
+from qsync.backend.devices.processor import processor
+from qsync.backend.kernel_cache import Choices, rounded_up
 from qsync.lowering.cast_rules import takes_16bit
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import LoweredGraph, Run

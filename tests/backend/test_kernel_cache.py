@@ -50,7 +50,7 @@ def said(done: subprocess.CompletedProcess[str]) -> tuple[str, bool, str]:
 
 def facts() -> dict[str, str]:
     """All that determines this processor's casts."""
-    return compiled._facts() | {"processor": build_cpu.processor()}
+    return compiled._facts() | build_cpu.determined_by()
 
 
 def test_ranks_that_start_at_once_build_once(tmp_path):
