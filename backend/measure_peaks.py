@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from qsync.backend.devices.kernel_timing import synchronize
-from qsync.backend.kernels import fp32_fast
 from qsync.backend.kernels.fp16_tf32 import product_tf32
 from qsync.backend.selection.kernel_candidates import device_precisions, has_onednn
-from qsync.backend.shape_choices import choose
 from qsync.records.precision import Precision
 
 # Side of the matrices: large enough that every product takes far longer than its call, small enough for
@@ -38,24 +36,6 @@ def measured_peaks(device: torch.device) -> dict[str, float]:
     wanted = [str(p) for p in device_precisions(device) if p not in shared]
     runs = products(device, _SQUARE[device.type], wanted)
     return best_by_type({name: flops / _least_s(run) for name, (flops, run) in runs.items()})
-
-
-def sixteen_bits_pay(device: torch.device) -> bool:
-    """Return whether the device multiplies 16-bit floats faster than FP32, timed once on a machine.
-
-    Many processors do not: without AMX an Intel Xeon of 2023 reaches 93 GFLOP/s in BF16 and 172 in FP32, and
-    older ones emulate BF16. Gradients in 16 bits then cost what INT8's forward product saves: of lower
-    precisions `int8_all` alone is faster.
-
-    >>> sixteen_bits_pay(torch.device("cuda"))
-    True
-    """
-    if device.type != "cpu":
-        return True
-    side, generator = _SQUARE["cpu"] // 2, torch.Generator().manual_seed(0)
-    a, b = (torch.randn(side, side, generator=generator) for _ in range(2))
-    runs = [_matrix_product("bf16", a, b), lambda: fp32_fast.multiply(a, b.t())]
-    return choose(("16 bits or FP32",), runs) == 0
 
 
 def best_by_type(rates: Mapping[str, float]) -> dict[str, float]:
@@ -108,7 +88,7 @@ def products(
     flops = 2.0 * square**3
     found: dict[str, tuple[float, Callable[[], object]]] = {}
     for type_name in types:
-        found[f"{type_name} mm"] = (flops, _matrix_product(type_name, a, b))
+        found[f"{type_name} mm"] = (flops, matrix_product(type_name, a, b))
         if type_name in ("fp32", "bf16"):
             found[f"{type_name} conv"] = _convolution(device, max(square // 8, 8), type_name)
     if device.type == "cpu" and "fp32 mm" in found and has_onednn():
@@ -118,7 +98,8 @@ def products(
     return found
 
 
-def _matrix_product(type_name: str, a: Tensor, b: Tensor) -> Callable[[], object]:
+def matrix_product(type_name: str, a: Tensor, b: Tensor) -> Callable[[], object]:
+    """Return the product of two FP32 squares in a type: codes, scales and copies are made beforehand."""
     if type_name == "int8":
         codes = a.to(torch.int8), b.to(torch.int8).t().contiguous().t()
         return lambda: torch._int_mm(*codes)

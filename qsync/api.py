@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from qsync import backend
-from qsync.backend.devices.device_detection import default_precisions, detect_class, device_of, machine
+from qsync.backend.devices.device_detection import detect_class, device_of, machine
+from qsync.backend.precisions_that_pay import default_precisions
 from qsync.errors import (
     CalibrationError,
     FormatError,
@@ -30,6 +31,7 @@ from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.registry import Indicator, indicator_named
 from qsync.predictor.sensitivity.variance import variance
+from qsync.records.base import base_on, bases_of
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
@@ -115,7 +117,7 @@ def profile(
         raise CalibrationError(f"seconds must be a number of at least 0, found {shortened(seconds)}")
     device = device_of(model)
     chosen_class = device_class or detect_class(device)
-    chosen = precisions_to_profile(chosen_class, precisions)
+    chosen = precisions_to_profile(chosen_class, model, precisions)
     loss, trained = loss_of(model, example_inputs, loss_fn), trained_parameters(model)
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
     with undrawn(loader), running(model, compile, dynamic=False) as program:
@@ -143,10 +145,23 @@ def naming_operators(
 
 
 def precisions_to_profile(
-    device_class: DeviceClass, precisions: Sequence[Precision | str] | None = None
+    device_class: DeviceClass,
+    model: torch.nn.Module,
+    precisions: Sequence[Precision | str] | None = None,
+    base: Precision | None = None,
 ) -> tuple[Precision, ...]:
-    """Return these precisions, or those worth choosing from. UnsupportedError for one the class lacks."""
-    chosen = tuple(Precision.parse(p) for p in precisions) if precisions else default_precisions(device_class)
+    """Return these precisions, or those worth choosing from with the base and the type of the model.
+
+    Raises UnsupportedError for one that the class lacks.
+    """
+    if precisions:
+        chosen = tuple(Precision.parse(p) for p in precisions)
+    else:
+        bases = bases_of(device_class.device, device_class.precisions)
+        kept = {base_on(base, bases)} if base else set()
+        if any(parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
+            kept.add(Precision.BF16)
+        chosen = default_precisions(device_class, kept)
     for precision in chosen:
         if precision not in device_class.precisions:
             known = ", ".join(device_class.precisions)

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync import api
-from qsync.backend.devices.device_detection import default_precisions, detect_class, machine
+from qsync.backend.devices.device_detection import detect_class, machine
 from qsync.backend.measure_peaks import measured_peaks
+from qsync.backend.precisions_that_pay import default_precisions
 from qsync.errors import QSyncError, shortened
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.op_calls import Argument, Call

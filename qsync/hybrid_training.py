@@ -376,6 +376,7 @@ def _profile_and_plan(
     plan = cached_plan(folder)
     if plan is None:
         from_rank_zero("a folder for the plan", lambda: _make_folder(folder))
+        profiling = replace(profiling, base=Precision(options["base"]))
         basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
         if not is_asked:
             options = {**options, "base": str(measured_base(Precision(options["base"]), basis.profiles))}

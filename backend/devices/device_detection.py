@@ -14,7 +14,6 @@ from qsync import backend
 from qsync.backend.devices.processor import processor
 from qsync.errors import FormatError, shortened
 from qsync.records.cluster import DeviceClass
-from qsync.records.precision import Precision
 from qsync.records.profiles import processor_with
 
 # The versions of torch that qsync is tested with, both ends included.
@@ -68,17 +67,6 @@ def hardware_of(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
     return processor_with(processor(), torch.get_num_threads())
-
-
-def default_precisions(device_class: DeviceClass) -> tuple[Precision, ...]:
-    """Return the precisions worth profiling on a class: those it multiplies in hardware.
-
-    INT8 in all three products rounds gradients stochastically. That changes training more than a user
-    expects who has not asked for it, so it is profiled on request only. FP16 on a CPU is emulated, at a
-    tenth of FP32's speed.
-    """
-    unwanted = {Precision.INT8_ALL} | ({Precision.FP16} if device_class.device == "cpu" else set())
-    return tuple(p for p in device_class.precisions if p not in unwanted)
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def planned_runs(
 
     Intervals are of `num_steps` steps of every run that follow the profile, in turns.
 
+    Where no precision that a run is about was profiled, it would be plain DDP, and there is none.
+
     The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel. `other`
     is the model captured with another number of samples. LB-BSP takes the shares of the batch by which the
     predicted step is least; without `other`, or where no share can change, there is no such run.
@@ -73,10 +75,11 @@ def planned_runs(
     at = (basis.graph, basis.profiles)
     cap: dict[str, Any] = {"bucket_cap_bytes": bucket_cap_bytes}
     kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True, **cap}
-    plans = {
-        name: (cluster, uniform(*at, cluster, precisions, **kept))
-        for name, (cluster, precisions) in uniforms.items()
-    }
+    plans = {}
+    for name, (cluster, precisions) in uniforms.items():
+        plan = uniform(*at, cluster, precisions, **kept)
+        if not precisions or any(plan[name_of_class].lowered for name_of_class in precisions):
+            plans[name] = (cluster, plan)
     shares = list(every_share(basis, other)) if other else []
     if len(shares) > 1:
         plans["lb_bsp"] = (basis.cluster, shared_by_speed(basis, shares, **kept))

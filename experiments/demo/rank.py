@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingC
 import qsync
 from qsync import Cluster, Precision, Profile
 from qsync.backend.devices.device_detection import machine
+from qsync.backend.precisions_that_pay import emulated_precisions
 from qsync.distributed import ddp_profiling, job
 from qsync.distributed.agreement import agree
 from qsync.distributed.monitoring import liveness
@@ -105,13 +106,11 @@ class Measuring:
             step = job.TrainingStep(self._model, part, self._loss_fn)
             self.smaller = Sized(job.form_graph(step), {})
             torch._dynamo.reset()
-        on_cpu = place.device.type == "cpu"
         profiled = PROFILED_BELOW.get(base, PROFILED_BELOW_16BIT)
         if Precision.INT8_ALL in offered_precisions(place.device):
             profiled = tuple(dict.fromkeys((*profiled, Precision.INT8_ALL)))
-        precisions = [
-            p for p in profiled if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)
-        ]
+        able = set(self._own.precisions) - emulated_precisions(place.device) | {base}
+        precisions = [p for p in profiled if p in able]
         found = agree("sensitivity", lambda: qsync.sensitivity(
             self._model, [self._batch], self._loss_fn, precisions=profiled).to_json())  # fmt: skip
         self._sensitivity = ddp_profiling.mean_sensitivity(found)

@@ -146,14 +146,18 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
             f"{planned:.2f} times under the plan{emulated}. "
             f"A step takes {plain / limit:.2f} and {plan / limit:.2f} times as long."
         )
-    lowest = min(
-        (run["measured_step_s"] for name, run in runs.items() if name.startswith("weak_")), default=0
-    )
-    if plain and runs["qsync"]["low_precision_op_fraction"] == 0.0 and lowest >= plain > 1.05 * limit:
+    weak_s = [run["measured_step_s"] for name, run in runs.items() if name.startswith("weak_")]
+    lowers_nothing = plain and runs["qsync"]["low_precision_op_fraction"] == 0.0
+    if lowers_nothing and plain > 1.05 * limit and min(weak_s, default=plain) >= plain:
         lines.append(
-            "The plan lowers nothing, because that saves no time on this processor: the weak rank's fastest "
-            f"uniform precision takes {lowest / plain:.2f} times DDP's step (qsync doctor shows the speed of "
-            "every kernel). Shares of the batch by speed still do (LB-BSP)."
+            "The plan lowers nothing, because that saves no time on this processor: "
+            + (
+                f"the weak rank's fastest uniform precision takes {min(weak_s) / plain:.2f} times DDP's step "
+                "(qsync doctor shows the speed of every kernel)."
+                if weak_s
+                else "it multiplies no precision below FP32 in hardware (qsync doctor)."
+            )
+            + " Shares of the batch by speed still do (LB-BSP)."
         )
     difference = content["heldout_difference"]
     if difference["standard_error"] is not None:

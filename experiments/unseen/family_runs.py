@@ -22,7 +22,8 @@ from torch import nn
 import qsync
 from qsync import Cluster, OpGraph, Precision, Profile, api
 from qsync.backend import select
-from qsync.backend.devices.device_detection import default_precisions, detect_class
+from qsync.backend.devices.device_detection import detect_class
+from qsync.backend.precisions_that_pay import default_precisions, emulated_precisions
 from qsync.distributed.monitoring import liveness
 from qsync.distributed.validation import random_plans
 from qsync.errors import shortened
@@ -177,7 +178,7 @@ def profiled(name: str, num_plans: int, seed: int, tiny: bool = False, device: s
     """
     model, batches = _begin(name, tiny, device)
     own = replace(detect_class(torch.device(device)), name=HERE)
-    able = (*default_precisions(own), Precision.INT8_ALL)
+    able = (*default_precisions(own), *({Precision.INT8_ALL} - emulated_precisions(torch.device(device))))
     graph = api.trace_step(model, batches[0], None)
     profile = qsync.profile(
         model, batches[0], device_class=own, precisions=able, seconds=_TINY_PROFILE_S if tiny else _PROFILE_S

@@ -16,6 +16,7 @@ from qsync.backend.casts import compiled_casts
 from qsync.backend.cuda_build import architecture as architecture_of
 from qsync.backend.devices.device_detection import detect_class, machine, untested_torch
 from qsync.backend.measure_peaks import measured_peaks, peak_of
+from qsync.backend.precisions_that_pay import emulation_note
 from qsync.backend.selection.kernel_candidates import candidates
 from qsync.commands.doctor_tables import passed_over
 from qsync.records.kernel_support import SHAPE_LIMITS, why_unwritten
@@ -86,6 +87,8 @@ def notes() -> list[str]:
     found = untested_torch()
     if not torch.cuda.is_available():
         found.append("torch sees no CUDA device: every rank here is a CPU rank")
+    if note := emulation_note(torch.device("cpu")):
+        found.append(note)
     return found
 
 

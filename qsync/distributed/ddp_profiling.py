@@ -36,7 +36,7 @@ from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
-from qsync.records.cluster import Cluster
+from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
@@ -62,6 +62,7 @@ class ProfileOptions:
     `ddp_options` are DDP's arguments in steps of the job.
     With `save_less` following operators are also timed in their forms that save less for backward, which
     takes twice as many steps. With `compile` islands between products run compiled where that is faster.
+    A plan's `base` is profiled even where it is not worth choosing.
     """
 
     precisions: Sequence[Precision | str] | None = None
@@ -72,11 +73,16 @@ class ProfileOptions:
     save_less: bool = False
     progress: job.Progress = job.silent
     compile: bool = False
+    base: Precision | None = None
 
     @property
     def bucket_cap_bytes(self) -> int | None:
         """The size of DDP's buckets in bytes; None for DDP's own."""
         return int(self.bucket_cap_mb * 2**20) if self.bucket_cap_mb else None
+
+    def of_class(self, device_class: DeviceClass, model: torch.nn.Module) -> tuple[Precision, ...]:
+        """Return the precisions to profile on a class. Raises UnsupportedError for one that it lacks."""
+        return api.precisions_to_profile(device_class, model, self.precisions, self.base)
 
     def of_profiler(self, num_precisions: int) -> ProfilerOptions:
         """Return the part of these options that one rank's profiler takes."""
@@ -105,7 +111,8 @@ def form_basis(
     else:
         profile = api.profile(
             step.model, step.batch, step.loss_fn, device_class=rank.device_class, seconds=profile_seconds(),
-            precisions=options.precisions, make_optimizer=options.make_optimizer, progress=options.progress,
+            precisions=options.of_class(rank.device_class, step.model),
+            make_optimizer=options.make_optimizer, progress=options.progress,
             save_less=options.save_less, loader=options.loader, compile=options.compile,
         )  # fmt: skip
         profiles = {rank.device_class.name: profile}
@@ -165,7 +172,10 @@ class DdpProfiler:
     ) -> None:
         self._rank, self._bucket_cap_bytes = rank, options.bucket_cap_bytes
         self.precisions = agree_locally(
-            "profiling", lambda: api.precisions_to_profile(rank.device_class, options.precisions)
+            "profiling",
+            lambda: api.precisions_to_profile(
+                rank.device_class, step.model, options.precisions, options.base
+            ),
         )
         parameters = agree_locally("profiling", lambda: api.trained_parameters(step.model))
         clock = job_clock(rank.device, rank.device_class.emulated_share)

@@ -105,6 +105,7 @@ def class_costs(
     loss_fn: api.LossFunction | None,
     device_class: DeviceClass,
     folder: Path,
+    base: Precision | None = None,
     **options: Any,
 ) -> ClassCosts:
     """Return the costs of this card's class: from the cache, or measured here and now.
@@ -113,7 +114,7 @@ def class_costs(
     and no count.
     `options` are those of `qsync.profile`.
     """
-    chosen = api.precisions_to_profile(device_class, options.pop("precisions", None))
+    chosen = api.precisions_to_profile(device_class, model, options.pop("precisions", None), base)
     graph = api.trace_step(model, batch, loss_fn)
     own: list[Any] = [device_class.name, device_class.hardware, device_class.emulated_share]
     own += [[str(precision) for precision in each] for each in (device_class.precisions, chosen)]

@@ -29,6 +29,7 @@ from qsync.elastic_training.plan_book import PlanBook, class_costs
 from qsync.elastic_training.rendezvous import LIGHTHOUSE_VARIABLE, Card, Rendezvous
 from qsync.elastic_training.share_loader import Options
 from qsync.errors import FormatError, shortened
+from qsync.records.base import parse_base
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import digest
 from qsync.records.plans import Plan
@@ -245,8 +246,8 @@ def _book(
 ) -> PlanBook:
     """Profile the class, and trace the model for any number of samples, before the others see this card."""
     costs = class_costs(
-        model, batches[0], loss_fn, own, folder, precisions=precisions, make_optimizer=make_optimizer,
-        seconds=profile_seconds(),
+        model, batches[0], loss_fn, own, folder, parse_base(base) if base is not None else None,
+        precisions=precisions, make_optimizer=make_optimizer, seconds=profile_seconds(),
     )  # fmt: skip
     options = {**options, "base": base} if base is not None else options
     api.wrap(model, base=base or "fp32")

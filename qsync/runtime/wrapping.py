@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from qsync import backend
 from qsync.backend.devices.device_detection import device_of
+from qsync.backend.precisions_that_pay import emulation_note
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.progress import is_rank_zero
 from qsync.records.base import BASES, bases_of, check_base, is_below, is_lowered, parse_base
@@ -213,6 +214,9 @@ class Wrapping:
         if not is_good or is_first:
             where = f" on {self.device_class}" if self.device_class else ""
             text = coverage.sentence(products, self._asked, where)
+            lowers_nothing = self.plan is not None and not self.plan[self.device_class].lowered
+            if note := emulation_note(device_of(program.model)) if lowers_nothing else "":
+                text += f"; {note}"
             if program.compiles_islands:
                 text += f"; {islands.sentence(program.rewritten)}"
             if program.skipped:

@@ -53,16 +53,3 @@ def test_the_peak_of_a_precision(precision, expected):
 def test_attention_in_int8_multiplies_once_of_six_times_in_it():
     expected = 6 / (1 / PEAKS["int8"] + 5 / PEAKS["bf16"])
     assert measure_peaks.peak_of("attention", "int8", "bf16", PEAKS) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("fastest", [0, 1])
-def test_16_bits_pay_where_their_product_is_the_faster_one(fastest, monkeypatch):
-    def chosen(key, runs):
-        sixteen_bits, fp32 = (run() for run in runs)
-        assert (sixteen_bits.dtype, fp32.dtype) == (torch.bfloat16, torch.float32)
-        assert (sixteen_bits.float() - fp32).norm() < 0.01 * fp32.norm()  # the same product
-        return fastest
-
-    monkeypatch.setattr(measure_peaks, "choose", chosen)
-    assert measure_peaks.sixteen_bits_pay(CPU) is (fastest == 0)
-    assert measure_peaks.sixteen_bits_pay(torch.device("cuda"))

@@ -188,7 +188,7 @@ def test_json_is_json_where_nothing_is_compiled_yet(tmp_path):
         [sys.executable, "-m", "qsync.commands.main", "doctor", "--json"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         cwd=tmp_path,
         env={**os.environ, "QSYNC_CACHE_DIR": str(tmp_path)},
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qsync.backend.devices.device_detection import default_precisions, detect_class
+from qsync.backend.devices.device_detection import detect_class
+from qsync.backend.precisions_that_pay import default_precisions
 from qsync.experiments.harness import offered_precisions as module
 from qsync.records.precision import Precision
 
@@ -15,6 +16,13 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("pays", [True, False])
 def test_int8_in_all_products_is_offered_where_16_bits_do_not_pay(pays, monkeypatch):
     monkeypatch.setattr(module, "sixteen_bits_pay", lambda device: pays)
+    monkeypatch.setattr(module, "emulated_precisions", lambda device: frozenset())
     by_default = default_precisions(detect_class(CPU))
     assert Precision.INT8_ALL not in by_default
     assert module.offered_precisions(CPU) == (*by_default, *(() if pays else (Precision.INT8_ALL,)))
+
+
+def test_no_comparison_offers_what_is_emulated(monkeypatch):
+    monkeypatch.setattr(module, "sixteen_bits_pay", lambda device: False)
+    monkeypatch.setattr(module, "emulated_precisions", lambda device: frozenset({Precision.INT8_ALL}))
+    assert Precision.INT8_ALL not in module.offered_precisions(CPU)

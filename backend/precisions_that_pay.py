@@ -1,0 +1,91 @@
+"""The precisions that are worth choosing from on a device, by the rate of its products.
+
+A processor without the instructions for a type emulates it: without AVX-512 an AMD EPYC multiplies FP32 at 71
+GFLOP/s, BF16 at 4.4 and INT8 at 2.8. A step in such a type takes ten times as long, and so does its profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from qsync.backend.kernels import fp32_fast
+from qsync.backend.measure_peaks import matrix_product
+from qsync.backend.shape_choices import choose
+from qsync.records.cluster import DeviceClass
+from qsync.records.precision import Precision
+
+# A type is emulated if its product takes longer than so many of FP32. An Intel Xeon of 2023 without AMX
+# multiplies BF16 in hardware at half of FP32's rate.
+_EMULATED = 3
+_SIDE = 512
+
+
+def default_precisions(device_class: DeviceClass, kept: Collection[Precision] = ()) -> tuple[Precision, ...]:
+    """Return the precisions worth profiling on a class: those it multiplies in hardware, and those `kept`.
+
+    INT8 in all three products rounds gradients stochastically. That changes training more than a user
+    expects who has not asked for it, so it is profiled on request only. `int8` multiplies backward in 16
+    bits. This rank's own device has the class: a CPU's products are timed once on a machine.
+    """
+    unwanted = {Precision.INT8_ALL}
+    if device_class.device == "cpu":
+        unwanted |= emulated_precisions(torch.device("cpu"))
+    return tuple(p for p in device_class.precisions if p not in unwanted or p in kept)
+
+
+def emulated_precisions(device: torch.device) -> frozenset[Precision]:
+    """Return the precisions whose products a device emulates; GPUs have no kernels for those.
+
+    FP16 on a CPU is emulated, at a tenth of FP32's speed.
+
+    >>> emulated_precisions(torch.device("cpu"))
+    frozenset({<Precision.FP16: 'fp16'>})
+    """
+    if device.type != "cpu":
+        return frozenset()
+    found = {Precision.FP16}
+    if not _is_faster("bf16", than=_EMULATED):
+        found |= {Precision.BF16, Precision.INT8}
+    if not _is_faster("int8", than=_EMULATED):
+        found |= {Precision.INT8, Precision.INT8_ALL}
+    return frozenset(found)
+
+
+def emulation_note(device: torch.device) -> str:
+    """Say which precisions a device emulates and what follows; empty if it is FP16 alone, or nothing."""
+    emulated = emulated_precisions(device)
+    if emulated <= {Precision.FP16}:
+        return ""
+    return (
+        f"this processor has no fast products in {', '.join(sorted(emulated))}, which are considered on "
+        "request only (precisions=[...])"
+    )
+
+
+def sixteen_bits_pay(device: torch.device) -> bool:
+    """Return whether the device multiplies 16-bit floats faster than FP32, timed once on a machine.
+
+    Many processors do not: without AMX an Intel Xeon of 2023 reaches 93 GFLOP/s in BF16 and 172 in FP32.
+    Gradients in 16 bits then cost what INT8's forward product saves: of lower precisions `int8_all` alone is
+    faster.
+
+    >>> sixteen_bits_pay(torch.device("cuda"))
+    True
+    """
+    return device.type != "cpu" or _is_faster("bf16", than=1)
+
+
+def _is_faster(type_name: str, than: int) -> bool:
+    """Return whether a CPU's product in a type takes less time than so many in FP32."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(_SIDE, _SIDE, generator=generator) for _ in range(2))
+
+    def in_fp32() -> torch.Tensor:
+        for _ in range(than - 1):
+            fp32_fast.multiply(a, b.t())
+        return fp32_fast.multiply(a, b.t())
+
+    runs = [matrix_product(type_name, a, b), in_fp32]
+    return choose((f"{type_name} or {than} times FP32",), runs) == 0
