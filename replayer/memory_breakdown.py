@@ -82,7 +82,7 @@ def _peak(lowered: LoweredGraph, profile: Profile, num_ranks: int, device_class:
         "buffers and batch": memory.inputs,
         "copies of weights": memory.casts,
         **{f"saved by {mode} operators": num_bytes for mode, num_bytes in saved.items()},
-        "temporary": memory.transient,
+        "temporaries, workspaces": memory.transient,
         "margin": memory.margin,
     }
     return Peak(device_class.name, device_class.memory_bytes, {k: n for k, n in parts.items() if n}, curve)

@@ -33,7 +33,7 @@ MEMORY_PARTS = {
     "throughout": ("parameters, gradients, optimizer, batch", "#d5dae0"),
     "casts": ("copies of weights", "#e69f00"),
     "saved": ("saved for backward", "#0072b2"),
-    "transient": ("temporary", "#d55e00"),
+    "transient": ("temporaries, workspaces", "#d55e00"),
 }
 # Curves of several classes or models, in this order.
 SERIES_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a900", "#4d4d4d")
