@@ -98,7 +98,8 @@ def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Profile]) -> 
         table.add_row(what, *(f"{n / 2**20:.1f}" if n else "-" for n in of_classes), **options)
 
     kinds = list(dict.fromkeys(kind for peak in memory.values() for kind in peak.parts))
-    kinds.sort(key=lambda kind: kind in ("temporaries, workspaces", "margin"))  # what one class alone saves stays before
+    # What one class alone saves stays before.
+    kinds.sort(key=lambda kind: kind in ("temporaries, workspaces", "margin"))
     for kind in kinds:
         row(kind, (peak.parts.get(kind, 0) for peak in memory.values()), end_section=kind == kinds[-1])
     row("peak", (peak.peak_bytes for peak in memory.values()))
