@@ -109,6 +109,7 @@ class Choices:
         self._path = folder() / f"{name}-{digest(facts)}.jsonl"
         self._found: dict[str, list[int]] = {}
         self._used: dict[Hashable, int] = {}
+        self._decides = False  # this process holds the lock, in whichever thread
         self._read()
 
     def get(self, key: Hashable, num_choices: int) -> int | None:
@@ -121,19 +122,30 @@ class Choices:
         return number
 
     def decided(self, key: Hashable, num_choices: int, decide: Callable[[], int]) -> int:
-        """Return what was chosen for a key, or `decide()`: one process decides for all that ask at once."""
+        """Return what was chosen for a key, or `decide()`: one process decides for all that ask at once.
+
+        A decision may run kernels, in other threads, that are chosen themselves. Their decisions are made
+        within it: to wait for its lock would be to wait for ever.
+        """
         number = self.get(key, num_choices)
         if number is None:
             with ExitStack() as held:
-                with suppress(OSError):
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    held.enter_context(_locked(self._path.with_suffix(".lock")))
+                if not self._decides:
+                    self._lock(held)
                 self._read()
                 number = self.get(key, num_choices)
                 if number is None:
                     number = decide()
                     self.keep(key, number)
         return number
+
+    def _lock(self, held: ExitStack) -> None:
+        """Let this process alone decide for as long as `held` lasts; all, if the folder is unusable."""
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_locked(self._path.with_suffix(".lock")))
+            self._decides = True
+            held.callback(setattr, self, "_decides", False)
 
     def _read(self) -> None:
         try:

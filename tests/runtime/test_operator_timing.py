@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import qsync
 from qsync import Precision, backend
 from qsync.backend.devices import kernel_timing
+from qsync.backend.devices.kernel_timing import apart
 from qsync.backend.encoding import Operand
 from qsync.backend.kernel_cache import Choices
 from qsync.backend.selection.kernel_selection import Kernels
@@ -235,6 +238,22 @@ def test_one_process_decides_for_those_that_ask_at_once(tmp_path, monkeypatch):
     mine, other = Choices("any", {}), Choices("any", {})
     assert other.decided("a", 2, lambda: 1) == 1
     assert mine.decided("a", 2, lambda: 0) == 1 and mine.decided("b", 2, lambda: 0) == 0
+
+
+def test_a_decision_that_runs_what_is_chosen_itself_does_not_wait_for_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    choices, found = Choices("any", {}), []
+
+    def outer() -> int:
+        return apart(lambda: choices.decided("inner", 3, lambda: 2)) - 1
+
+    thread = threading.Thread(target=lambda: found.append(choices.decided("outer", 3, outer)), daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert found == [1]
+    assert [Choices("any", {}).get(key, 3) for key in ("inner", "outer")] == [2, 1]
+    with next(tmp_path.glob("kernels/*.lock")).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is free again
 
 
 INDEXED = {
