@@ -214,8 +214,8 @@ class Wrapping:
         if not is_good or is_first:
             where = f" on {self.device_class}" if self.device_class else ""
             text = coverage.sentence(products, self._asked, where)
-            lowers_nothing = self.plan is not None and not self.plan[self.device_class].lowered
-            if note := emulation_note(device_of(program.model)) if lowers_nothing else "":
+            lowers_none = self.plan is not None and not any(product.is_lowered for product in products)
+            if note := emulation_note(device_of(program.model)) if lowers_none else "":
                 text += f"; {note}"
             if program.compiles_islands:
                 text += f"; {islands.sentence(program.rewritten)}"

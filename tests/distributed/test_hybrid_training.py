@@ -67,7 +67,7 @@ planned = plan[(strong, weak)[rank]].assignment
 say(f"as planned: {all(modes[op].split()[0] == planned[op] for op in products)}")
 costs = qsync.Profile.load(folder / f"profile-{weak}.json").ops["inner.0"]
 whole = {mode: cost.forward_s + cost.backward_s for mode, cost in costs.items()}
-best = min(whole[mode] for mode in whole if mode[:4] in ("bf16", "int8"))
+best = min((whole[mode] for mode in whole if mode[:4] in ("bf16", "int8")), default=float("inf"))
 say(f"lowering pays: {best < 0.7 * whole[plan.base]}")
 files = sorted(path.name for path in folder.iterdir() if "profile" not in path.name)
 say(f"plan: {len(plan.classes)} {files}")
@@ -85,7 +85,8 @@ dist.destroy_process_group()
     fast, weak = said(output, "modes")
     (base,) = {of_rank.removeprefix("True ") for of_rank in said(output, "base")}
     assert fast == f"['{base}']" and said(output, "as planned") == ["True"] * 2
-    # Some processors multiply BF16 at less than FP32's rate (AVX-512 without AMX): nothing is lowered there.
+    # Some processors multiply BF16 at less than FP32's rate (AVX-512 without AMX), or emulate it, and it is
+    # not profiled: nothing is lowered there.
     assert "bf16" in weak or "int8" in weak or "True" not in said(output, "lowering pays")
     files = "['cluster.json', 'graph.json', 'plan.json', 'sensitivity.json']"
     assert said(output, "plan") == [f"2 {files}"] * 2
