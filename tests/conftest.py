@@ -27,6 +27,15 @@ def _said_anew() -> None:
         coverage.warn_once.cache_clear()
 
 
+@pytest.fixture
+def fast_products() -> None:
+    """Skip a test that is about faster or other products on a processor that emulates them all (AVX2)."""
+    from qsync.backend.precisions_that_pay import emulation_note
+
+    if note := emulation_note(torch.device("cpu")):
+        pytest.skip(note)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run tests that start ranks first, one after another; keep each other file on one worker.

@@ -263,8 +263,11 @@ def accepted(name: str, rank: int) -> list[list[Any] | None]:
     model, batch, loss_fn = parts_of(name, rank)
     loss = loss_of(loss_fn)
     own = replace(detect_class(torch.device("cpu")), name=(FAST, WEAK)[rank])
+    # Emulated or not: memory decides here.
+    precisions = [p for p in own.precisions if p not in (Precision.FP16, Precision.INT8_ALL)]
     profile = agree("profiling", lambda: qsync.profile(
-        model, batch, loss, device_class=own, rounds=1, make_optimizer=make_optimizer(1e-3)
+        model, batch, loss, device_class=own, precisions=precisions, rounds=1,
+        make_optimizer=make_optimizer(1e-3),
     ).to_json())  # fmt: skip
     graph = job.form_graph(job.TrainingStep(model, batch, loss))
     profiles = {entry["device_class"]: Profile.from_json(entry) for entry in profile}

@@ -135,7 +135,7 @@ def test_the_report_says_factors_targets_met_and_who_adds_less(tmp_path):
     assert draw(rows, tmp_path / "a.png").stat().st_size > 10_000
 
 
-def test_a_tiny_model_is_measured_posed_and_judged(tmp_path, monkeypatch):
+def test_a_tiny_model_is_measured_posed_and_judged(fast_products, tmp_path, monkeypatch):
     def make():
         layer = torch.nn.Linear
         return torch.nn.Sequential(

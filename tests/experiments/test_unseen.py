@@ -87,7 +87,7 @@ def test_the_peak_that_is_predicted_worst_is_judged():
 
 
 @pytest.mark.filterwarnings("ignore:qsync:UserWarning")  # so small a model is faster in FP32
-def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch):
+def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch, fast_products):
     """Two copies of the model beside FP32's have room: autocast's comes first."""
     added = []
 
@@ -129,7 +129,11 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     assert len(ran) == 6
     content = read_json(tmp_path / "figures.json")
     parts = content["families"]["lstm"]
-    assert set(parts["speed"]["variants"]) == {"fp32", "autocast", *family_runs.MODES}
+    # Without fast BF16 torch may have no LSTM under autocast.
+    assert {"fp32", *family_runs.MODES} <= set(parts["speed"]["variants"])
+    assert {*parts["speed"]["variants"], *parts["speed"]["unavailable"]} == {
+        "fp32", "autocast", *family_runs.MODES,
+    }  # fmt: skip
     assert sum(parts["speed"]["coverage"]["int8"]["flops"].values()) == pytest.approx(1.0)
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {} and (tmp_path / "figures.png").is_file()
