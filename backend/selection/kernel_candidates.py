@@ -17,7 +17,12 @@ from qsync.backend import cutlass
 from qsync.backend.kernels.attention.attention_bf16 import fastest_attention_bf16
 from qsync.backend.kernels.attention.attention_int8 import attention_int8
 from qsync.backend.kernels.convolution.convolution_bf16 import conv2d_bf16
-from qsync.backend.kernels.convolution.convolution_int8 import conv1d_int8, conv2d_int8, conv2d_int8_all
+from qsync.backend.kernels.convolution.convolution_int8 import (
+    conv1d_int8,
+    conv2d_int8,
+    conv2d_int8_all,
+    sums_are_cut_off,
+)
 from qsync.backend.kernels.convolution.image_order import find_channels_last
 from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
 from qsync.backend.kernels.fp8 import addmm_fp8, linear_fp8
@@ -155,7 +160,8 @@ def has_onednn() -> bool:
 def _why_no_int8_convolution(device: torch.device) -> str | None:
     if device.type != "cpu":
         return "torch has no INT8 convolution on GPUs"
-    return _why_no_onednn()
+    cut_off = "oneDNN cuts INT8 sums off at 16 bits on this processor: it has no VNNI"
+    return _why_no_onednn() or (cut_off if sums_are_cut_off() else None)
 
 
 def _why_no_onednn() -> str | None:

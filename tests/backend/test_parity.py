@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync.backend import Operand, encode, reference_kernel
+from qsync.backend.precisions_that_pay import emulated_precisions, emulation_note
 from qsync.backend.selection.kernel_candidates import candidates
 from qsync.errors import UnsupportedError
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
@@ -341,7 +342,13 @@ def bounds(device, kind, precision, out_type):
     else:
         least = {"attention": ATTENTION_DB, "rnn": RNN_DB}.get(kind, LEAST_DB)[precision]
     least = least if out_type == "fp32" else (min(least[0], 42), min(least[1], 42))
-    return [db - 10 * (device == "cuda") for db in least]
+    return [db - 10 * (device == "cuda") - 3 * is_emulated(device, precision) for db in least]
+
+
+def is_emulated(device, precision):
+    """Whether a processor without 16-bit products runs torch's other kernels, which sum in other orders."""
+    cpu = torch.device("cpu")
+    return device == "cpu" and bool(emulation_note(cpu)) and precision in emulated_precisions(cpu)
 
 
 def reference_of(kind, precision, in_torch):
@@ -386,7 +393,8 @@ def compare(
         # are in the other order.
         skips = precision in (Precision.FP32_FAST, Precision.FP16, Precision.BF16)
         skips_padding = skips and spatial and a.ndim > 2
-        if device == "cuda" and candidate.name.startswith("torch") and not b.isfinite().all():
+        others = device == "cuda" or is_emulated(device, precision)
+        if others and candidate.name.startswith("torch") and not b.isfinite().all():
             b = b.masked_fill(~a.isfinite(), math.nan)  # cuDNN and fused attention clip, skip or spread it
             a = a.masked_fill(~b.isfinite(), math.nan)
         reason = disagreement(a, b, least[min(i, 1)], spatial, skips_padding)

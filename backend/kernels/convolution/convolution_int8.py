@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from qsync.backend.casts.cast_ops import (
     transpose_last,
     unfold,
 )
+from qsync.backend.devices.kernel_timing import apart
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.int8_products import scaled_product
 from qsync.backend.kernels.convolution.conv_geometry import Geometry, geometry_of, single
@@ -311,6 +313,23 @@ def _through_onednn(
         x_codes, 1.0, 128, *weight.packed[key], None, *arguments, 1.0, 0, torch.float32, "none", [], ""
     )
     return scale_images(sums, x_scale, bias, dtype)
+
+
+@cache
+def sums_are_cut_off() -> bool:
+    """Return whether oneDNN cuts sums of two products off at 16 bits: on processors without VNNI it does."""
+    return apart(_cuts_off)  # outside of a trace, in which this may be asked
+
+
+def _cuts_off() -> bool:
+    images = torch.full((1, 16, 1, 1), 255, dtype=torch.uint8)
+    filters = torch.full((16, 16, 1, 1), 127, dtype=torch.int8)
+    one, zero, once = torch.ones(1), torch.zeros(1, dtype=torch.int64), ([1, 1], [0, 0], [1, 1], 1)
+    packed = torch.ops.onednn.qconv_prepack(filters, one, 1.0, 0, *once, list(images.shape))
+    sums = torch.ops.onednn.qconv_pointwise(
+        images, 1.0, 0, packed, one, zero, None, *once, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return bool((sums != 16 * 255 * 127).any())
 
 
 def _images_to_bf16(g: Tensor) -> tuple[Tensor, Tensor]:
