@@ -30,7 +30,7 @@ def _said_anew() -> None:
 
 @pytest.fixture
 def fast_products() -> None:
-    """Skip a test that is about faster or other products on a processor that emulates them all (AVX2)."""
+    """Skip a test of what AVX-512 or AMX compute on a processor that emulates all lower precisions (AVX2)."""
     from qsync.backend.precisions_that_pay import emulation_note
 
     if note := emulation_note(torch.device("cpu")):

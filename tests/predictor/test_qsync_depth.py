@@ -90,7 +90,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.INT8])
-def test_forward_and_weight_gradient_terms_are_the_measured_errors(case, precision):
+def test_forward_and_weight_gradient_terms_are_the_measured_errors(case, precision, fast_products):
     target, x_shape, w_shape, options = CASES[case]
     kind = "linear" if case == "linear" else "conv2d"
     x, w = spread(*x_shape).requires_grad_(), (spread(*w_shape, seed=1) / 10).requires_grad_()

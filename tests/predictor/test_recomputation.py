@@ -188,7 +188,7 @@ def test_incremental_vectorized_and_whole_memory_agree_mark_recomputed_blocks(da
     [("fp32", (), True), ("bf16", (), True), ("bf16", ("*",), True), ("bf16", (), False)],
     ids=["fp32", "bf16", "saving less", "casts of weights are made again"],
 )
-def test_the_peak_is_what_is_predicted(precision, saving, kept, monkeypatch):
+def test_the_peak_is_what_is_predicted(precision, saving, kept, monkeypatch, fast_products):
     for module in ("backend.selection.kernel_selection", "predictor.memory.lifetimes"):
         monkeypatch.setattr(f"qsync.{module}.keeps_weight_casts", lambda device: kept)
     with process_group_of_one():

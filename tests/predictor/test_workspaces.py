@@ -348,7 +348,9 @@ def trained() -> dict[str, memory_runs.Trained]:
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # torch's, of depthwise weights in blocks
 @pytest.mark.parametrize(("name", "precision", "saves_less", "tolerance"), CASES)
-def test_the_peak_of_a_step_is_as_predicted(trained, name, precision, saves_less, tolerance, monkeypatch):
+def test_the_peak_of_a_step_is_as_predicted(
+    trained, name, precision, saves_less, tolerance, monkeypatch, fast_products
+):
     # The memory model knows the products of oneDNN, not those in tiles (docs/limits.md).
     monkeypatch.setattr(int8_products, "_uses_tiles", lambda *_: False)
     if name not in trained:

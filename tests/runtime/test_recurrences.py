@@ -130,7 +130,7 @@ def test_the_sensitivity_of_a_recurrence_is_near_what_is_measured(kind, options)
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_the_memory_model_knows_what_a_recurrence_saves(kind, precision):
+def test_the_memory_model_knows_what_a_recurrence_saves(kind, precision, fast_products):
     torch.manual_seed(0)
     model = nn.Sequential(kind(128, 256, 2), First(), nn.Linear(256, 8))
     x, saved = torch.randn(20, 8, 128), {}
