@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from qsync import backend
 from qsync.backend.devices.device_detection import detect_class, device_of, machine
-from qsync.backend.precisions_that_pay import default_precisions
+from qsync.backend.precisions_that_pay import precisions_to_profile
 from qsync.errors import (
     CalibrationError,
     FormatError,
@@ -31,7 +31,6 @@ from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.registry import Indicator, indicator_named
 from qsync.predictor.sensitivity.variance import variance
-from qsync.records.base import base_on, bases_of
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
@@ -142,31 +141,6 @@ def naming_operators(
     except CalibrationError:
         variance(Calibration(program, [loss], trained, []))
         raise
-
-
-def precisions_to_profile(
-    device_class: DeviceClass,
-    model: torch.nn.Module,
-    precisions: Sequence[Precision | str] | None = None,
-    base: Precision | None = None,
-) -> tuple[Precision, ...]:
-    """Return these precisions, or those worth choosing from with the base and the type of the model.
-
-    Raises UnsupportedError for one that the class lacks.
-    """
-    if precisions:
-        chosen = tuple(Precision.parse(p) for p in precisions)
-    else:
-        bases = bases_of(device_class.device, device_class.precisions)
-        kept = {base_on(base, bases)} if base else set()
-        if any(parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
-            kept.add(Precision.BF16)
-        chosen = default_precisions(device_class, kept)
-    for precision in chosen:
-        if precision not in device_class.precisions:
-            known = ", ".join(device_class.precisions)
-            raise UnsupportedError(f"{device_class.name} has no {precision}; it has {known}")
-    return chosen
 
 
 def sensitivity(

@@ -25,7 +25,7 @@ _WITHHELD = ("amx", "avx", "bmi2", "f16c", "fma", "gfni", "movbe", "popcnt", "va
 def determined_by() -> dict[str, str]:
     """Return what of this processor, and of this file, determines the compiled code."""
     return {
-        "processor": f"{platform.machine()} {platform.system()} {processor()}",
+        "processor": f"{platform.system()} {processor()}",
         "flags": " ".join(sorted(granted_flags())),
         "features": " ".join(_preferred()),
         "build": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),

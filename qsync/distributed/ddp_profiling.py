@@ -28,6 +28,7 @@ from scipy.optimize import linear_sum_assignment
 
 from qsync import api
 from qsync.backend.devices.device_detection import machine
+from qsync.backend.precisions_that_pay import precisions_to_profile
 from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally
 from qsync.errors import FormatError, UnsupportedError, shortened
@@ -82,7 +83,7 @@ class ProfileOptions:
 
     def of_class(self, device_class: DeviceClass, model: torch.nn.Module) -> tuple[Precision, ...]:
         """Return the precisions to profile on a class. Raises UnsupportedError for one that it lacks."""
-        return api.precisions_to_profile(device_class, model, self.precisions, self.base)
+        return precisions_to_profile(device_class, model, self.precisions, self.base)
 
     def of_profiler(self, num_precisions: int) -> ProfilerOptions:
         """Return the part of these options that one rank's profiler takes."""
@@ -173,9 +174,7 @@ class DdpProfiler:
         self._rank, self._bucket_cap_bytes = rank, options.bucket_cap_bytes
         self.precisions = agree_locally(
             "profiling",
-            lambda: api.precisions_to_profile(
-                rank.device_class, step.model, options.precisions, options.base
-            ),
+            lambda: precisions_to_profile(rank.device_class, step.model, options.precisions, options.base),
         )
         parameters = agree_locally("profiling", lambda: api.trained_parameters(step.model))
         clock = job_clock(rank.device, rank.device_class.emulated_share)

@@ -24,6 +24,7 @@ import torch
 
 import qsync
 from qsync import api
+from qsync.backend.precisions_that_pay import precisions_to_profile
 from qsync.distributed.plan_cache import stable_text
 from qsync.elastic_training.healing import Server, fetch
 from qsync.elastic_training.rendezvous import Card
@@ -114,7 +115,7 @@ def class_costs(
     and no count.
     `options` are those of `qsync.profile`.
     """
-    chosen = api.precisions_to_profile(device_class, model, options.pop("precisions", None), base)
+    chosen = precisions_to_profile(device_class, model, options.pop("precisions", None), base)
     graph = api.trace_step(model, batch, loss_fn)
     own: list[Any] = [device_class.name, device_class.hardware, device_class.emulated_share]
     own += [[str(precision) for precision in each] for each in (device_class.precisions, chosen)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qsync import api
 from qsync.backend import precisions_that_pay
 from qsync.backend.devices.device_detection import detect_class
 from qsync.backend.precisions_that_pay import (
     default_precisions,
     emulated_precisions,
     emulation_note,
+    precisions_to_profile,
     sixteen_bits_pay,
 )
 from qsync.records.cluster import DeviceClass
@@ -54,7 +54,7 @@ def test_what_takes_three_times_as_long_as_fp32_is_profiled_on_request_only(
     left = {FP32, FAST, BF16, INT8} - emulated
     assert set(default_precisions(own)) == left
     assert set(default_precisions(own, {BF16, FP16})) == left | {BF16, FP16}
-    assert api.precisions_to_profile(own, torch.nn.Linear(2, 2), ["int8", "bf16"]) == (INT8, BF16)
+    assert precisions_to_profile(own, torch.nn.Linear(2, 2), ["int8", "bf16"]) == (INT8, BF16)
     assert sixteen_bits_pay(CPU) is (bf16 < 1)
     note = emulation_note(CPU)
     assert all(str(p) in note for p in emulated) if len(emulated) > 1 else note == ""
@@ -63,10 +63,10 @@ def test_what_takes_three_times_as_long_as_fp32_is_profiled_on_request_only(
 def test_a_base_is_profiled_though_it_is_emulated(monkeypatch):
     taking(monkeypatch, bf16=16.0, int8=25.0)
     own, in_fp32, in_bf16 = detect_class(CPU), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16()
-    assert set(api.precisions_to_profile(own, in_fp32, None, BF16)) == {FP32, FAST, BF16}
-    assert set(api.precisions_to_profile(own, in_fp32, None, FP16)) == {FP32, FAST, BF16}  # FP16's stand-in
-    assert set(api.precisions_to_profile(own, in_fp32, None, FAST)) == {FP32, FAST}
-    assert set(api.precisions_to_profile(own, in_bf16)) == {FP32, FAST, BF16}
+    assert set(precisions_to_profile(own, in_fp32, None, BF16)) == {FP32, FAST, BF16}
+    assert set(precisions_to_profile(own, in_fp32, None, FP16)) == {FP32, FAST, BF16}  # FP16's stand-in
+    assert set(precisions_to_profile(own, in_fp32, None, FAST)) == {FP32, FAST}
+    assert set(precisions_to_profile(own, in_bf16)) == {FP32, FAST, BF16}
 
 
 def test_the_first_product_is_the_same_in_both_types(monkeypatch):
