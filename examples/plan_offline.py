@@ -12,6 +12,8 @@ import torch
 
 import qsync
 from qsync.predictor.cost_model.fill_profile import fill, simulate
+from qsync.predictor.cost_model.model import CostModel
+from qsync.predictor.cost_model.samples import samples_of
 from qsync.records.datasheets import datasheet
 
 WIDTH, LAYERS, SMALL, LARGE = 128, 1, 4, 512
@@ -39,19 +41,19 @@ def main() -> None:
     sensitivity = qsync.sensitivity(model, [batch], squared)
     with torch.device("meta"):
         graph = qsync.capture(encoder(), torch.randn(LARGE, 32, WIDTH))
-    larger = fill(measured, graph, measured_on=qsync.capture(model, batch))
+    small = qsync.capture(model, batch)
+    larger, costs = fill(measured, graph, measured_on=small), CostModel(samples_of(small, measured))
 
-    profiles = {name: simulate(larger, graph, datasheet(sheet), name) for name, sheet in DEVICES.items()}
+    profiles = {n: simulate(larger, graph, datasheet(sheet), n, costs) for n, sheet in DEVICES.items()}
     classes = [{"name": name, "datasheet": sheet, "count": 4} for name, sheet in DEVICES.items()]
-    link = {"latency_s": 30e-6, "bytes_per_s": 10e9}
-    cluster = qsync.Cluster.from_json({"classes": classes, "link": link})
+    cluster = qsync.Cluster.from_json({"classes": classes, "link": {"latency_s": 30e-6, "bytes_per_s": 10e9}})
     plan = qsync.plan(graph, profiles, sensitivity, cluster)
     full = {name: {} for name in DEVICES}  # nothing lowered
     before, after = (qsync.replay(graph, one, profiles, cluster) for one in (full, plan))
     print(f"FP32 takes {before.step_s * 1e3:.2f} ms a step, the plan {after.step_s * 1e3:.2f} ms (simulated)")
     for name, entry in plan.classes.items():
-        waits = f"waits {before.classes[name].wait_s:.1e} s in FP32, {after.classes[name].wait_s:.1e} s now"
-        print(f"{name} ({DEVICES[name]}): {len(entry.lowered)} operators lowered; {waits}")
+        then, now = (found.classes[name].wait_s for found in (before, after))
+        print(f"{name}: {len(entry.lowered)} operators lowered; waits {then:.1e} s in FP32, {now:.1e} s now")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, SHARE, he
 from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.workloads.subjects import subject
 from qsync.predictor.cost_model.fill_profile import fill, simulate
+from qsync.predictor.cost_model.model import CostModel
+from qsync.predictor.cost_model.samples import samples_of
 from qsync.records.datasheets import datasheet
 from qsync.records.plan_folder import Basis
 
@@ -87,7 +89,11 @@ class MeasuredModel:
 
     @cached_property
     def _large_profile(self) -> Profile:
-        return fill(self.profile, self.large, measured_on=self.graph)
+        return fill(self.profile, self.large, self._costs, measured_on=self.graph)
+
+    @cached_property
+    def _costs(self) -> CostModel:
+        return CostModel.learn(samples_of(self.graph, self.profile))
 
     def beside_share(self, share: float = SHARE, count: int = 1) -> Basis:
         """Return the basis for so many of this machine beside as many of a share of it. Emulated."""
@@ -98,7 +104,7 @@ class MeasuredModel:
         """Return the basis for GPUs, one of each, at the larger batch. Simulated from their data sheets."""
         cards = {name: card(name) for name in names}
         profiles = {
-            c.name: simulate(self._large_profile, self.large, datasheet(name), c.name)
+            c.name: simulate(self._large_profile, self.large, datasheet(name), c.name, self._costs)
             for name, c in cards.items()
         }
         return Basis(self.large, Cluster(tuple(cards.values()), NETWORK), profiles, self.sensitivity)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from qsync.errors import MismatchError
+from qsync.errors import CalibrationError, MismatchError
 from qsync.predictor.cost_model.model import CostModel, Priced, costs_of
 from qsync.predictor.cost_model.op_calls import Call, calls, cast_call, modes, value_call
 from qsync.predictor.cost_model.samples import samples_of, sheet_of
@@ -127,16 +127,18 @@ def simulate(
 ) -> Profile:
     """Simulate the profile of an absent device, at the shares of its peaks that a measured device reaches.
 
-    Those shares come from the measured `profile` of any device (or a `model`). Of the work outside the graph,
+    Those shares come from the measured `profile` of any device, or from a `model`; a profile that was filled
+    in for another shape needs one, learned at the shape that was measured. Of the work outside the graph,
     loss and optimizer scale by bandwidth; the host's part and data loading stay. Nobody measured that another
-    device reaches the same shares of its own peaks: the result is labelled simulated.
+    device reaches the same shares of its own peaks: the result is labelled simulated. Raises CalibrationError
+    if no product was measured and no model is given.
 
     >>> simulate(profile, graph, datasheet("T4"), "infer").origin
     'simulated'
     """
     profile.check_graph(graph)
     here = sheet_of(graph, profile)
-    model = model or CostModel(samples_of(graph, profile, here))
+    model = model or _measured_here(graph, profile, here)
     asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
     ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
     found = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
@@ -176,6 +178,16 @@ def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet)
 def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet) -> CostModel:
     """Learn a cost model from one profile alone: its own operators and casts."""
     return CostModel.learn(samples_of(graph, profile, sheet))
+
+
+def _measured_here(graph: OpGraph, profile: Profile, sheet: DataSheet) -> CostModel:
+    samples = samples_of(graph, profile, sheet)
+    if any(call.is_product for _, call in calls(graph)) and not any(s.call.is_product for s in samples):
+        raise CalibrationError(
+            f"no product of the profile of {profile.device_class} was measured at this shape; give a model "
+            "learned from the one that was: CostModel(samples_of(graph, profile))"
+        )
+    return CostModel(samples)
 
 
 def possible_casts(graph: OpGraph, precisions: tuple[Precision, ...]) -> Iterator[tuple[str, str, str]]:

@@ -267,6 +267,10 @@ def test_a_filled_profile_is_not_learned_from():
     assert "linear" not in learned_calls
     with pytest.raises(MismatchError, match="is simulated; learn from a measured one"):
         samples_of(graph, simulate(lawful(graph), graph, datasheet("T4"), "infer"))
+    with pytest.raises(CalibrationError, match="no product of the profile of .* was measured at this shape"):
+        simulate(filled, larger, datasheet("T4"), "infer")
+    model = CostModel(samples_of(graph, lawful(graph), HERE))
+    assert simulate(filled, larger, datasheet("T4"), "infer", model).origin == "simulated"
 
 
 @pytest.fixture(scope="module")
