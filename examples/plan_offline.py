@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 
 import qsync
-from qsync.predictor.cost_model.fill_profile import fill, simulate
-from qsync.predictor.cost_model.model import CostModel
-from qsync.predictor.cost_model.samples import samples_of
+from qsync.predictor.cost_model.fill_profile import fill, learned_from, simulate
 from qsync.records.datasheets import datasheet
 
 WIDTH, LAYERS, SMALL, LARGE = 128, 1, 4, 512
@@ -42,7 +40,8 @@ def main() -> None:
     with torch.device("meta"):
         graph = qsync.capture(encoder(), torch.randn(LARGE, 32, WIDTH))
     small = qsync.capture(model, batch)
-    larger, costs = fill(measured, graph, measured_on=small), CostModel(samples_of(small, measured))
+    costs = learned_from(small, measured)
+    larger = fill(measured, graph, costs, measured_on=small)
 
     profiles = {n: simulate(larger, graph, datasheet(sheet), n, costs) for n, sheet in DEVICES.items()}
     classes = [{"name": name, "datasheet": sheet, "count": 4} for name, sheet in DEVICES.items()]

@@ -21,7 +21,8 @@ from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.ranks import FAST, MARGIN, WEAK
 from qsync.experiments.speedup.ways import ALONE, QSYNC_FASTEST, TITLES, samples_of, ways
 from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
-from qsync.predictor.cost_model.fill_profile import fill, simulate
+from qsync.predictor.cost_model.fill_profile import fill, learned_from, simulate
+from qsync.predictor.cost_model.model import CostModel
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.datasheets import datasheet
 from qsync.records.plan_folder import Basis
@@ -71,7 +72,8 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
         api.sensitivity(model, batches, workload.loss, precisions=_PRECISIONS, indicator=indicator)
         for indicator in ("variance", "depth")
     )
-    cluster, profiles = _on_cards(fill(profile, large, measured_on=graph), large)
+    costs = learned_from(graph, profile)
+    cluster, profiles = _on_cards(fill(profile, large, costs, measured_on=graph), large, costs)
     at = (large, profiles)
     plans = ways(Basis(large, cluster, profiles, by_variance), Sized(graph, {}), _BASE)
     # QSync's own rule: operators recover in the order of its indicator.
@@ -92,11 +94,11 @@ def _graph_of(model: torch.nn.Module, workload: Workload, batch: Batch) -> OpGra
     return api.trace_step(model, batch, workload.loss)
 
 
-def _on_cards(profile: Profile, graph: OpGraph) -> tuple[Cluster, dict[str, Profile]]:
+def _on_cards(profile: Profile, graph: OpGraph, costs: CostModel) -> tuple[Cluster, dict[str, Profile]]:
     """Return the two cards as a cluster, and their profiles."""
     sheet = datasheet(_CARD)
     fast = DeviceClass(FAST, "cuda", 1, sheet.memory_bytes, _PRECISIONS, datasheet=sheet.name)
-    own = simulate(profile, graph, sheet, FAST)
+    own = simulate(profile, graph, sheet, FAST, costs)
     weak = replace(fast, name=WEAK, emulated_share=_SHARE)
     return Cluster((fast, weak), NETWORK), {FAST: own, WEAK: of_share(own, WEAK, _SHARE)}
 

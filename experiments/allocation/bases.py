@@ -19,9 +19,8 @@ from qsync.backend.devices.device_detection import detect_class
 from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, SHARE, here_and_half
 from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.workloads.subjects import subject
-from qsync.predictor.cost_model.fill_profile import fill, simulate
+from qsync.predictor.cost_model.fill_profile import fill, learned_from, simulate
 from qsync.predictor.cost_model.model import CostModel
-from qsync.predictor.cost_model.samples import samples_of
 from qsync.records.datasheets import datasheet
 from qsync.records.plan_folder import Basis
 
@@ -93,7 +92,7 @@ class MeasuredModel:
 
     @cached_property
     def _costs(self) -> CostModel:
-        return CostModel.learn(samples_of(self.graph, self.profile))
+        return learned_from(self.graph, self.profile)
 
     def beside_share(self, share: float = SHARE, count: int = 1) -> Basis:
         """Return the basis for so many of this machine beside as many of a share of it. Emulated."""

@@ -175,8 +175,11 @@ def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet)
     return replace(profile, ops=ops, casts=dict(zip(keys, found[len(runs) :], strict=True)))
 
 
-def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet) -> CostModel:
-    """Learn a cost model from one profile alone: its own operators and casts."""
+def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> CostModel:
+    """Learn a cost model from one profile alone: the operators and casts that were measured.
+
+    >>> model = learned_from(graph, profile)
+    """
     return CostModel.learn(samples_of(graph, profile, sheet))
 
 
@@ -185,7 +188,7 @@ def _measured_here(graph: OpGraph, profile: Profile, sheet: DataSheet) -> CostMo
     if any(call.is_product for _, call in calls(graph)) and not any(s.call.is_product for s in samples):
         raise CalibrationError(
             f"no product of the profile of {profile.device_class} was measured at this shape; give a model "
-            "learned from the one that was: CostModel(samples_of(graph, profile))"
+            "learned from the one that was: learned_from(graph, profile)"
         )
     return CostModel(samples)
 
