@@ -35,7 +35,7 @@ def main() -> None:
     """Measure, simulate the two devices, plan, replay, and print what each class would do."""
     torch.manual_seed(0)
     model, batch = encoder(), torch.randn(SMALL, 32, WIDTH)
-    measured = qsync.profile(model, batch, squared, rounds=2)
+    measured = qsync.profile(model, batch, squared, rounds=4)
     sensitivity = qsync.sensitivity(model, [batch], squared)
     with torch.device("meta"):
         graph = qsync.capture(encoder(), torch.randn(LARGE, 32, WIDTH))
