@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -51,7 +50,6 @@ def main(
 ) -> None:
     """Measure what is missing, most valuable first, and report all there is."""
     end = time.monotonic() + 60 * minutes
-    _heed_signals()
     if not kept:
         _check(device)
     settings = {"device": device, "tiny": tiny}
@@ -84,13 +82,6 @@ def main(
         figures, bars=report.bars(found), tables=report.tables(found, figures["doubts"]), measured=measured,
         page=Page(_PAGE, note=report.cards(found)) if publish else None,
     )  # fmt: skip
-
-
-def _heed_signals() -> None:
-    """Exit on SIGTERM and SIGHUP, so that the piece that runs is ended on the way out."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _machine(pieces: Mapping[str, Any]) -> Mapping[str, Any] | None:

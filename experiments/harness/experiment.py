@@ -25,6 +25,7 @@ from rich.table import Table
 
 from qsync import QSyncError
 from qsync.errors import FormatError, MismatchError
+from qsync.exit_signals import exit_on_signals
 from qsync.experiments.harness.processes import end_with_parent
 from qsync.experiments.harness.provenance import folder_of, provenance
 from qsync.experiments.harness.tables import as_markdown, table_of, write_between, yes
@@ -270,7 +271,8 @@ def show(*parts: Table | str) -> None:
 
 
 def run_command(main: Callable[..., Any]) -> None:
-    """Run a command line: bad input is one sentence and exit code 2."""
+    """Run a command line: bad input is one sentence and exit code 2; told to end, it ends what it started."""
+    exit_on_signals()
     try:
         typer.run(main)
     except QSyncError as error:

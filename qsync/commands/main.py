@@ -28,6 +28,7 @@ from qsync.commands import (
     validate,
 )  # fmt: skip
 from qsync.errors import QSyncError, shortened
+from qsync.exit_signals import exit_on_signals
 
 app = typer.Typer(
     help="Train one model synchronously over unequal devices, and let nobody wait.",
@@ -49,6 +50,7 @@ _INTERRUPTED = 130  # as shells call it
 
 def main() -> None:
     """Run the program: parse its arguments, run a command and exit with its code."""
+    exit_on_signals()
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="qsync", standalone_mode=False)
         if code == _INTERRUPTED:  # typer has caught it

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -593,6 +596,26 @@ def test_interrupting_is_no_traceback(qsync, folder, monkeypatch):
     code, _, err = qsync("plan", folder)
     assert code == 130
     assert err == "qsync: interrupted\n"
+
+
+@pytest.mark.dist
+def test_a_demo_that_is_told_to_end_leaves_no_temporary_folder(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qsync.commands.main", "demo", "--out", str(tmp_path / "out")],
+        env=os.environ | {"TMPDIR": str(temporary)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not any(temporary.glob("tmp*")):  # torch keeps a cache there as well
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.terminate()
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert not list(temporary.glob("tmp*"))
 
 
 def test_planning_imports_no_torch(folder):

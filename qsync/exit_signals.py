@@ -1,0 +1,21 @@
+"""A program that is told to end, ends what it started and removes its temporary folders."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+
+def exit_on_signals() -> None:
+    """Exit on SIGTERM and SIGHUP, with the code that shells give: 128 + the signal's number.
+
+    A signal that is ignored stays ignored, as nohup asks. Only the main thread can set this: in another,
+    nothing changes. Programs call this, libraries never.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
