@@ -18,7 +18,7 @@ FOLDERS = ("qsync", *BESIDE_QSYNC)
 
 # Arrows point one way: a layer imports what stands before it, and itself.
 LAYERS = (
-    "errors", "progress", "records", "lowering", "backend", "predictor", "replayer", "allocator",
+    "errors", "exit_signals", "progress", "records", "lowering", "backend", "predictor", "replayer", "allocator",
     "planning", "figures", "tracing", "runtime", "api", "expansion", "cost_learning", "distributed",
     "checkpoints", "hybrid_training", "elastic_training", "integrations", "experiments", "commands",
     "__main__",
