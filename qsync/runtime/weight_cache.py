@@ -9,6 +9,7 @@ gradients, casts anew.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -86,8 +87,14 @@ class WeightCopy:
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return a view of a few elements, spread over the weight's memory."""
+    """Return a view of a few elements of the weight's memory, of which neither all rows nor columns are one.
+
+    The gradient of a whole column is 0 where an input feature is, as a pixel at the edge of every image.
+    """
     step = max(1, weight.numel() // _SAMPLED)
+    row = weight.numel() // max(1, weight.shape[0]) if weight.dim() else 1
+    while math.gcd(step, row) > 1:
+        step -= 1
     return weight.detach().as_strided((weight.numel() // step,), (step,))
 
 

@@ -301,6 +301,21 @@ def test_a_loop_that_steps_by_hand_trains():
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.parametrize("shape", [(64, 512), (48, 96), (7, 5)])
+def test_a_step_by_hand_is_seen_where_an_input_feature_is_always_zero(shape):
+    """The gradient of its column is zero, as of a pixel at the edge of every image."""
+    features, width = shape
+    model, x = nn.Sequential(nn.Linear(features, width, bias=False)), torch.randn(8, features)
+    x[:, 0] = 0.0
+    fresh = copy.deepcopy(model)
+    qsync.wrap(model, "bf16", strict=True)(x).square().mean().backward()
+    weight = model[0].weight
+    weight.data -= 10 * weight.grad
+    weight.grad.zero_()  # kept, as if micro-batches went on
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), qsync.wrap(fresh, "bf16", strict=True)(x))
+
+
 def test_a_model_compares_its_own_weights_alone(monkeypatch):
     compared: list[int] = []
     samples = weight_cache._samples
