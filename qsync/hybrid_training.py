@@ -46,7 +46,7 @@ from qsync.records.levers import SAVE_LESS
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
-from qsync.replayer import profiles_under_levers
+from qsync.replayer import Sized, profiles_under_levers
 from qsync.runtime.wrapping import check_plan_base, check_plan_compiled, swap_plan
 from qsync.tracing.tracer import autocast_type, without_autocast
 
@@ -339,7 +339,9 @@ def _write_report(file: Path, plan: Plan, folder: Path) -> None:
 
     try:
         basis = Basis.load(folder)
-        profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
+        profiles = profiles_under_levers(
+            basis.graph, basis.profiles, basis.cluster, plan.levers, Sized.load(folder)
+        )
         page.write(file, plan, replace(basis, profiles=profiles))
     except (OSError, FormatError) as error:  # as where a full disk took neither profiles nor page
         logger.warning("qsync: the report is not written: %s; training goes on", shortened(error, 400))
@@ -366,12 +368,14 @@ def _profile_and_plan(
         able = {p for device_class in formed[0].classes for p in device_class.precisions}
         chosen = able.intersection(profiling.precisions or able)
         options = {**options, "base": str(default_base(graph, chosen))}
+    other = options.get("other")
+    named = {**options, "other": other.graph.shapes_hash} if isinstance(other, Sized) else options
     folder = plans / cache_key(graph, formed[0], {
         "precisions": profiling.precisions, "optimizer": profiling.make_optimizer, "loss": step.loss_fn,
         "cap": profiling.bucket_cap_bytes,
         **({"loader": "given"} if profiling.loader is not None else {}),
         **{name: value for name, value in (profiling.ddp_options or {}).items() if isinstance(value, bool)},
-        **({"compile": True} if profiling.compile else {}), **options,
+        **({"compile": True} if profiling.compile else {}), **named,
     })  # fmt: skip
     plan = cached_plan(folder)
     if plan is None:
@@ -407,19 +411,23 @@ def _plan_and_save(
         basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
         bucket_cap_bytes=bucket_cap_bytes, **options,
     )  # fmt: skip
-    save_with_warnings(folder, plan, basis, options.get("budgets"))
+    save_with_warnings(folder, plan, basis, options.get("budgets"), options.get("other"))
     return plan
 
 
-def save_with_warnings(folder: Path, plan: Plan, basis: Basis, budgets: Mapping[str, int] | None) -> None:
+def save_with_warnings(
+    folder: Path, plan: Plan, basis: Basis, budgets: Mapping[str, int] | None, other: Sized | None = None
+) -> None:
     """Write a plan beside its basis, and log the reasons to doubt it, or why it is not kept."""
     try:
+        if other is not None:
+            other.save(folder)
         save_plan(folder, plan, basis)
     except OSError as error:  # a full disk is found after the profiles were measured
         logger.warning(
             "qsync: the plan is not kept in %s (%s), so the next start profiles again; make space there, or "
             "give cache_dir another folder", folder, error.strerror or error,
         )  # fmt: skip
-    profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
+    profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers, other)
     for warning in find_warnings(basis.graph, plan, profiles, basis.cluster, budgets):
         logger.warning("qsync: %s", warning)

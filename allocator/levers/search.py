@@ -48,7 +48,7 @@ from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer.levers.apply import profiles_under_levers
-from qsync.replayer.levers.batch_size import Sized
+from qsync.replayer.levers.batch_size import Sized, check_other
 
 # Objectives beyond any variance (given as a multiple of the plan's without levers): too slow, and infeasible.
 _TOO_SLOW, _INFEASIBLE = 1e6, 1e12
@@ -297,7 +297,7 @@ def _trial(problem: Search, trial: Any, study: Any) -> float:
             return float(known.value)
     try:
         value, plan = problem.evaluate(setting)
-    except (FormatError, MismatchError):  # these levers are too far from the profiled numbers of samples
+    except FormatError:  # these levers are too far from the profiled numbers of samples
         value, plan = _INFEASIBLE, None
     trial.set_user_attr("num_levers", len(setting.used(plan)) if plan else 0)
     trial.set_user_attr("step_s", plan.step_s if plan else None)
@@ -342,6 +342,8 @@ def _check_levers(
             f"{basis.graph.model} was captured with; capture it (and profile it) once more with another "
             "number, or leave share and accumulate out"
         )
+    if other is not None and not {SHARE, ACCUMULATE}.isdisjoint(levers):
+        check_other(basis.graph, other.graph)
     if basis.cluster.num_ranks == 1:
         raise FormatError("levers are for several ranks, and this cluster has one; leave them off")
     if BUCKETS in levers and options.get("bucket_cap_bytes") is not None:

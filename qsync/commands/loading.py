@@ -8,14 +8,12 @@ from pathlib import Path
 from qsync.errors import FormatError, MismatchError
 from qsync.records.cluster import Cluster
 from qsync.records.datasheets import datasheet
-from qsync.records.graph import OpGraph
 from qsync.records.levers import Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
 from qsync.replayer import Sized, profiles_under_levers
 
-OTHER = "other"  # a folder in the folder: the model captured, and profiled, with another number of samples
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
 
 
@@ -35,7 +33,7 @@ def load_plan(
     folder = folder or plan_file.parent
     basis = load_basis(folder, cluster, force=force)
     plan.check_graph(basis.graph)
-    return plan, under_levers(basis, plan.levers, load_other(folder))
+    return plan, under_levers(basis, plan.levers, Sized.load(folder))
 
 
 def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: bool = False) -> Basis:
@@ -72,21 +70,6 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: 
         origin = f"simulated device, {WHAT_IF}"
         simulated = {name: replace(profile, origin=origin) for name, profile in simulated.items()}
     return replace(basis, profiles={**basis.profiles, **simulated})
-
-
-def load_other(folder: str | Path) -> Sized | None:
-    """Return the model with another number of samples, or None where FOLDER/other has no graph.json.
-
-    Shares of the batch and passes are planned with it. Profiles beside that graph are read as well.
-
-    >>> qsync.capture(model, smaller_batch).save("demo-out/other/graph.json")
-    >>> qsync.profile(model, smaller_batch).save("demo-out/other/profile-infer.json")
-    """
-    other = Path(folder) / OTHER
-    if not (other / "graph.json").is_file():
-        return None
-    found = [Profile.load(path) for path in sorted(other.glob("profile-*.json"))]
-    return Sized(OpGraph.load(other / "graph.json"), {profile.device_class: profile for profile in found})
 
 
 def under_levers(basis: Basis, levers: Levers | None, other: Sized | None) -> Basis:

@@ -217,9 +217,10 @@ def _search_levers(
     basis: Basis, goal: _Goal, search: _LeverSearch, folder: Path, options: Mapping[str, Any]
 ) -> tuple[Basis, Plan]:
     from qsync.allocator import search as search_levers
-    from qsync.commands.loading import load_other, under_levers
+    from qsync.commands.loading import under_levers
+    from qsync.replayer import Sized
 
-    other = load_other(folder)
+    other = Sized.load(folder)
     named = [name.strip() for name in (search.levers or "").split(",") if name.strip()]
     with working("searching levers") as progress:
         chosen = search_levers(

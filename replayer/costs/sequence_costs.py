@@ -57,6 +57,7 @@ def sequence_costs(
     found = {}
     for name, entry in timeline.classes.items():
         profile = profiles[name]
+        taken = profile.setting.samples if profile.setting else num  # under levers a class has its own share
         own = [event for event in timeline.events if event.device_class == name]
         fixed = sum(event.duration_s for event in own if event.kind in ("host", "optimizer"))
         of_pairs = 0.0
@@ -68,7 +69,7 @@ def sequence_costs(
             elif node.op in quadratic:
                 of_pairs += run_cost(profile, node, ops[node.op]).total_s
         linear = max(0.0, entry.compute_s - entry.loading_s - fixed - of_pairs)
-        found[name] = SequenceCost(fixed, linear / (num * length), of_pairs / (num * length**2))
+        found[name] = SequenceCost(fixed, linear / (taken * length), of_pairs / (taken * length**2))
     return found
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from qsync.errors import FormatError, MismatchError
 from qsync.records.graph import OpGraph
@@ -20,6 +21,7 @@ from qsync.records.levers import samples_of
 from qsync.records.profiles import MEASURED, Cost, Profile
 
 INTERPOLATED, PROPORTIONAL = "interpolated", "proportional"
+OTHER = "other"  # the folder of a second capture, in that of a plan
 
 # The line through two profiles holds from their smaller number of samples / REACH to their larger x REACH.
 REACH = 1.5
@@ -37,6 +39,27 @@ class Sized:
     graph: OpGraph
     profiles: Mapping[str, Profile]
 
+    def save(self, folder: Path) -> None:
+        """Write the graph and the profiles to FOLDER/other, where plans of this folder look for them."""
+        self.graph.save(folder / OTHER / "graph.json")
+        for name, profile in self.profiles.items():
+            profile.save(folder / OTHER / f"profile-{name}.json")
+
+    @classmethod
+    def load(cls, folder: Path) -> Sized | None:
+        """Return the model with another number of samples; None where FOLDER/other has no graph.json.
+
+        Shares of the batch and passes are planned with it. Profiles beside that graph are read as well.
+
+        >>> qsync.capture(model, smaller_batch).save("demo-out/other/graph.json")
+        >>> qsync.profile(model, smaller_batch).save("demo-out/other/profile-infer.json")
+        """
+        other = folder / OTHER
+        if not (other / "graph.json").is_file():
+            return None
+        found = [Profile.load(path) for path in sorted(other.glob("profile-*.json"))]
+        return cls(OpGraph.load(other / "graph.json"), {profile.device_class: profile for profile in found})
+
 
 def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
     """Return the graph that a capture with this many samples would give, computed from two captures.
@@ -49,11 +72,7 @@ def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
     first, second = samples_of(graph), samples_of(other)
     if samples == first:
         return graph
-    _check_same_model(graph, other)
-    if first == second:
-        raise MismatchError(
-            f"both captures of {graph.model} have {first} samples; capture it once more with another number"
-        )
+    check_other(graph, other)
 
     def whole(name: str, here: int, there: int) -> int:
         numerator = here * (second - first) + (there - here) * (samples - first)
@@ -83,22 +102,33 @@ def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
     return replace(graph, inputs=inputs, ops=ops)
 
 
-def _check_same_model(graph: OpGraph, other: OpGraph) -> None:
-    """Raise MismatchError unless the two graphs differ in sizes alone."""
+def check_other(graph: OpGraph, other: OpGraph) -> None:
+    """Raise MismatchError unless the two graphs differ in sizes alone, and in their numbers of samples.
+
+    Inputs are compared by position: their names come from whoever called the model.
+    """
 
     def frame(of: OpGraph) -> list[object]:
-        entering: list[object] = [(value.name, value.kind, len(value.shape)) for value in of.inputs]
-        return entering + [(op.name, op.kind, op.inputs, op.kept, len(op.shape)) for op in of.ops]
+        places = {value.name: i for i, value in enumerate(of.inputs)}
+        entering: list[object] = [(i, value.kind, len(value.shape)) for i, value in enumerate(of.inputs)]
+        return entering + [
+            (op.name, op.kind, [places.get(x, x) for x in op.inputs], [places.get(x, x) for x in op.kept],
+             len(op.shape))
+            for op in of.ops
+        ]  # fmt: skip
 
     mine, theirs = frame(graph), frame(other)
     if graph.hash != other.hash or mine != theirs:
-        first_difference = next(
-            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None
-        )
-        where = f", they first differ in {mine[first_difference][0]}" if first_difference is not None else ""  # type: ignore[index]
+        names = [value.name for value in (*graph.inputs, *graph.ops)]
+        differing = (name for name, a, b in zip(names, mine, theirs, strict=False) if a != b)
+        where = next((f", they first differ in {name}" for name in differing), "")
         raise MismatchError(
             f"the second capture is not of the same operators of {graph.model}{where}; capture both alike, "
             "with another number of samples"
+        )
+    if (samples := samples_of(graph)) == samples_of(other):
+        raise MismatchError(
+            f"both captures of {graph.model} have {samples} samples; capture it once more with another number"
         )
 
 
@@ -140,7 +170,10 @@ def at_samples(
         second.check_graph(other.graph)
         apart = samples_of(other.graph) - first
         part, part_loaded = ((s - first) / apart for s in (samples, loaded))
-        found = _between(profile, second, part, part_loaded)
+        pairs = zip(other.graph.inputs, graph.inputs, strict=True)
+        names = {theirs.name: mine.name for theirs, mine in pairs}
+        casts = {(names.get(value, value), a, b): cost for (value, a, b), cost in second.casts.items()}
+        found = _between(profile, replace(second, casts=casts), part, part_loaded)
     law = PROPORTIONAL if second is None else INTERPOLATED
     return replace(
         found, shapes_hash=at.shapes_hash, batch=at.batch_shapes, step_s={},

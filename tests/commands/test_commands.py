@@ -16,13 +16,14 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import allocate
 from qsync.commands import main
-from qsync.commands.loading import load_other, under_levers
+from qsync.commands.loading import under_levers
 from qsync.records.cluster import Cluster
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
+from qsync.replayer import Sized
 
 CLUSTER_TOML = """
 [[classes]]
@@ -257,7 +258,7 @@ def test_a_plan_with_levers_is_replayed_and_explained_under_them(qsync, refused,
     other.save(folder / "other" / "graph.json")
     basis = Basis.load(folder)
     levers = Levers({"train": ClassLevers(44), "infer": ClassLevers(20, passes=2)})
-    under = under_levers(basis, levers, load_other(folder))
+    under = under_levers(basis, levers, Sized.load(folder))
     plan = allocate(under.graph, under.profiles, under.sensitivity, under.cluster)
     plan.save(folder / "plan.json")
     code, out, _ = qsync("replay", folder / "plan.json", "--json")
