@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,29 @@ def test_recomputing_makes_fit_what_does_not():
 def test_without_a_target_that_can_be_reached_the_step_is_named():
     with pytest.raises(InfeasibleError, match="no plan reaches a step of 1e-05 s"):
         search(*PARTS, levers=["share"], other=OTHER, trials=3, target_s=1e-5, solver="greedy")
+
+
+def test_a_second_capture_of_another_model_is_refused_before_the_search():
+    for other, why in ((encoder(3, rows=16), "not of the same operators"), (GRAPH, "both captures .* have")):
+        with pytest.raises(MismatchError, match=why):
+            search(*PARTS, levers=["share"], other=Sized(other, {}), trials=2, **FAST)
+
+
+def test_inputs_of_a_second_capture_may_have_other_names():
+    names = {value.name: f"their {value.name}" for value in SMALLER.inputs if value.kind == "batch"}
+
+    def theirs(values: Sequence[str]) -> tuple[str, ...]:
+        return tuple(names.get(value, value) for value in values)
+
+    renamed = replace(
+        SMALLER,
+        inputs=tuple(replace(value, name=names.get(value.name, value.name)) for value in SMALLER.inputs),
+        ops=tuple(replace(op, inputs=theirs(op.inputs), kept=theirs(op.kept)) for op in SMALLER.ops),
+    )
+    assert names and renamed.hash == SMALLER.hash
+    expected = search(*PARTS, levers=["share"], other=Sized(SMALLER, {}), trials=4, **FAST)
+    found = search(*PARTS, levers=["share"], other=Sized(renamed, {}), trials=4, **FAST)
+    assert found.levers == expected.levers and found.step_s == expected.step_s
 
 
 def test_a_search_goes_on_where_it_stopped_and_solves_nothing_twice(tmp_path, monkeypatch):

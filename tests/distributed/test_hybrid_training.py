@@ -159,6 +159,50 @@ dist.destroy_process_group()
     assert weak.startswith("True ") and not weak.startswith("True 0 ")
 
 
+def test_shares_are_planned_with_a_second_capture_and_predicted_again_after_a_restart(tmp_path):
+    """The step that is asked for is out of reach without shares; all starts are planned from one profile."""
+    body = """
+from pathlib import Path
+from qsync.distributed.monitoring import drift_monitor
+from qsync.replayer import Sized
+
+form_basis, formed = ddp_profiling.form_basis, []
+
+def first_basis(*args, **options):
+    if not formed:
+        formed.append(form_basis(*args, **options))
+    return formed[0]
+
+ddp_profiling.form_basis = first_basis
+large, name = batch(size=256, width=512), ["strong", "weak"][rank]
+options = dict(
+    loss_fn=loss_fn, cache_dir=cache, device_class=name, emulated_share=0.25 if rank else None,
+    precisions=["fp32"], base="fp32",
+)
+qsync.hybrid(make(width=512), large, **options)
+step = [qsync.Plan.load(next(Path(cache).glob("*/plan.json"))).step_s]
+dist.broadcast_object_list(step)
+for start in ("first", "second"):
+    # a second capture is named by who makes it: the model is called by position, or by name
+    half = batch(size=128, width=512)[0] if start == "first" else {"x": batch(size=128, width=512)[0]}
+    other = Sized(qsync.capture(make(width=512), half), {})
+    model = qsync.hybrid(
+        make(width=512), large, **options, levers=["share"], other=other, trials=6, target_s=0.8 * step[0]
+    )
+    predicted = drift_monitor.monitors.get(model)
+    plans = {file: qsync.Plan.load(file) for file in Path(cache).glob("*/plan.json")}
+    (folder, plan) = next((file.parent, plan) for file, plan in plans.items() if plan.levers)
+    total = sum(plan.levers[of].samples for of in ("strong", "weak"))
+    say(f"{start}: {predicted is not None} {len(plans)} {total} {Sized.load(folder) is not None}")
+    loss_fn(model, batch(size=plan.levers[name].samples, width=512)).backward()
+say(f"profiled: {len(formed)}")
+dist.destroy_process_group()
+"""
+    output = launch(tmp_path, body)
+    assert said(output, "first") == said(output, "second") == ["True 2 512 True"] * 2
+    assert said(output, "profiled") == ["1", "1"]
+
+
 def test_a_given_plan_is_run_and_a_cache_that_is_malformed_is_made_anew(tmp_path):
     body = """
 from pathlib import Path

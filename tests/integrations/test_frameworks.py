@@ -7,7 +7,8 @@ import pytest
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.integrations import run_cases
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+# Every case trains several times: five minutes are not enough beside other work.
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 # Cases that run here, by module; None: it works, else part of the sentence that its user reads. The page of
 # results has all of them.

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import qsync
 from qsync.errors import FormatError
-from qsync.replayer import replay
+from qsync.records.levers import ClassLevers, Levers
+from qsync.replayer import Sized, profiles_under_levers, replay
 from qsync.replayer.costs.sequence_costs import (
     SequenceCost,
     hand_out,
@@ -119,3 +120,15 @@ def test_the_costs_of_a_step_add_up_to_its_time():
         assert cost.seconds(3, 24) == pytest.approx(timeline[name].compute_s)
     flat = qsync.capture(torch.nn.Linear(16, 4), torch.randn(16))
     assert sequence_costs(flat, timeline, profiles) is None
+
+
+def test_a_class_with_its_own_share_has_the_costs_of_its_own_sequences():
+    """Whatever its share, a class takes the replayed time for the sequences that it takes."""
+    graph, half = (qsync.capture(Attention(True), torch.randn(num, 24, 16)) for num in (8, 4))
+    profiles = {name: profile_of(graph, name, slow=slow) for name, slow in (("train", 1.0), ("infer", 2.0))}
+    levers = Levers({"train": ClassLevers(12), "infer": ClassLevers(4)})
+    profiles = profiles_under_levers(graph, profiles, cluster_of(), levers, Sized(half, {}))
+    timeline = replay(graph, {"train": {}, "infer": {}}, profiles, cluster_of())
+    for name, cost in sequence_costs(graph, timeline, profiles).items():
+        own = {"train": 12, "infer": 4}[name]
+        assert cost.seconds(own, 24) == pytest.approx(timeline[name].compute_s)
