@@ -18,7 +18,7 @@ from qsync.predictor.cost_model.samples import samples_of, sheet_of
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
-from qsync.records.profiles import CARRIED, Cost, Profile
+from qsync.records.profiles import CARRIED, DEVICE_MEASURED, LEARNED, Cost, Profile
 
 Casts = dict[tuple[str, str, str], Cost]
 # The casts of a pair of types are priced by the line between these numbers of elements.
@@ -67,7 +67,8 @@ def fill(
     outside = Cost(profile.outside.forward_s * grown, profile.outside.backward_s * grown)
     return replace(
         profile, shapes_hash=graph.shapes_hash, batch=graph.batch_shapes, ops=ops, casts=casts,
-        outside=outside, step_s=profile.step_s if same else {}, origin="learned" if added else profile.origin,
+        outside=outside, step_s=profile.step_s if same else {},
+        origin=_origin(profile, LEARNED) if added else profile.origin,
         filled={**profile.filled, **added}, error=profile.error if same else _error(profile, model),
         loading_s=profile.loading_s * grown, launches=None if added or not same else profile.launches,
     )  # fmt: skip
@@ -118,7 +119,8 @@ def carry(
         named, graph_hash=graph.hash, shapes_hash=graph.shapes_hash, model=graph.model,
         batch=graph.batch_shapes, ops=ops, casts=filled.casts(),
         outside=Cost(profile.outside.forward_s * outside, profile.outside.backward_s * outside),
-        step_s={}, origin=CARRIED, filled=added, error=_error(profile, model), launches=None,
+        step_s={}, origin=_origin(profile, CARRIED), filled=added, error=_error(profile, model),
+        launches=None,
     )  # fmt: skip
 
 
@@ -138,7 +140,7 @@ def simulate(
     """
     profile.check_graph(graph)
     here = sheet_of(graph, profile)
-    model = model or _measured_here(graph, profile, here)
+    model = model or learned_from(graph, profile, here)
     asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
     ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
     found = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
@@ -152,10 +154,23 @@ def simulate(
         Cost(profile.outside.forward_s * slower, profile.outside.backward_s * slower),
         host_s=profile.host_s * share, optimizer_s=profile.optimizer_s * slower,
         optimizer_bytes=profile.optimizer_bytes, step_s={},
-        machine={"data sheet": sheet.name, "source": sheet.source, "shares of": profile.device_class},
+        machine=_where_from(sheet, profile, model),
         bucket_s_per_byte=profile.bucket_s_per_byte * slower, origin="simulated",
         loading_s=profile.loading_s * share,
     )  # fmt: skip
+
+
+def _origin(profile: Profile, origin: str) -> str:
+    """Return the origin of costs made from a profile's: a device that was not measured stays so."""
+    return origin if profile.origin in DEVICE_MEASURED else profile.origin
+
+
+def _where_from(sheet: DataSheet, profile: Profile, model: CostModel) -> dict[str, str]:
+    """Return what a simulated profile stands on, and which of its costs nothing like was measured."""
+    found = {"data sheet": sheet.name, "source": sheet.source, "shares of": profile.device_class}
+    if not any(sample.call.kind == "cast" for sample in model.samples):
+        found["casts"] = "not measured; as other passes over memory"
+    return found
 
 
 def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet) -> Profile:
@@ -178,19 +193,17 @@ def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet)
 def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> CostModel:
     """Learn a cost model from one profile alone: the operators and casts that were measured.
 
+    Raises CalibrationError where products are in the graph and none was measured, as in a filled profile.
+
     >>> model = learned_from(graph, profile)
     """
-    return CostModel.learn(samples_of(graph, profile, sheet))
-
-
-def _measured_here(graph: OpGraph, profile: Profile, sheet: DataSheet) -> CostModel:
     samples = samples_of(graph, profile, sheet)
     if any(call.is_product for _, call in calls(graph)) and not any(s.call.is_product for s in samples):
         raise CalibrationError(
             f"no product of the profile of {profile.device_class} was measured at this shape; give a model "
             "learned from the one that was: learned_from(graph, profile)"
         )
-    return CostModel(samples)
+    return CostModel.learn(samples)
 
 
 def possible_casts(graph: OpGraph, precisions: tuple[Precision, ...]) -> Iterator[tuple[str, str, str]]:

@@ -228,8 +228,15 @@ class _Laws:
         return same[0] if same else mode
 
     def _of(self, call: Call, mode: str, direction: Direction) -> Law:
-        known = self._kinds.get((call.kind, mode, direction))
-        return known or self._families.get((family(call.kind), mode, direction)) or Law()
+        """Return the law of a kind, else of its family; where neither was measured, of memory passes."""
+        for laws, name, of in (
+            (self._kinds, call.kind, mode),
+            (self._families, family(call.kind), mode),
+            (self._families, family(""), "fp32"),
+        ):
+            if (name, of, direction) in laws:
+                return laws[name, of, direction]
+        return Law()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import types
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -73,35 +75,69 @@ def stable_text(value: object) -> str:
 
     >>> stable_text(torch.optim.AdamW)
     """
+    return _text(value, ())
+
+
+def _text(value: object, inside: tuple[int, ...]) -> str:
+    """Return what a value is; `inside` are the codes of functions around it, which may name one another."""
     if isinstance(value, partial):
-        return digest(
-            [stable_text(value.func), [stable_text(each) for each in value.args], _shown(value.keywords)]
-        )
+        arguments = [_part(each, inside) for each in (*value.args, value.keywords)]
+        return digest([_text(value.func, inside), arguments])
     code = getattr(value, "__code__", None)
     if code is not None:
+        if id(code) in inside:
+            return str(code.co_qualname)
+        inside, read = (*inside, id(code)), _names(code)
         named = inspect.getclosurevars(value)  # type: ignore[arg-type]
         defaults = inspect.signature(value).parameters  # type: ignore[arg-type]
+        seen = {**named.globals, **named.nonlocals, "self": getattr(value, "__self__", None)}
         return digest([
-            code.co_qualname, _instructions(code), _shown({**named.globals, **named.nonlocals}),
-            _shown({name: each.default for name, each in defaults.items()}),
+            code.co_qualname, _instructions(code),
+            {name: _part(each, inside, read) for name, each in seen.items()},
+            {name: _part(each.default, inside, read) for name, each in defaults.items()},
         ])  # fmt: skip
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if callable(value):  # an object, which may be shown by its address
-        shown = "" if type(value).__repr__ is object.__repr__ else str(value)
-        return digest([type(value).__qualname__, shown, stable_text(type(value).__call__)])
+        text = "" if type(value).__repr__ is object.__repr__ else str(value)
+        return digest([type(value).__qualname__, text, _text(type(value).__call__, inside)])
     return str(value)
 
 
-def _instructions(code: CodeType) -> list[object]:
+def _instructions(code: types.CodeType) -> list[object]:
     """Return what code does, with the names that it looks up and the functions inside it."""
-    constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    constants = [
+        _instructions(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts
+    ]
     return [code.co_code.hex(), list(code.co_names), constants]
 
 
-def _shown(values: Mapping[str, object]) -> dict[str, str]:
-    """Return classes, functions, numbers and texts by what they are, anything else by its type."""
-    return {
-        name: str(getattr(each, "__qualname__", each if isinstance(each, (int, float, str)) else type(each)))
-        for name, each in values.items()
-    }
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of attributes and the texts that code, or a function inside it, looks up."""
+    texts = {each for each in code.co_consts if isinstance(each, str)}
+    nested = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(code.co_names).union(texts, *nested)
+
+
+def _part(value: object, inside: tuple[int, ...], read: frozenset[str] | None = None) -> str:
+    """Return classes, functions, numbers, texts and collections by what they are, others by their type.
+
+    Of settings only the entries count that the function reads: others, as the name of a run, may change.
+    """
+    if id(value) in inside:  # a collection that holds itself
+        return type(value).__qualname__
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name, None) for each in fields(value)}
+    elif isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        value = vars(value)
+    within = (*inside, id(value))
+    if isinstance(value, Mapping):
+        kept = [(key, each) for key, each in value.items() if read is None or str(key) in read]
+        return str([(str(key), _part(each, within, read)) for key, each in kept])
+    if isinstance(value, (list, tuple)):
+        return str([_part(each, within, read) for each in value])
+    if value is None or isinstance(value, (int, float, str)):
+        return repr(value)
+    if isinstance(value, types.FunctionType):
+        return _text(value, inside)
+    return str(getattr(value, "__qualname__", type(value)))

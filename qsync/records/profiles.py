@@ -52,7 +52,7 @@ _ADDED_LATER = (
     "refused", "loading_s", "model", "batch", "compiled", "switch_s", "held_down", "launches",
 )  # fmt: skip
 # The device itself was measured, whatever the model was.
-_DEVICE_MEASURED = (MEASURED, LEARNED, CARRIED)
+DEVICE_MEASURED = (MEASURED, LEARNED, CARRIED)
 MEASURE_AGAIN = "measure it again with qsync.profile, or take it as what-if with --force"
 # A throttled rank gets the share of its core that was asked for but for some parts in a thousand.
 _SAME_SHARE = 0.02
@@ -221,7 +221,7 @@ class Profile:
 
     def check_class(self, device_class: DeviceClass) -> None:
         """Raise MismatchError unless this profile was measured on the class's hardware, as far as known."""
-        if self.origin not in _DEVICE_MEASURED:
+        if self.origin not in DEVICE_MEASURED:
             return
         name = shortened(self.device_class, quote=False)
         mine, its = (
@@ -330,7 +330,7 @@ def check_versions(profiles: Mapping[str, Profile]) -> None:
         known: dict[str, str] = {}
         for name, profile in profiles.items():
             version = profile.machine.get(what)
-            if version and profile.origin in _DEVICE_MEASURED:
+            if version and profile.origin in DEVICE_MEASURED:
                 known.setdefault(_minor(version), name)
         for version, name in known.items():
             if what == "qsync" and version != _minor(qsync.__version__):

@@ -15,8 +15,6 @@ from qsync.replayer.costs.vectorized_costs import VectorizedCosts
 from qsync.replayer.simulate import replay
 from qsync.replayer.synchronous_step import Exchange, Work, step_time
 
-_FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
-
 
 class MembershipSteps:
     """Seconds of a step at any membership of a plan's cluster: `steps({"train": 1, "infer": 2})`.
@@ -36,14 +34,17 @@ class MembershipSteps:
         self._graph, self._cluster, self._cap = graph, cluster, plan.bucket_cap_bytes
         self._costs = costs_of_classes(graph, plan, profiles, cluster)
         timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=self._cap)
-        weights_bytes = _FIXED_COPIES * sum(value.num_bytes for value in graph.parameters)
+        weights_bytes = sum(
+            (1 + value.requires_grad) * value.num_bytes for value in graph.parameters
+        )  # and their gradients
         self._planned: dict[str, tuple[int, int]] = {}  # class -> samples of a step, passes
         self._limits: dict[str, int] = {}  # class -> the most samples of a pass
         for c in cluster.classes:
             setting = profiles[c.name].setting
             samples, passes = (setting.samples, setting.levers.passes) if setting else (samples_of(graph), 1)
-            grows_bytes = max(1, timeline[c.name].memory_bytes - weights_bytes)  # with the samples of a pass
-            room = max(1.0, (c.memory_bytes - weights_bytes) / grows_bytes)
+            fixed_bytes = weights_bytes + profiles[c.name].optimizer_bytes
+            grows_bytes = max(1, timeline[c.name].memory_bytes - fixed_bytes)  # with the samples of a pass
+            room = max(1.0, (c.memory_bytes - fixed_bytes) / grows_bytes)
             self._planned[c.name] = samples, passes
             self._limits[c.name] = int(room * (samples // passes))
         self.samples_per_step = sum(c.count * self._planned[c.name][0] for c in cluster.classes)

@@ -64,11 +64,13 @@ def profiles_under_levers(
     known = {} if known is None else known
     for name, entry in chosen.items():
         if (name, entry) not in known:
-            known[name, entry] = _of_class(graph, profiles[name], entry, other)
+            known[name, entry] = _of_class(graph, profiles[name], entry, other, cluster[name].device)
     return {name: known[name, entry] for name, entry in chosen.items()}
 
 
-def _of_class(graph: OpGraph, profile: Profile, levers: ClassLevers, other: Sized | None) -> Profile:
+def _of_class(
+    graph: OpGraph, profile: Profile, levers: ClassLevers, other: Sized | None, device: str
+) -> Profile:
     captured = samples_of(graph)
     samples = levers.samples or captured
     if samples % levers.passes:
@@ -87,14 +89,14 @@ def _of_class(graph: OpGraph, profile: Profile, levers: ClassLevers, other: Size
         at = resized(graph, other.graph, size)
         found = at_samples(profile, graph, other, size, at, loaded=samples)
     at = mark_recomputed(at, levers.recomputed)
-    found = _in_passes(found, at, levers.passes)
+    found = _in_passes(found, at, levers.passes, device)
     setting = Setting(with_other_passes(at, levers.passes), samples, graph.shapes_hash, captured, levers)
     return replace(found, setting=setting)
 
 
-def _in_passes(profile: Profile, graph: OpGraph, passes: int) -> Profile:
+def _in_passes(profile: Profile, graph: OpGraph, passes: int, device: str) -> Profile:
     """Return the profile of a step of so many passes of this graph, with its recomputed blocks."""
-    is_kept = keeps_weight_casts(profile.device or "cpu")
+    is_kept = keeps_weight_casts(device)
     found = in_passes(with_recomputation(profile, graph, is_kept), graph, passes, is_kept)
     if profile.launches:  # of a GPU
         launches = with_recomputation(profile.launches, graph, is_kept)

@@ -119,7 +119,7 @@ def check_other(graph: OpGraph, other: OpGraph) -> None:
 
     mine, theirs = frame(graph), frame(other)
     if graph.hash != other.hash or mine != theirs:
-        names = [value.name for value in (*graph.inputs, *graph.ops)]
+        names = [*(value.name for value in graph.inputs), *(op.name for op in graph.ops)]
         differing = (name for name, a, b in zip(names, mine, theirs, strict=False) if a != b)
         where = next((f", they first differ in {name}" for name in differing), "")
         raise MismatchError(

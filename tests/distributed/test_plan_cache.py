@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
@@ -84,3 +85,40 @@ def test_another_loss_is_another_plan():
     ]  # fmt: skip
     assert len({key(each) for each in losses}) == len(losses)
     assert key(Weighted(1.0)) == key(Weighted(1.0))
+
+
+def chosen_by(settings):
+    """A function for each way to hold settings, none of which names what it reads in its own code."""
+    plain = vars(settings)
+
+    def of_namespace(parameters):
+        return torch.optim.SGD(parameters) if settings.optimizer == "sgd" else torch.optim.AdamW(parameters)
+
+    def of_mapping(parameters):
+        return getattr(torch.optim, plain["optimizer"])(parameters)
+
+    def chosen():
+        return settings.optimizer
+
+    def of_helper(parameters):
+        return getattr(torch.optim, chosen())(parameters)
+
+    return of_namespace, of_mapping, of_helper
+
+
+def test_settings_that_a_function_reads_count_and_others_do_not():
+    def settings(optimizer, run):
+        return chosen_by(argparse.Namespace(optimizer=optimizer, run=run))
+
+    first, other, later = settings("sgd", "monday"), settings("adamw", "monday"), settings("sgd", "tuesday")
+    for one, two, same in zip(first, other, later, strict=True):
+        assert key(one) != key(two) and key(one) == key(same)
+
+
+def test_functions_and_lists_that_hold_themselves_have_a_key():
+    def again(n):
+        return again(n - 1) if n else endless
+
+    endless: list[object] = []
+    endless.append(endless)
+    assert key(again) == key(again)

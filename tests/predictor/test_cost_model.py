@@ -16,7 +16,7 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast
 from qsync.planning import plan, replay
 from qsync.predictor.cost_model.features import features
-from qsync.predictor.cost_model.fill_profile import fill, simulate
+from qsync.predictor.cost_model.fill_profile import carry, fill, simulate
 from qsync.predictor.cost_model.gaussian_process import Gaussian
 from qsync.predictor.cost_model.model import CostModel, asked, held_out_shapes, step_error
 from qsync.predictor.cost_model.op_calls import (
@@ -28,6 +28,7 @@ from qsync.predictor.cost_model.op_calls import (
     operations,
     parts,
     sum_s,
+    value_call,
 )
 from qsync.predictor.cost_model.roofline_law import Law
 from qsync.predictor.cost_model.samples import DIRECTIONS, Sample, choose, samples_of
@@ -269,8 +270,37 @@ def test_a_filled_profile_is_not_learned_from():
         samples_of(graph, simulate(lawful(graph), graph, datasheet("T4"), "infer"))
     with pytest.raises(CalibrationError, match="no product of the profile of .* was measured at this shape"):
         simulate(filled, larger, datasheet("T4"), "infer")
+    with pytest.raises(CalibrationError, match="no product of the profile of .* was measured at this shape"):
+        fill(filled, graph_of(128), measured_on=larger)
     model = CostModel(samples_of(graph, lawful(graph), HERE))
     assert simulate(filled, larger, datasheet("T4"), "infer", model).origin == "simulated"
+
+
+def test_what_is_filled_in_for_an_absent_device_stays_simulated():
+    graph, larger = graph_of(32), graph_of(64)
+    model = CostModel(samples_of(graph, lawful(graph), HERE))
+    card = simulate(lawful(graph), graph, datasheet("T4"), "infer", model)
+    assert fill(card, larger, model, measured_on=graph).origin == "simulated"
+    names = {op.name: op.name for op in graph.ops}
+    assert carry(card, graph, graph, names, model).origin == "simulated"
+    assert carry(lawful(graph), graph, graph, names, model).origin == "carried"
+
+
+def test_casts_that_were_not_measured_take_as_long_as_other_passes_over_memory():
+    """A processor that emulates low precisions profiles FP32 alone, without a cast."""
+    graph, sheet = graph_of(512), datasheet("T4")
+    whole = lawful(graph)
+    ops = {name: {"fp32": costs["fp32"]} for name, costs in whole.ops.items() if "fp32" in costs}
+    alone = simulate(replace(whole, ops=whole.ops | ops, casts={}, cast_fit={}), graph, sheet, "infer")
+    casts = {
+        (value, "fp32", "bf16"): Cost(*(truth(call, "fp32 bf16", d, HERE) for d in ("forward", "backward")))
+        for value, call in value_call(graph).items()
+    }
+    cards = {"with": simulate(replace(whole, casts=casts), graph, sheet, "infer"), "without": alone}
+    assert "not measured" in alone.machine["casts"] and "casts" not in cards["with"].machine
+    lines = [cards[name].cast_fit["fp32", "fp16"] for name in ("without", "with")]
+    taken_s, expected_s = (start.forward_s + 2**22 * rise.forward_s for start, rise in lines)
+    assert taken_s == pytest.approx(expected_s, rel=0.3)
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
+from graphs import Builder, cluster_of, encoder, mlp, profile_of, sensitivity_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync.allocator import allocate
 from qsync.errors import FormatError
 from qsync.records.cluster import Cluster, Link
+from qsync.records.graph import OpGraph
 from qsync.records.levers import ClassLevers, Levers
 from qsync.replayer import profiles_under_levers, replay
 from qsync.replayer.churn import (
@@ -344,6 +345,32 @@ def test_passes_are_added_only_where_memory_is_short():
     short = steps_of(cluster_of(COUNTS, memory_bytes=most))[0]
     few = {"train": 1, "infer": 1}
     assert plenty(COUNTS) == short(COUNTS) and plenty(few) < short(few)
+
+
+@pytest.mark.parametrize("frozen", [0, 5])
+def test_what_a_pass_may_hold_is_what_memory_holds(frozen):
+    """Frozen weights have neither gradients nor states of an optimizer."""
+
+    def graph_of(rows: int) -> OpGraph:
+        build = Builder()
+        x = build.enter("x", (rows, 64))
+        for k in range(6):
+            weight = build.enter(f"{k}.weight", (64, 64), "parameter", grad=k >= frozen)
+            x = build.follow(f"{k}.act", "gelu", build.linear(f"{k}.fc", x, 64, weight=weight))
+        build.loss("loss", x)
+        build.output("loss")
+        return build.build()
+
+    def memory_bytes(rows: int) -> int:
+        graph = graph_of(rows)
+        own = {"train": replace(profile_of(graph, "train"), optimizer_bytes=8 * (6 - frozen) * 64 * 64)}
+        return replay(graph, {"train": {}}, own, cluster_of({"train": 2}))["train"].memory_bytes
+
+    graph, cluster = graph_of(32), cluster_of({"train": 8}, memory_bytes=memory_bytes(100))
+    profile = replace(profile_of(graph, "train"), optimizer_bytes=8 * (6 - frozen) * 64 * 64)
+    plan = allocate(graph, {"train": profile}, sensitivity_of(graph), cluster)
+    steps = MembershipSteps(graph, plan, {"train": profile}, cluster)
+    assert 85 < steps._limits["train"] <= 100  # what does not grow with samples is counted to what does
 
 
 @given(st.integers(0, 2), st.integers(0, 3), st.randoms(use_true_random=False))

@@ -131,6 +131,26 @@ def test_passes_save_what_waits_for_backward_and_pay_with_a_second_gradient():
     assert memory(wide, found) == half + gradients + rest < whole
 
 
+def test_an_absent_gpu_casts_its_weights_in_every_pass():
+    """Its profile is simulated and names no machine: the class says what the device is."""
+    graph, smaller = mlp(3, width=16, rows=16), mlp(3, width=16, rows=8)
+    plan = {"train": {}, "infer": {op.name: BF16 for op in graph.adjustable}}
+    levers = Levers({"infer": ClassLevers(passes=2)})
+
+    def compute_s(device: str) -> float:
+        cluster = cluster_of()
+        classes = tuple(replace(c, device=device) for c in cluster.classes)
+        cluster = replace(cluster, classes=classes)
+        absent = {
+            name: replace(profile, machine={}, origin="simulated")
+            for name, profile in profiles_of(graph).items()
+        }
+        found = profiles_under_levers(graph, absent, cluster, levers, Sized(smaller, {}))
+        return replay(graph, plan, found, cluster)["infer"].compute_s
+
+    assert compute_s("cuda") > compute_s("cpu")
+
+
 def test_unequal_shares_are_faster_and_weigh_by_samples():
     plain = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, slack=0.3)
     profiles = levered(train=ClassLevers(22), infer=ClassLevers(10))
