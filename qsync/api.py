@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from qsync.predictor.sensitivity.registry import Indicator, indicator_named
 from qsync.predictor.sensitivity.variance import variance
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph
+from qsync.records.json_files import check_kind
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
@@ -114,6 +116,7 @@ def profile(
         )
     if not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise CalibrationError(f"seconds must be a number of at least 0, found {shortened(seconds)}")
+    check_kind(device_class, (DeviceClass, NoneType), "device_class", "qsync.DeviceClass")
     device = device_of(model)
     chosen_class = device_class or detect_class(device)
     chosen = precisions_to_profile(chosen_class, model, precisions)
@@ -180,6 +183,9 @@ def sensitivity(
     indicate = indicator_named(indicator)
     if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
         raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
+    if not isinstance(batches, Iterable):
+        raise CalibrationError(f"batches must be a list of batches, found {shortened(batches)}")
+    batches = list(batches)
     with calibrating(model, batches, loss_fn, precisions=precisions, seed=seed) as calibration:
         found = _scores(
             indicate, calibration if indicator != "empirical" else _measurable(calibration, model, precisions)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from types import FrameType
+
+# Libraries catch every exception here and there, and so this one: it is raised again as long as we run.
+_AGAIN_S = 5.0
 
 
 def exit_on_signals() -> None:
@@ -18,4 +22,14 @@ def exit_on_signals() -> None:
     for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    def again(*_: object) -> None:
+        sys.exit(128 + number)
+
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, again)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+    sys.exit(128 + number)

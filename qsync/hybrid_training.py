@@ -81,12 +81,12 @@ def hybrid(
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
 
-    Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. It detects each
-    rank's device class, checks that all ranks agree on model and software, profiles every class on
+    Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. It checks
+    that all ranks agree on model and software, detects each rank's device class, profiles every class on
     `example_batch`, plans, and rewrites the model. The plan is cached on disk, so a restart does not profile
     again. If a rank dies or falls silent, the others stop and name it; a rank that lives but does not move is
-    named by one that waits for it. When steps take a tenth longer than predicted, rank 0 logs (logger
-    "qsync") which rank's phase is to blame.
+    named by one that waits for it. If steps of a job of several ranks stay a tenth longer than predicted for
+    30 seconds, rank 0 logs (logger "qsync") which rank and phase is to blame.
 
     Under a plan with levers gradients are weighed by samples; the loop then takes
     `plan.levers[CLASS].samples` a step, in `.passes` of them (`qsync.micro_batches`).

@@ -25,7 +25,7 @@ from qsync.replayer.explanation.critical_path import CriticalPath, find_critical
 from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized
 from qsync.replayer.memory_breakdown import Peak, peaks
-from qsync.replayer.simulate import replay
+from qsync.replayer.simulate import made_otherwise, replay
 from qsync.replayer.slowdown import slowed
 from qsync.replayer.step_noise import Variation, vary
 from qsync.replayer.synchronous_step import Exchange, Work, least_time, starts_s, steady_step, step_time
@@ -49,6 +49,7 @@ __all__ = [
     "cluster_all_reduce_s",
     "find_critical_path",
     "least_time",
+    "made_otherwise",
     "peaks",
     "replay",
     "run_cost",

@@ -25,6 +25,27 @@ from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 NINE_IN_TEN = 1.645
 
 
+# A plan that was made here is replayed to the same step but for rounding.
+_SAME_STEP = 1e-6
+
+
+def made_otherwise(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster) -> str:
+    """Say where these profiles and this cluster are not those that a plan was made from; empty if they are.
+
+    >>> made_otherwise(graph, plan, slower_profiles, cluster)
+    'the plan was made for a step of 7.8 ms; with these profiles and this cluster it takes 52.3 ms'
+    """
+    if plan.step_s is None:
+        return ""
+    step_s = replay(graph, plan, profiles, cluster, bucket_cap_bytes=plan.bucket_cap_bytes).step_s
+    if math.isclose(step_s, plan.step_s, rel_tol=_SAME_STEP):
+        return ""
+    return (
+        f"the plan was made for a step of {1e3 * plan.step_s:.4g} ms; with these profiles and this cluster "
+        f"it takes {1e3 * step_s:.4g} ms"
+    )
+
+
 def replay(
     graph: OpGraph,
     plan: Plan | Mapping[str, Mapping[str, Precision]],

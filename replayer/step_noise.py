@@ -20,6 +20,8 @@ from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.explanation.comparison import percentile
 from qsync.replayer.synchronous_step import Exchange, step_time
 
+_MOST_STEPS = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Variation:
@@ -62,8 +64,8 @@ def vary(
 
     >>> vary(graph, plan, profiles, cluster, num_steps=1000, seed=0).lost
     """
-    if num_steps < 1:
-        raise FormatError(f"the number of steps must be at least 1, found {num_steps}")
+    if not 1 <= num_steps <= _MOST_STEPS:
+        raise FormatError(f"the number of steps must be 1 to {_MOST_STEPS}, found {num_steps}")
     lowerings = checked_lowerings(graph, plan, profiles, cluster)
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
     works = [exchange.work(ClassCosts(lowering, profiles[name])) for name, lowering in lowerings.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
 import qsync
 from qsync.distributed.plan_cache import cache_folder
-from qsync.errors import FormatError, MismatchError, TracingError
+from qsync.errors import CalibrationError, FormatError, MismatchError, TracingError, UnsupportedError
 
 GRAPH, CLUSTER = mlp(3, width=32, rows=16), cluster_of()
 PROFILES = {name: profile_of(GRAPH, name, slow=s) for name, s in (("train", 1.0), ("infer", 1.4))}
@@ -153,3 +154,41 @@ def test_levers_of_hybrid_are_checked_before_anything_is_profiled(levers, words)
 
     with pytest.raises((FormatError, MismatchError), match=words):
         qsync.hybrid(torch.nn.Linear(4, 4), torch.ones(2, 4), loss_fn, levers=levers)
+
+
+LAYER, ROWS = torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.ones(3, 4)
+
+
+def squared(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (lambda model, batch: squared(model, batch).item(), "the loss is a float, .*; return the loss alone"),
+        (lambda model, batch: (squared(model, batch), 1), "the loss is a tuple, .*; return the loss alone"),
+        (lambda model, batch: squared(model, batch).detach(), "the loss has no gradient: it was detached"),
+        (torch.no_grad()(squared), "the loss has no gradient"),
+    ],
+)
+@pytest.mark.parametrize("of", [qsync.profile, lambda m, b, f, **_: qsync.sensitivity(m, [b], f)])
+def test_a_loss_that_cannot_be_trained_on_is_refused(loss_fn, words, of):
+    with pytest.raises(CalibrationError, match=words):
+        of(copy.deepcopy(LAYER), ROWS, loss_fn, precisions=["fp32"], rounds=1)
+
+
+def test_what_makes_no_optimizer_and_no_list_of_batches_is_refused():
+    layer = copy.deepcopy(LAYER)
+    given = {"precisions": ["fp32"], "rounds": 1}
+    with pytest.raises(CalibrationError, match="make_optimizer is a SGD; give a function"):
+        qsync.profile(layer, ROWS, squared, make_optimizer=torch.optim.SGD(layer.parameters()), **given)
+    with pytest.raises(CalibrationError, match="make_optimizer made None; give a function"):
+        qsync.profile(layer, ROWS, squared, make_optimizer=lambda parameters: None, **given)
+    with pytest.raises(FormatError, match="device_class is a str, 'infer'; give what qsync.DeviceClass"):
+        qsync.profile(layer, ROWS, squared, device_class="infer", **given)
+    with pytest.raises(CalibrationError, match="batches must be a list of batches, found None"):
+        qsync.sensitivity(layer, None, squared)
+    with pytest.raises(UnsupportedError, match="there is no indicator None"):
+        qsync.sensitivity(layer, [ROWS], squared, indicator=None)
+    assert qsync.sensitivity(layer, (ROWS for _ in range(1)), squared).omega

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,9 +26,14 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def end_with_parent() -> None:
-    """Let the system kill this process when the one that started it is gone, however that ended."""
+def end_with_parent(parent: str = "") -> None:
+    """Let the system kill this process when the one that started it is gone, however that ended.
+
+    Ends it now if that is gone already: if `parent` is no part of its command line.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent.encode() not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
+        os._exit(0)
 
 
 def module_of(function: Callable[..., Any]) -> str:

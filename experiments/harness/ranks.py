@@ -127,7 +127,7 @@ def _exit_code(command: list[str], environment: Mapping[str, str]) -> int:
 
 def main() -> None:
     """Run one rank of `run_on_ranks`, whose task is the JSON in argv; a QSyncError is exit code 2."""
-    processes.end_with_parent()
+    processes.end_with_parent("torch.distributed.run")
     task: dict[str, Any] = json.loads(sys.argv[1])
     share, is_first = task["config"].get("weak_share"), os.environ["RANK"] == "0"
     # gloo as soon as one rank is on a CPU

@@ -109,13 +109,17 @@ def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
     (`qsync.cost_learning.measure_sheet`).
     """
     rates: dict[str, float] = {}
+    rough: dict[str, float] = {}  # of types that ran in nothing long enough to measure
     bandwidth, idle = 0.0, []
     for op, call in calls(graph):
         for mode, cost in profile.ops.get(op.name, {}).items():
-            if not cost.forward_s > MIN_SAMPLE_S or FUSED in mode.split():
+            if FUSED in mode.split():
                 continue
             mode = mode.partition(" ")[0]
             done = operations(call, mode, "forward", "bf16")
+            if not cost.forward_s > MIN_SAMPLE_S:
+                rough |= {name: max(rough.get(name, 1.0), n / MIN_SAMPLE_S) for name, n in done.items()}
+                continue
             for type_name, count in done.items():
                 rates[type_name] = max(rates.get(type_name, 0.0), count / cost.forward_s)
             moved = moved_bytes(call, mode, "forward")
@@ -126,7 +130,7 @@ def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
     bandwidth = bandwidth or max(rates.values(), default=1e11) / 10
     launch = statistics.median(idle) if idle else 1e-5
     source = f"the profile of {profile.device_class}"
-    return DataSheet(profile.device_class, rates, bandwidth, 0, 2**25, launch, None, source)
+    return DataSheet(profile.device_class, {**rough, **rates}, bandwidth, 0, 2**25, launch, None, source)
 
 
 def choose(wanted: Iterable[Call], num: int, sheet: DataSheet) -> list[Call]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qsync.errors import UnsupportedError, shortened
+from qsync.errors import CalibrationError, UnsupportedError, shortened
 from qsync.lowering.lowered_graph import Run
 from qsync.predictor.profiling.clocks import Clock, CudaClock, KernelClock, LaunchClock, ShareClock, WallClock
 from qsync.predictor.profiling.launches import Launches
@@ -134,7 +134,7 @@ class Profiler:
         self._num_steps = 0
         self._ran: dict[str, set[str]] = {}  # the operators of the first step with a timer, by its label
         self.unused: set[int] = set()  # ids of the parameters that got no gradient in a step
-        self._optimizer = options.make_optimizer(self._parameters)
+        self._optimizer = _made(options.make_optimizer, self._parameters)
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
         self._typical_s = self._warm_up()
         self._optimizer_s.clear()
@@ -469,6 +469,18 @@ def _without_collection() -> Iterator[None]:
 def _waiting_clock(clock: Clock) -> Clock:
     """Return the clock that times the wait for a batch: wall time for a rank whose clock counts CPU time."""
     return WallClock() if isinstance(clock, ShareClock) and clock.share == 1.0 else clock
+
+
+def _made(make: MakeOptimizer, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of these parameters. Raises CalibrationError for what makes none."""
+    found = make(parameters) if callable(make) else None
+    if not (hasattr(found, "step") and hasattr(found, "zero_grad")):
+        what = f"made {shortened(found)}" if callable(make) else f"is a {type(make).__name__}"
+        raise CalibrationError(
+            f"make_optimizer {what}; give a function that returns an optimizer of the parameters it gets, "
+            "for example functools.partial(torch.optim.SGD, lr=0.1)"
+        )
+    return found
 
 
 def _all_that_can(graph: OpGraph) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from qsync.errors import CalibrationError
+from qsync.errors import CalibrationError, shortened
 from qsync.lowering.lowered_graph import LoweredGraph
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
@@ -42,13 +42,23 @@ class Runner(Protocol):
 
 
 def check_scalar(loss: torch.Tensor) -> None:
-    """Raise CalibrationError unless the loss is one number.
+    """Raise CalibrationError unless the loss is one number that has a gradient.
 
     Reads only the shape: it does not wait for the device.
     """
+    if not isinstance(loss, torch.Tensor):
+        raise CalibrationError(
+            f"the loss is a {type(loss).__name__}, {shortened(loss)}; return the loss alone, as a tensor of "
+            "one number"
+        )
     if loss.numel() != 1:
         raise CalibrationError(
             f"the loss has shape {tuple(loss.shape)}; return one number, for example its mean"
+        )
+    if not loss.requires_grad:
+        raise CalibrationError(
+            "the loss has no gradient: it was detached, or computed under torch.no_grad; return it as the "
+            "training step that calls backward has it"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from qsync.errors import UnsupportedError, nearest
+from qsync.errors import UnsupportedError, nearest, shortened
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.empirical import empirical
 from qsync.predictor.sensitivity.other_indicators.fisher import fisher
@@ -34,7 +34,7 @@ def indicator_named(name: str) -> Indicator:
     >>> indicator_named("varience")
     UnsupportedError: there is no indicator 'varience' (nearest: 'variance'); choose one of ...
     """
-    if name not in INDICATORS:
-        close, known = nearest(name, INDICATORS), ", ".join(INDICATORS)
-        raise UnsupportedError(f"there is no indicator {name!r}{close}; choose one of {known}")
+    if not isinstance(name, str) or name not in INDICATORS:
+        close, known = nearest(str(name), INDICATORS), ", ".join(INDICATORS)
+        raise UnsupportedError(f"there is no indicator {shortened(name)}{close}; choose one of {known}")
     return INDICATORS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from qsync.records.levers import Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
-from qsync.replayer import Sized, profiles_under_levers
+from qsync.replayer import Sized, made_otherwise, profiles_under_levers
 
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
 
@@ -22,8 +23,8 @@ def load_plan(
 ) -> tuple[Plan, Basis]:
     """Return a plan and its basis under its levers. `folder` is the plan's own unless it is given.
 
-    Raises FormatError for a file that is missing or malformed, MismatchError where both do not belong
-    together.
+    Without `cluster` and `force`, says on stderr where the plan was made from another basis. Raises
+    FormatError for a file that is missing or malformed, MismatchError where both do not belong together.
     """
     plan = Plan.load(plan_file)
     if folder is None and not (plan_file.parent / "graph.json").is_file():
@@ -33,7 +34,12 @@ def load_plan(
     folder = folder or plan_file.parent
     basis = load_basis(folder, cluster, force=force)
     plan.check_graph(basis.graph)
-    return plan, under_levers(basis, plan.levers, Sized.load(folder))
+    found = under_levers(basis, plan.levers, Sized.load(folder))
+    if cluster is None and not force:
+        doubt = made_otherwise(found.graph, plan, found.profiles, found.cluster)
+        if doubt:
+            print(f"qsync: {doubt}; --basis and --cluster name others", file=sys.stderr)
+    return plan, found
 
 
 def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: bool = False) -> Basis:

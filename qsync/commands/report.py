@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qsync.commands.options import Force, Json, LoggedSteps, print_json, print_lines
+from qsync.commands.options import BasisFolder, ClusterFile, Force, Json, LoggedSteps, print_json, print_lines
 from qsync.errors import QSyncError
 from qsync.records.json_files import read_json
 
@@ -20,6 +20,8 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Where the page goes.", show_default="FOLDER/report.html")
     ] = None,
+    basis: BasisFolder = None,
+    cluster: ClusterFile = None,
     measured: LoggedSteps = None,
     accuracy: Annotated[
         Path | None, typer.Option(help="Folder of python -m qsync.experiments.accuracy: its loss curves.")
@@ -35,15 +37,15 @@ def report(
     if not (folder / "plan.json").is_file():
         raise QSyncError(f"{folder} has no plan.json; give a folder that qsync demo or qsync.hybrid wrote")
     page.check_available()
-    plan, basis = load_plan(folder / "plan.json", None, None, force=force)
-    parts = (basis.graph, plan, basis.profiles, basis.sensitivity, basis.cluster)
+    plan, at = load_plan(folder / "plan.json", basis, cluster, force=force)
+    parts = (at.graph, plan, at.profiles, at.sensitivity, at.cluster)
     demo = read_json(folder / "report.json") if (folder / "report.json").is_file() else {}
     found = page.Measured.of_demo(demo)
     if measured is not None:
         found = replace(found, ranks=measured_beside_predicted(parts, measured)["ranks"])
     if accuracy is not None:
         found = replace(found, losses={**found.losses, **_accuracy(accuracy)})
-    written = page.write(out or folder / "report.html", plan, basis, found)
+    written = page.write(out or folder / "report.html", plan, at, found)
     if as_json:
         print_json({"written": str(written)})
         return
@@ -52,10 +54,18 @@ def report(
 
 def _accuracy(folder: Path) -> dict[str, Any]:
     """Return the held-out losses of every task's methods against seconds, means over seeds."""
-    content = read_json(folder / _ACCURACY)
+    file = folder / _ACCURACY
+    content = read_json(file)
     if content.get("experiment") != "accuracy":
-        raise QSyncError(f"{folder / _ACCURACY} is not of qsync.experiments.accuracy; give its --out")
-    return {
-        f"Held-out loss: {name}": ("seconds (simulated)", task["curves"])
-        for name, task in content["tasks"].items() if task.get("curves")
-    }  # fmt: skip
+        raise QSyncError(f"{file} is not of qsync.experiments.accuracy; give its --out")
+    try:
+        return {
+            f"Held-out loss: {name}": ("seconds (simulated)", {
+                of: [(float(x), float(y)) for x, y in points] for of, points in task["curves"].items()
+            })
+            for name, task in content["tasks"].items() if task.get("curves")
+        }  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise QSyncError(
+            f"{file} has no loss curves by task ({type(error).__name__}); give its --out"
+        ) from error

@@ -18,7 +18,7 @@ from typing import Any
 
 from qsync.errors import FormatError, shortened
 from qsync.records.identity_cache import IdentityCache
-from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
+from qsync.records.json_files import check_fields, check_header, field, read_record, write_json
 from qsync.records.precision import PRECISIONS_BY_KIND, type_bytes
 
 VERSION = 1
@@ -207,7 +207,7 @@ class OpGraph:
     @classmethod
     def load(cls, path: str | Path) -> OpGraph:
         """Read graph.json; FormatError names what is missing or wrong."""
-        return cls.from_json(read_json(path))
+        return read_record(path, cls.from_json)
 
 
 _HASHES: IdentityCache[str] = IdentityCache()

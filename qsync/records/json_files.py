@@ -6,19 +6,27 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from qsync.errors import FormatError, shortened
 
+Record = TypeVar("Record")
+
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
-    """Write `data` to `path` so that a reader sees the old file or the new one, never a part."""
-    path = Path(path)
+    """Write `data` to `path` so that a reader sees the old file or the new one, never a part.
+
+    A link stays, and what it names is replaced. Devices and pipes are written to.
+    """
+    given, path = Path(path), Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(data)
+        return given
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -31,7 +39,7 @@ def write_bytes(path: str | Path, data: bytes) -> Path:
         if isinstance(error, OSError) and error.filename is None:  # of a full disk
             error.filename = str(path)
         raise
-    return path
+    return given
 
 
 def write_text(path: str | Path, text: str) -> Path:
@@ -107,6 +115,17 @@ def check_folder(option: str, folder: Path) -> None:
         raise FormatError(
             f"{option} {folder} cannot be written ({error.strerror or error}); name another folder"
         ) from error
+
+
+def read_record(path: str | Path, from_json: Callable[[dict[str, Any]], Record]) -> Record:
+    """Return what `from_json` makes of a JSON file; its FormatError names the file."""
+    content = read_json(path)
+    try:
+        return from_json(content)
+    except FormatError as error:
+        if str(path) in str(error):
+            raise
+        raise FormatError(f"{path}: {error}") from error
 
 
 def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:

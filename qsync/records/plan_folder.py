@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qsync.errors import FormatError
+from qsync.errors import FormatError, MismatchError, shortened
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import read_json, write_json
@@ -50,13 +50,23 @@ class Basis:
             cluster = Cluster.from_json(
                 read_json(folder / "cluster.json"), where=str(folder / "cluster.json")
             )
-        profiles = {
-            c.name: Profile.load(folder / f"profile-{c.name}.json")
-            for c in cluster.classes
-            if c.datasheet is None  # simulated profiles are not on disk: see qsync.commands.loading
-        }
+        profiles = {}
+        for c in cluster.classes:
+            if c.datasheet is None:  # simulated profiles are not on disk: see qsync.commands.loading
+                path = folder / f"profile-{c.name}.json"
+                profiles[c.name] = Profile.load(path)
+                _check_name(path, profiles[c.name].device_class, c.name)
         graph = OpGraph.load(folder / "graph.json")
         return cls(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))
+
+
+def _check_name(path: Path, device_class: str, name: str) -> None:
+    """Raise MismatchError for the profile of another class under a class's file name."""
+    if device_class != name:
+        raise MismatchError(
+            f"{path} is the profile of {shortened(device_class)}, not of {name}; put the right one there, or "
+            "give its device_class this name if both are the same device"
+        )
 
 
 def save_plan(folder: str | Path, plan: Plan, basis: Basis) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from qsync.errors import FormatError, MismatchError, nearest, shortened
 from qsync.records.base import is_lowered, parse_base
 from qsync.records.graph import OpGraph
-from qsync.records.json_files import check_fields, check_header, read_json, write_json
+from qsync.records.json_files import check_fields, check_header, read_record, write_json
 from qsync.records.json_files import field as field_of
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
@@ -306,7 +306,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read plan.json; FormatError names the file, line, class or operator that is wrong."""
-        return cls.from_json(read_json(path))
+        return read_record(path, cls.from_json)
 
 
 def _predicted_to_json(predicted: Predicted | None) -> dict[str, Any] | None:

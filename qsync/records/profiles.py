@@ -16,7 +16,7 @@ import qsync
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph, digest
-from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
+from qsync.records.json_files import check_fields, check_header, field, read_record, write_json
 from qsync.records.levers import Setting
 from qsync.records.precision import Precision
 
@@ -312,7 +312,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read profile.json; FormatError names what is missing or wrong."""
-        return cls.from_json(read_json(path))
+        return read_record(path, cls.from_json)
 
 
 def check_versions(profiles: Mapping[str, Profile]) -> None:
@@ -415,4 +415,4 @@ class Sensitivity:
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:
         """Read sensitivity.json; FormatError names what is missing or wrong."""
-        return cls.from_json(read_json(path))
+        return read_record(path, cls.from_json)

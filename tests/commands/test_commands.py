@@ -17,7 +17,8 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 from qsync.allocator import allocate
 from qsync.commands import main
 from qsync.commands.loading import under_levers
-from qsync.records.cluster import Cluster
+from qsync.records.cluster import Cluster, Link
+from qsync.records.json_files import write_json
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
@@ -599,6 +600,53 @@ def test_interrupting_is_no_traceback(qsync, folder, monkeypatch):
     assert err == "qsync: interrupted\n"
 
 
+def test_a_plan_of_another_basis_is_said_to_be_one(qsync, folder, tmp_path):
+    """More cards over a slower link: the folder's own cluster is another."""
+    cluster = replace(cluster_of({"train": 1, "infer": 8}), link=Link(1e-4, 1e6))
+    write_json(tmp_path / "cluster.json", cluster.to_json())
+    plan = folder / "plan.json"
+    assert qsync("plan", folder, "--out", plan)[0] == 0
+    for command in ("replay", "explain"):
+        assert qsync(command, plan)[2] == ""
+    Plan.load(plan).save(folder / "mine.json")
+    basis = Basis.load(folder)
+    Basis(basis.graph, cluster, basis.profiles, basis.sensitivity).save(tmp_path / "large")
+    assert qsync("plan", tmp_path / "large", "--out", plan)[0] == 0
+    for command in ("replay", "explain"):
+        said = qsync(command, plan)[2]
+        assert "the plan was made for a step of" in said and "--basis and --cluster name others" in said
+        assert qsync(command, plan, "--basis", tmp_path / "large")[2] == ""
+    assert qsync("report", folder)[0] == 0
+    assert "the plan was made for a step of" in (folder / "report.html").read_text()
+    assert qsync("report", folder, "--basis", tmp_path / "large")[0] == 0
+    assert "the plan was made for a step of" not in (folder / "report.html").read_text()
+
+
+def test_the_profile_of_another_class_and_records_of_other_kinds_are_named_with_their_file(refused, folder):
+    kept = (folder / "profile-infer.json").read_text()
+    (folder / "profile-infer.json").write_text((folder / "profile-train.json").read_text())
+    said = refused("plan", folder)
+    assert "profile-infer.json is the profile of 'train', not of infer" in said
+    (folder / "profile-infer.json").write_text((folder / "sensitivity.json").read_text())
+    assert "profile-infer.json: expected a profile file, found 'sensitivity'" in refused("plan", folder)
+    (folder / "profile-infer.json").write_text(kept)
+    (folder / "graph.json").write_text("{}")
+    assert "graph.json: expected a graph file, found 'no kind'" in refused("plan", folder)
+
+
+def test_what_is_no_file_is_written_to_and_a_link_stays_one(qsync, folder, tmp_path):
+    pipe, link, target = (tmp_path / name for name in ("pipe", "link.json", "target.json"))
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    assert qsync("plan", folder, "--out", pipe)[0] == 0
+    read = json.loads(reader.communicate(timeout=60)[0])
+    assert pipe.is_fifo() and read["kind"] == "plan"
+    link.symlink_to(target)
+    assert qsync("plan", folder, "--out", link)[0] == 0
+    assert link.is_symlink() and json.loads(target.read_text()) == read
+    assert qsync("plan", folder, "--out", "/dev/null")[0] == 0 and Path("/dev/null").is_char_device()
+
+
 @pytest.mark.dist
 def test_a_demo_that_is_told_to_end_leaves_no_temporary_folder(tmp_path):
     temporary = tmp_path / "temporary"
@@ -617,6 +665,22 @@ def test_a_demo_that_is_told_to_end_leaves_no_temporary_folder(tmp_path):
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 128 + signal.SIGTERM, said
     assert not list(temporary.glob("tmp*"))
+
+
+def test_a_program_ends_though_a_library_caught_its_exit():
+    code = """
+import os, signal, time
+from qsync.exit_signals import exit_on_signals
+exit_on_signals()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+except BaseException:
+    pass
+time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=50)
+    assert done.returncode == 128 + signal.SIGTERM
 
 
 def test_planning_imports_no_torch(folder):

@@ -138,6 +138,13 @@ def test_what_cannot_be_shown_is_one_sentence(folder, tmp_path, monkeypatch, cap
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.parametrize("content", [{}, {"tasks": {"gpt": {"curves": 5}}}, {"tasks": [1]}])
+def test_losses_that_are_none_are_one_sentence(folder, tmp_path, monkeypatch, capsys, content):
+    write_json(tmp_path / "figures.json", {"experiment": "accuracy", **content})
+    assert run(monkeypatch, folder, "--out", tmp_path / "page.html", "--accuracy", tmp_path) == 2
+    assert "figures.json has no loss curves by task" in capsys.readouterr().err
+
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 

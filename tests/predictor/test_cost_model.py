@@ -286,6 +286,17 @@ def test_what_is_filled_in_for_an_absent_device_stays_simulated():
     assert carry(lawful(graph), graph, graph, names, model).origin == "carried"
 
 
+def test_a_type_that_ran_in_nothing_long_enough_to_measure_has_a_rate():
+    graph = graph_of(32)
+    whole = lawful(graph)
+    ops = {
+        name: {mode: Cost(1e-7, 1e-7) if mode == "int8" else cost for mode, cost in costs.items()}
+        for name, costs in whole.ops.items()
+    }
+    card = simulate(replace(whole, ops=ops), graph, datasheet("T4"), "infer")
+    assert card.ops[graph.adjustable[0].name]["int8"].total_s > 0
+
+
 def test_casts_that_were_not_measured_take_as_long_as_other_passes_over_memory():
     """A processor that emulates low precisions profiles FP32 alone, without a cast."""
     graph, sheet = graph_of(512), datasheet("T4")

@@ -46,7 +46,7 @@ def test_noise_costs_waiting_and_more_so_with_more_ranks():
 
 
 def test_no_steps_are_refused():
-    with pytest.raises(FormatError, match="at least 1, found 0"):
+    with pytest.raises(FormatError, match="must be 1 to 1000000, found 0"):
         vary(GRAPH, PLAN, profiles(0.0), cluster_of(), num_steps=0)
 
 

@@ -51,7 +51,7 @@ def carry_sensitivity(
     A new block adds nothing: its errors reach no other operator, and no gradient flows back through it. Of
     the three errors (forward, wgrad, dgrad) only that of wgrad remains, a third if all are alike. The block
     lies between two blocks of the small model, so the geometric mean of these counts. With training it
-    approaches its neighbours: gather the sensitivity again after some hundred steps.
+    approaches its neighbours: gather the sensitivity again after about forty steps.
 
     Assumptions: random weights have the peaks of the original ones, and the model is as sensitive as at the
     time of `sensitivity`.
