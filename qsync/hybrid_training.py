@@ -92,7 +92,7 @@ def hybrid(
     `plan.levers[CLASS].samples` a step, in `.passes` of them (`qsync.micro_batches`).
 
     Args:
-        model: the same on every rank, with equal parameters.
+        model: the same on every rank; DDP gives all ranks the values of the first.
         example_batch: a real batch of this rank: a tensor, a tuple (positional) or a dict (keywords), or
             whatever `loss_fn` takes. Not needed with a `plan`.
         loss_fn: `loss_fn(model, batch)` returns the scalar loss. Without it the model's own `.loss` counts.
