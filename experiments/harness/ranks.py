@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from qsync import QSyncError
 from qsync.distributed import job
@@ -105,8 +106,12 @@ def run_on_ranks(
             "--log-dir", folder, "--no-python", sys.executable, "-m", "qsync.experiments.harness.ranks",
             json.dumps(task),
         ]  # fmt: skip
-        # One thread a rank: each has one core. Kineto would announce every memory measurement on stderr.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
+        # One thread a rank: each has one core. Kineto would announce every memory measurement on stderr. What
+        # ranks that are killed leave in temporary folders goes with this one; Inductor's cache stays.
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5", "TMPDIR": folder,
+            "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
+        }  # fmt: skip
         code = _exit_code(started, environment)
         if code != 0:
             raise QSyncError(f"the ranks stopped with exit code {code}; the first message above says why")
