@@ -110,7 +110,9 @@ class Experiment:
         self.name, self.out, self.seed, self.fresh = name, folder_of(out), seed, fresh
         self.settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
         self.say: Callable[[str], None] = lambda text: None
-        self._commits: set[str] = set()  # of the pieces, which may be older than this run
+        # Of the pieces, which may be older than this run, and of another machine.
+        self._commits: set[str] = set()
+        self._machines: set[str] = set()
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[str], None]]:
@@ -144,7 +146,7 @@ class Experiment:
                     f"{path} was run with {key} = {found['settings'].get(key)}, not {value}; "
                     "give another --out, the options of that run, or --fresh"
                 )
-        self._commits.add(found["commit"])
+        self._note_origin(found)
         return found
 
     def keep(self, name: str, result: Any, **settings: Any) -> Any:
@@ -152,7 +154,7 @@ class Experiment:
         content = {"settings": self._settings(settings), **provenance(self.seed), "result": result}
         with _writing(self._path(name)) as path:
             write_json(path, content)
-        self._commits.add(content["commit"])
+        self._note_origin(content)
         return json.loads(json.dumps(result))
 
     def pieces(
@@ -199,7 +201,8 @@ class Experiment:
         """Write figures.json with what there is so far; return its content."""
         content: dict[str, Any] = {
             "experiment": self.name, "measured": measured, **provenance(self.seed), **self.settings,
-            "commits_of_pieces": sorted(self._commits), "bars": list(bars), **figures,
+            "commits_of_pieces": sorted(self._commits),
+            "machines_of_pieces": sorted(self._machines), "bars": list(bars), **figures,
         }  # fmt: skip
         with _writing(self.out / "figures.json") as path:
             write_json(path, content)
@@ -238,6 +241,11 @@ class Experiment:
     def _path(self, name: str) -> Path:
         return self.out / "pieces" / f"{name.replace(' ', '-')}.json"
 
+    def _note_origin(self, piece: Mapping[str, Any]) -> None:
+        self._commits.add(piece["commit"])
+        if isinstance(piece.get("machine"), dict):
+            self._machines.add(_machine_named(piece["machine"]))
+
     def _settings(self, more: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps({**self.settings, "seed": self.seed, **more}))
         return found
@@ -256,10 +264,15 @@ def _writing(path: Path) -> Iterator[Path]:
 
 def _origin(content: Mapping[str, Any], page: Page | None) -> str:
     """Say where and from what commits figures are, below what a page notes."""
-    machine, commits = content["machine"], content["commits_of_pieces"] or [content["commit"]]
+    commits = content["commits_of_pieces"] or [content["commit"]]
+    machines = content["machines_of_pieces"] or [_machine_named(content["machine"])]
     said = f"{page.note}\n" if page is not None and page.note else ""
     several = "commits" if len(commits) > 1 else "commit"
-    return f"{said}{machine['processor']}, torch {machine['torch']}; {several} {', '.join(commits)}.\n"
+    return f"{said}{' and '.join(machines)}; {several} {', '.join(commits)}.\n"
+
+
+def _machine_named(machine: Mapping[str, Any]) -> str:
+    return f"{machine['processor']}, torch {machine['torch']}"
 
 
 def show(*parts: Table | str) -> None:

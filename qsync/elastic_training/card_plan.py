@@ -18,13 +18,11 @@ from qsync.runtime.wrapping import plan_of, swap_plan
 
 logger = logging.getLogger("qsync")
 
-_FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
-
 
 class CardPlan:
     """The plan that this card runs, and what follows from it for the card's share of a batch.
 
-    `rate` is in samples per second, `limit` the most samples of one pass (None: no limit).
+    `rate` is in samples per second (0: not known), `limit` the most samples of one pass (None: no limit).
     """
 
     def __init__(self, card: Card, model: ElasticDDP, book: PlanBook | None, options: Options) -> None:
@@ -35,6 +33,9 @@ class CardPlan:
         self._assignment = ""  # the digest of what runs
         self.plan: Plan | None = plan_of(model.module)
         self.rate, self.limit = card.rate, card.limit
+        given = self.plan.classes.get(self._class) if self.plan is not None and book is None else None
+        if given is not None and given.predicted is not None and options.share:
+            self.rate = 1.0 / given.predicted.compute_s
 
     @property
     def slowdown(self) -> float:
@@ -59,15 +60,14 @@ class CardPlan:
             return
         self._book.attend(cards, self._name)
         membership = membership_of(cards)
-        if membership == self._membership:
-            return
         try:
             found = self._book.find(membership)
         except InfeasibleError as error:
-            logger.warning("qsync: %s; the present plan goes on", error)
+            if membership != self._membership:
+                logger.warning("qsync: %s; the present plan goes on", error)
             self._membership = membership
             return
-        if found is None:
+        if found is None or (membership == self._membership and found == self.plan):
             return
         start_s = time.perf_counter()
         own = found[self._class]
@@ -85,7 +85,10 @@ class CardPlan:
 
     def _most_samples(self, planned_bytes: int, book: PlanBook) -> int:
         """Return the most samples of a pass that this card holds. Activations grow with the samples."""
-        fixed = sum(parameter.nbytes for parameter in self._model.parameters()) * _FIXED_COPIES
+        # Weights, the gradients of those that are trained, and the states of the optimizer.
+        fixed = book.optimizer_bytes + sum(
+            (1 + parameter.requires_grad) * parameter.nbytes for parameter in self._model.parameters()
+        )
         per_sample = max(planned_bytes - fixed, 1) / book.samples
         holds = max(1, int((book.memory_bytes - fixed) / per_sample))
         return min(holds, self._options.max_samples or holds)

@@ -31,7 +31,7 @@ from qsync.elastic_training.healing import Server, decode, encode, fetch
 from qsync.elastic_training.plan_book import PlanBook, membership_of, shown
 from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous, in_background
 from qsync.elastic_training.share_loader import Options, ShareLoader
-from qsync.elastic_training.shares import Share, share_out
+from qsync.elastic_training.shares import Share, num_passes, share_out
 from qsync.elastic_training.training_state import Hyperparameters, TrainingState
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
 from qsync.records.cluster import Link
@@ -298,7 +298,10 @@ class ElasticJob:
             missing = self._options.start_with - len(meeting.cards)
             self._wait_for(f"{missing} more of the {self._options.start_with} cards that it starts with")
             return False
-        self._own = with_fields(self._own, is_ready=self._plan.is_ready(meeting.cards))
+        is_ready = self._plan.is_ready(meeting.cards)
+        if is_ready:
+            self._plan.adopt(meeting.cards, 0)  # so that the others know what this card holds
+        self._own = with_fields(self._own, is_ready=is_ready)
         return self._book is None or all(card.is_ready for card in meeting.cards)
 
     def _wait_for(self, what: str) -> None:
@@ -358,10 +361,12 @@ class ElasticJob:
                 torch.cuda.synchronize(self._device)
             seconds.append(time.perf_counter() - start_s)
         latency_s, bulk_s = seconds[1], seconds[3]
+        if self._exchange.failure is not None:
+            return
         self._own = with_fields(self._own, link_s=bulk_s)
         if self._book is not None:
             rate = _LINK_BYTES / max(bulk_s - latency_s, 1e-9)
-            self._book.link = Link(latency_s, rate, num_ranks=num_ranks)
+            self._book.note_link(Link(latency_s, rate, num_ranks=num_ranks))
 
     def _step_of(self, meeting: Meeting) -> ElasticStep:
         """Return this card's part of a step of these cards."""
@@ -371,7 +376,10 @@ class ElasticJob:
         )
         rank = meeting.rank_of(self.card)
         is_behind = rank >= len(current)
-        share = shares[rank % len(shares)]  # a card that is behind computes on samples of another
+        share = shares[rank % len(shares)]
+        if is_behind:  # it computes on samples of another card, in passes that it holds
+            passes = max(share.passes, num_passes(share.samples, self._plan.limit))
+            share = with_fields(share, passes=passes)
         hook = self.model.hook
         hook.samples, hook.passes, hook.is_behind = share.samples, share.passes, is_behind
         is_equal = all(one.samples == shares[0].samples and one.passes == 1 for one in shares)
@@ -413,6 +421,9 @@ class ElasticJob:
         elif self._exchange.failure is None:
             self._plan.note_pace(step.samples, step.began_s)
         if self._exchange.failure is not None:
+            # Some are the group's already: the step that is taken again must not add to them.
+            for parameter in self.model.parameters():
+                parameter.grad = None
             self._go_alone()
             return False
         self.step += 1

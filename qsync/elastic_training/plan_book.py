@@ -143,8 +143,11 @@ class PlanBook:
         self._own, self._options = own, dict(options)
         self._plans: dict[Membership, Plan | str] = {}  # text: why there is none
         self.link = Link(0.0, 1e12)  # between the cards, as last measured
+        self._has_link = False
         self.samples = samples_of(own.graph)  # of a pass that was profiled
-        self.memory_bytes = own.device_class.memory_bytes
+        self.optimizer_bytes = own.profile.optimizer_bytes
+        budgets = self._options.get("budgets") or {}
+        self.memory_bytes = budgets.get(own.device_class.name, own.device_class.memory_bytes)
         self._cards: Sequence[Card] = ()
         self._is_first = False
         self._wake, self._ends = threading.Event(), threading.Event()
@@ -168,6 +171,13 @@ class PlanBook:
         is_news = membership_of(cards) != membership_of(self._cards) or self._is_first > was_first
         self._cards = cards
         if is_news or (not self._is_first and cards[0].book > len(self)):
+            self._wake.set()
+
+    def note_link(self, link: Link) -> None:
+        """Plan with a measured link from now on. Plans from before any was measured are made again."""
+        self.link = link
+        if not self._has_link:
+            self._has_link, self._plans = True, {}
             self._wake.set()
 
     def close(self) -> None:
@@ -194,7 +204,9 @@ class PlanBook:
             if card.device_class not in self._classes:
                 content = json.loads(fetch(card.server, "class", _FETCH_S))
                 self._classes[card.device_class] = ClassCosts.from_json(content)
-        for membership in [present, *next_memberships(present)]:
+        # Cards that wait for their first group have no link: what comes next is planned with theirs.
+        ahead = next_memberships(present) if self._has_link or len(cards) == 1 else []
+        for membership in [present, *ahead]:
             if self._wake.is_set():
                 return
             if membership not in self._plans and all(name in self._classes for name, _, _ in membership):

@@ -54,7 +54,7 @@ class Card:
     group: str = ""
     store: str = ""
     server: str = ""
-    rate: float = 1.0
+    rate: float = 0.0  # samples per second by which shares go; 0: not known
     limit: int | None = None
     slowdown: float = 1.0
     link_s: float | None = None  # of the all-reduce by which it measured the link; None: not yet

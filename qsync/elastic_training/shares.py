@@ -28,12 +28,16 @@ def share_out(batch_size: int, rates: Sequence[float], limits: Sequence[int | No
 
     Args:
         batch_size: the number of samples of a step.
-        rates: of every card, in samples per second; only their ratios count. No more cards than samples.
+        rates: of every card, in samples per second; only their ratios count. A rate of 0 is not known, and
+            taken for the mean of the others. No more cards than samples.
         limits: of every card, the most samples in one pass; None for no limit.
 
     Returns:
         The shares, in the order of the cards, each of at least one sample. They add up to the batch.
     """
+    known = [rate for rate in rates if rate > 0]
+    mean = sum(known) / len(known) if known else 1.0
+    rates = [rate or mean for rate in rates]
     spare = batch_size - len(rates)  # every card has one sample
     ideal = [spare * rate / sum(rates) for rate in rates]
     samples = [int(part) for part in ideal]

@@ -152,6 +152,11 @@ def elastic(
     own = replace(found, name=device_class) if device_class else found
     server = Server(rendezvous.own_host(), timeout_s)
     book = None
+    if share and plan is not None and not _predicts(plan, own.name):
+        raise FormatError(
+            "share=True goes by predicted seconds, which this plan does not have for this card; leave plan "
+            "out, give one that qsync.plan returned, or leave share out"
+        )
     if isinstance(plan, Plan):
         api.wrap_as(model, plan, own.name, speaks=True)
     elif plan is not False:
@@ -166,6 +171,12 @@ def elastic(
     name = card or f"{own.name}-{uuid.uuid4().hex[:6]}"
     entry = Card(name, own.name, time.time(), facts, limit=max_samples)
     return ElasticJob(states, dataset, entry, rendezvous, server, how, book)
+
+
+def _predicts(plan: object, device_class: str) -> bool:
+    """Return whether a plan says how long a class computes."""
+    own = plan.classes.get(device_class) if isinstance(plan, Plan) else None
+    return own is not None and own.predicted is not None
 
 
 def _check_kinds(
@@ -283,6 +294,7 @@ def _facts(
         "the number of samples in the dataset": str(len(dataset)),
         "batch_size": str(how.batch_size),
         "max_samples": str(how.max_samples),
+        "share": str(how.share),
         "seed": str(how.seed),
         "the options of the plan": digest([str(value) for value in sorted(options.items())]),
     }

@@ -6,7 +6,7 @@ It needs no other file and no network: plotly is embedded. Sections without data
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,6 +114,8 @@ def _sections(plan: Plan, basis: Basis, measured: Measured) -> Iterator[_Section
     from qsync.allocator import explain, frontier
     from qsync.replayer import find_critical_path, peaks, replay
 
+    budgets = {c.name: plan.budgets[c.name] for c in basis.cluster.classes if c.name in plan.budgets}
+    basis = replace(basis, cluster=basis.cluster.with_memory(budgets))
     at = (basis.graph, plan, basis.profiles)
     limits: dict[str, Any] = {"bucket_cap_bytes": plan.bucket_cap_bytes}
     notes = {

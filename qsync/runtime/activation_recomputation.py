@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,12 +31,15 @@ def recompute(model: torch.nn.Module, paths: Sequence[str]) -> None:
         forward = module.__dict__.get("forward")
         if isinstance(forward, partial) and forward.func is _twice:
             del module.__dict__["forward"]
+            if forward.args[1] is not None:
+                module.forward = forward.args[1]
     for path in paths:
-        modules[path].forward = partial(_twice, modules[path])
+        # A hook or an adapter, or qsync.wrap on a part, may have given this one module a forward of its own.
+        modules[path].forward = partial(_twice, modules[path], modules[path].__dict__.get("forward"))
 
 
-def _twice(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = partial(type(module).forward, module)
+def _twice(module: torch.nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
+    forward = own or partial(type(module).forward, module)
     if not (module.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -280,6 +280,7 @@ def _step(run: Compiled, samples: Sequence[torch.Tensor]) -> Callable[[], None]:
 def _choices(num_threads: int) -> Choices:
     return Choices("islands", {
         "torch": torch.__version__, "processor": processor(), "threads": str(num_threads),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     })  # fmt: skip
 
 

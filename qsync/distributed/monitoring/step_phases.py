@@ -240,7 +240,7 @@ class PhaseTimer:
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether this optimizer, of all in the process, is the one of our parameters."""
-        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"][:1])
+        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
 
 
 @dataclass(frozen=True, slots=True)
