@@ -125,7 +125,6 @@ def main(config: dict[str, Any]) -> None:
     job.model.register_forward_pre_hook(slowed)
     for step in job.steps(num_steps=config["steps"]):
         start_s = time.perf_counter()
-        optimizer.zero_grad()
         indices: list[int] = []
         for batch in step:
             loss = loss_of(job.model, batch)
@@ -137,6 +136,7 @@ def main(config: dict[str, Any]) -> None:
         if config["keep_gradients"] and step.number % config["keep_gradients"] == 0:
             _keep_gradients(Path(config["log"]).parent, step.number, model)
         optimizer.step()
+        optimizer.zero_grad()  # after the step, as some loops do: a dropped one must leave nothing to add to
         log.write(
             step=step.number, history=job.state_dict()["history"], group=job.group, behind=step.is_behind,
             samples=indices, digest=digest_of(model, optimizer), loss=float(loss.detach()),

@@ -121,6 +121,11 @@ def elastic(
     check_options(options, also=list(inspect.signature(elastic).parameters)[3:-1])
     check_not_parallel(model)
     _check_kinds(model, optimizer, plan, share, collate_fn, states)
+    if share and plan is not None and not _predicts(plan):
+        raise FormatError(
+            "share=True goes by predicted seconds, which this plan does not have; leave plan "
+            "out, give one that qsync.plan returned, or leave share out"
+        )
     job.check_options(emulated_share, device_class, None)
     if start_with is None:
         text = os.environ.get("WORLD_SIZE", "1")
@@ -152,11 +157,6 @@ def elastic(
     own = replace(found, name=device_class) if device_class else found
     server = Server(rendezvous.own_host(), timeout_s)
     book = None
-    if share and plan is not None and not _predicts(plan, own.name):
-        raise FormatError(
-            "share=True goes by predicted seconds, which this plan does not have for this card; leave plan "
-            "out, give one that qsync.plan returned, or leave share out"
-        )
     if isinstance(plan, Plan):
         api.wrap_as(model, plan, own.name, speaks=True)
     elif plan is not False:
@@ -173,10 +173,9 @@ def elastic(
     return ElasticJob(states, dataset, entry, rendezvous, server, how, book)
 
 
-def _predicts(plan: object, device_class: str) -> bool:
-    """Return whether a plan says how long a class computes."""
-    own = plan.classes.get(device_class) if isinstance(plan, Plan) else None
-    return own is not None and own.predicted is not None
+def _predicts(plan: object) -> bool:
+    """Return whether a plan says how long its classes compute."""
+    return isinstance(plan, Plan) and all(own.predicted is not None for own in plan.classes.values())
 
 
 def _check_kinds(

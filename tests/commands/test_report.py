@@ -18,7 +18,7 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 import qsync
 from qsync.allocator import allocate
 from qsync.commands import main
-from qsync.figures import page
+from qsync.figures import interactive, page
 from qsync.records.json_files import write_json
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.runtime.wrapping import plan_of
@@ -62,6 +62,18 @@ def test_the_page_has_every_section_and_needs_nothing_else(folder, tmp_path, mon
     ]
     assert not re.findall(r"(?:src|href)=[\"'](?!data:)", own)  # no plan.json lies beside this page
     assert "alert(1)" not in own.replace("&lt;script&gt;alert(1)", "")
+
+
+def test_the_page_goes_by_the_budgets_of_the_plan(folder, monkeypatch):
+    seen = []
+    memory = interactive.memory
+    monkeypatch.setattr(
+        interactive, "memory", lambda filled, graph: seen.append(filled) or memory(filled, graph)
+    )
+    plan = qsync.Plan.load(folder / "plan.json")
+    replace(plan, budgets={"infer": 123_456_789}).save(folder / "plan.json")
+    assert run(monkeypatch, folder) == 0
+    assert seen[0]["infer"].budget_bytes == 123_456_789 != seen[0]["train"].budget_bytes
 
 
 def test_what_lies_beside_the_page_is_linked(folder, monkeypatch):

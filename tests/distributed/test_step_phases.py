@@ -136,6 +136,18 @@ def test_a_second_backward_after_one_forward_counts():
     assert set(timer.num_calls) == {1}
 
 
+def test_an_optimizer_whose_first_parameter_is_frozen_ends_steps():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    timer, full = PhaseTimer(model, model, 10), []
+    timer.when_full = lambda: full.append(1)
+    for _ in range(25):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    assert full and not timer.others and len(timer._passes) <= 1
+
+
 def test_another_network_that_trains_in_the_step_is_named():
     one, other = Slow(), Slow()
     timers = [PhaseTimer(one, one), PhaseTimer(other, other)]

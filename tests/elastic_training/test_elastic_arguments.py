@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def started(**changes):
         ({"plan": True}, "plan must be a Plan, False or None, found True"),
         ({"plan": 0}, "plan must be a Plan, False or None, found 0"),
         ({"share": "x"}, "share must be True or False, found 'x'"),
+        ({"share": True}, "share=True goes by predicted seconds, which this plan does not have"),
         ({"emulated_share": 2}, r"emulated_share must lie in \(0, 1\], found 2"),
         ({"states": [1]}, "states must be a dict of name -> object"),
         ({"states": {1: torch.nn.Linear(1, 1)}}, r"states\[1\] must be an object with state_dict"),
@@ -73,6 +75,17 @@ def test_variables_that_say_nothing(variable, text, words, monkeypatch):
         job.ranks_on_host(), job.backend_for(torch.device("cpu"))
     monkeypatch.delenv(variable)
     assert job.ranks_on_host() == 1 and job.backend_for(torch.device("cpu")) == "gloo"
+
+
+def test_a_step_that_is_dropped_leaves_no_gradient_that_the_next_would_add_to():
+    """A loop may clear its gradients after each of its steps, and a dropped step is none."""
+    one = ElasticJob.__new__(ElasticJob)
+    one.model = torch.nn.Linear(4, 4)
+    one.model(torch.ones(2, 4)).sum().backward()
+    one._exchange, one._pending = SimpleNamespace(failure=RuntimeError("a peer is gone")), None
+    one._go_alone = lambda: None
+    assert not one._finish(SimpleNamespace(is_behind=False))
+    assert all(parameter.grad is None for parameter in one.model.parameters())
 
 
 @pytest.mark.parametrize("name", ["seed", "batch_size", "num_samples"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import multiprocessing
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qsync.elastic_training.card_plan import CardPlan
+from qsync.elastic_training.rendezvous import Card
 from qsync.elastic_training.share_loader import Options, ShareLoader
 from qsync.elastic_training.shares import SampleOrder, Share, num_passes, share_out
 
@@ -40,6 +43,28 @@ def test_shares_are_the_batch_and_fit_every_card(drawn):
 ])  # fmt: skip
 def test_samples_go_by_rate(rates, samples):
     assert [share.samples for share in share_out(64, rates, [None] * len(rates))] == samples
+
+
+def test_a_card_whose_rate_is_not_known_takes_the_mean_of_the_others():
+    assert [one.samples for one in share_out(64, [0.25, 0.25, 0.0], [None] * 3)] == [22, 21, 21]
+    assert [one.samples for one in share_out(64, [0.0, 0.0], [None] * 2)] == [32, 32]
+
+
+@pytest.mark.parametrize(("frozen", "optimizer_bytes"), [(0, 0), (0, 80), (9, 8)])
+def test_what_a_card_holds_goes_by_what_is_trained_and_by_its_optimizer(frozen, optimizer_bytes):
+    model = torch.nn.Sequential(*[torch.nn.Linear(10, 10, bias=False) for _ in range(10)])
+    for layer in model[:frozen]:
+        layer.requires_grad_(False)
+    mega = 100  # the bytes of a quarter of a layer stand for a megabyte
+    fixed = (4 * 10 + 4 * (10 - frozen) + optimizer_bytes) * mega
+    card = CardPlan(
+        Card("c", "train", 0.0, {}), SimpleNamespace(module=model, parameters=model.parameters), None,
+        Options(64, 0, 1, 5.0, False, None, 0, None),
+    )  # fmt: skip
+    book = SimpleNamespace(
+        samples=16, memory_bytes=fixed + 25 * 4 * mega, optimizer_bytes=optimizer_bytes * mega
+    )
+    assert card._most_samples(fixed + 16 * 4 * mega, book) == 25
 
 
 def test_a_card_that_cannot_hold_its_share_takes_equal_passes_and_others_the_rest():

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from qsync.errors import MismatchError, QSyncError
+from qsync.experiments.harness import experiment as experiment_module
 from qsync.experiments.harness.experiment import Experiment, Page, bar, show
 from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
@@ -81,6 +83,24 @@ def test_results_that_find_no_room_are_one_sentence(tmp_path):
         experiment.keep("a", 1)
     with pytest.raises(QSyncError, match="figures.json cannot be written"):
         experiment.finish({})
+
+
+def test_pieces_of_another_machine_keep_its_name(tmp_path, monkeypatch):
+    here, real = [""], experiment_module.provenance
+
+    def provenance(seed: int) -> dict[str, Any]:
+        found = real(seed)
+        return {**found, "machine": {**found["machine"], "processor": here[0]}}
+
+    monkeypatch.setattr(experiment_module, "provenance", provenance)
+    for here[0], piece in (("first", "a"), ("second", "b")):
+        experiment = Experiment("one", tmp_path)
+        experiment.piece("a", lambda: 1)
+        experiment.piece(piece, lambda: 1)
+        experiment.finish({})
+    named = read_json(tmp_path / "figures.json")["machines_of_pieces"]
+    assert [one.split(",")[0] for one in named] == ["first", "second"]
+    assert " and second, torch" in (tmp_path / "figures.md").read_text()
 
 
 def test_figures_say_where_they_are_from_and_what_was_promised(tmp_path):

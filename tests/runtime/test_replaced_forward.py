@@ -117,6 +117,20 @@ def test_a_copy_of_a_recomputing_model_recomputes_its_own_modules():
     assert "forward" not in vars(copied[1]) and "forward" in vars(model[1])
 
 
+def test_recomputation_keeps_the_forward_that_a_module_was_given():
+    """As Accelerate's hooks and adapters give it, and qsync.wrap on a part."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    plain = model[1].forward
+    model[1].forward = lambda value: 10 * plain(value)
+    qsync.wrap(model[0], "bf16", strict=True)
+    expected, own = model(x), model[1].forward
+    for _ in range(2):
+        recompute(model, ["0", "1"])
+        assert torch.equal(model(x), expected)
+    recompute(model, [])
+    assert torch.equal(model(x), expected) and model[1].forward is own
+
+
 def test_a_hook_on_an_inner_module_is_traced_in_when_it_comes_and_out_when_it_goes():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(4, 8)
     qsync.wrap(model, "int8", strict=True)
