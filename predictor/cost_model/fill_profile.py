@@ -14,7 +14,7 @@ from dataclasses import replace
 from qsync.errors import CalibrationError, MismatchError
 from qsync.predictor.cost_model.model import CostModel, Priced, costs_of
 from qsync.predictor.cost_model.op_calls import Call, calls, cast_call, modes, value_call
-from qsync.predictor.cost_model.samples import samples_of, sheet_of
+from qsync.predictor.cost_model.samples import Sample, samples_of, sheet_of
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
@@ -140,7 +140,7 @@ def simulate(
     """
     profile.check_graph(graph)
     here = sheet_of(graph, profile)
-    model = model or learned_from(graph, profile, here)
+    model = model or CostModel(_measured(graph, profile, here))
     asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
     ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
     found = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
@@ -197,13 +197,18 @@ def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = Non
 
     >>> model = learned_from(graph, profile)
     """
+    return CostModel.learn(_measured(graph, profile, sheet))
+
+
+def _measured(graph: OpGraph, profile: Profile, sheet: DataSheet | None) -> list[Sample]:
+    """Return the samples of a profile, in which some product was measured if there is any."""
     samples = samples_of(graph, profile, sheet)
     if any(call.is_product for _, call in calls(graph)) and not any(s.call.is_product for s in samples):
         raise CalibrationError(
             f"no product of the profile of {profile.device_class} was measured at this shape; give a model "
             "learned from the one that was: learned_from(graph, profile)"
         )
-    return CostModel.learn(samples)
+    return samples
 
 
 def possible_casts(graph: OpGraph, precisions: tuple[Precision, ...]) -> Iterator[tuple[str, str, str]]:

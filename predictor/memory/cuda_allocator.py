@@ -1,7 +1,7 @@
 """The rounding of tensor sizes by torch's caching allocator on GPUs.
 
-A model of c10/cuda/CUDACachingAllocator.cpp; predicted peaks were within 3 % on an H100
-(docs/results/gpu.md). Blocks are multiples of 512 bytes. Those below 1 MiB come out of segments of 2 MiB,
+A model of c10/cuda/CUDACachingAllocator.cpp; docs/results/gpu.md has its peaks beside those of an
+H100. Blocks are multiples of 512 bytes. Those below 1 MiB come out of segments of 2 MiB,
 those below 10 MiB out of segments of 20 MiB. Larger ones are segments of their own, rounded to 2 MiB. One
 segment of either kind may be nearly empty.
 """

@@ -138,6 +138,7 @@ def _part(value: object, inside: tuple[int, ...], read: frozenset[str] | None = 
         return str([_part(each, within, read) for each in value])
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
-    if isinstance(value, types.FunctionType):
+    # A library's function counts by its name: the key has the versions, and its code may be long.
+    if isinstance(value, types.FunctionType) and "site-packages" not in value.__code__.co_filename:
         return _text(value, inside)
     return str(getattr(value, "__qualname__", type(value)))
