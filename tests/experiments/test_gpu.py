@@ -147,9 +147,10 @@ def test_a_run_that_is_told_to_end_ends_its_piece(number, tmp_path):
     code = (
         "import signal, sys\n"
         "from pathlib import Path\n"
-        "from qsync.experiments.gpu.__main__ import _heed_signals, run_within\n"
+        "from qsync.exit_signals import exit_on_signals\n"
+        "from qsync.experiments.gpu.__main__ import run_within\n"
         f"signal.signal({number}, signal.SIG_DFL)\n"  # the tests may run under nohup
-        "_heed_signals()\n"
+        "exit_on_signals()\n"
         "piece = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
         "run_within([sys.executable, '-c', piece], 600.0, Path(sys.argv[1]))\n"
     )
@@ -194,7 +195,6 @@ def test_tests_that_are_cut_keep_what_they_found_and_come_last_next_time(tmp_pat
     ran = []
     monkeypatch.setattr(gpu, "pieces", lambda *_: [cut, new])
     monkeypatch.setattr(gpu, "_measured", lambda _, piece, most_s: ran.append(piece) or {"failed": "why"})
-    monkeypatch.setattr(gpu, "_heed_signals", lambda: None)
     gpu.main(out=tmp_path, device="cpu", tiny=True, only=None)
     assert ran == [new, cut]
     assert list(json.loads((tmp_path / "figures.json").read_text())["pieces"]) == [cut.key, new.key]
