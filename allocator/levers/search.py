@@ -4,6 +4,10 @@ The objective of a trial is the least variance added at the target step. A trial
 the target has its least step time as objective, and counts as worse than every trial that reaches the target.
 A trial that does not fit in memory is worst. If there is no target, and no plan without levers to take one
 from, the objective of every trial is its least step time.
+
+Shares alone may be faster than precisions alone, and add no variance. If shares may change, the target is
+therefore the shorter step of two plans: the one without levers, and the one that lowers nothing at shares by
+speed (LB-BSP).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -22,6 +26,7 @@ from typing import Any
 from qsync.allocator.levers.save_less_steps import save_less_steps
 from qsync.allocator.levers.search_space import Setting, Space
 from qsync.allocator.planner import Options, allocate
+from qsync.allocator.uniform import uniform
 from qsync.errors import (
     FormatError,
     InfeasibleError,
@@ -72,11 +77,42 @@ class Search:
         self._profiles: dict[tuple[str, ClassLevers], Profile] = {}
         self.plain: Plan | None = None
         self.target_s: float | None = options.get("target_s")
+        # The setting that the target is from, and the most that its objective can be.
+        self.known, self.known_value = Setting(Levers({})), math.inf
         try:
-            self.plain = self.solve(Setting(Levers({})))
-            self.target_s = self.plain.target_s
+            self.plain = self.solve(self.known)
         except InfeasibleError:
-            pass
+            return
+        self.target_s = self.plain.target_s
+        self.known_value = float((self.plain.added_variance or 0.0) > 0.0)
+        if SHARE in self.levers and options.get("target_s") is None:
+            self._aim_at_shares()
+
+    def _aim_at_shares(self) -> None:
+        """Shorten the target to the step that shares by speed reach, if they reach a shorter one."""
+        basis, steps = self.basis, list[tuple[float, int, Setting]]()
+        given: dict[str, Any] = {key: self.options.get(key) for key in ("base", "bucket_cap_bytes")}
+        for setting in self.space.shares_by_speed():
+            profiles = self._profiles_at(setting)
+            plan = uniform(basis.graph, profiles, basis.cluster, {}, **given)
+            steps.append((plan.step_s or math.inf, len(steps), setting))
+        least_s, _, setting = min(steps, default=(math.inf, 0, self.known))
+        target_s = (1 + (self.options.get("slack") or 0.0)) * least_s
+        if self.target_s is None or target_s >= self.target_s:
+            return
+        with suppress(InfeasibleError):  # more samples may not fit, and pins may forbid the base
+            plan = self.solve(setting, target_s=target_s, slack=0.0)
+            self.target_s, self.known, self.known_value = target_s, setting, self._relative(plan)
+
+    def _relative(self, plan: Plan) -> float:
+        """Return the added variance of a plan, as a multiple of that of the plan without levers."""
+        return (plan.added_variance or 0.0) / ((self.plain.added_variance if self.plain else None) or 1.0)
+
+    def _profiles_at(self, setting: Setting) -> Mapping[str, Profile]:
+        basis = self.basis
+        return profiles_under_levers(
+            basis.graph, basis.profiles, basis.cluster, setting.levers, self.other, known=self._profiles
+        )
 
     @property
     def key(self) -> str:
@@ -87,14 +123,12 @@ class Search:
         parts += [[name, profile.hash] for name, profile in sorted(basis.profiles.items())]
         if self.other is not None:
             parts += [self.other.graph.shapes_hash, sorted(p.hash for p in self.other.profiles.values())]
-        return digest([*parts, sorted(self.levers), {k: repr(v) for k, v in sorted(self.options.items())}])
+        parts += [sorted(self.levers), {k: repr(v) for k, v in sorted(self.options.items())}]
+        return digest([*parts, f"{self.target_s or 0.0:.9g}"])
 
     def solve(self, setting: Setting, **changes: Any) -> Plan:
         """Return the best plan at one setting. Raises as `profiles_under_levers` and `allocate` do."""
-        basis = self.basis
-        profiles = profiles_under_levers(
-            basis.graph, basis.profiles, basis.cluster, setting.levers, self.other, known=self._profiles
-        )
+        basis, profiles = self.basis, self._profiles_at(setting)
         options = {**self.options, **changes}
         if setting.bucket_cap_bytes is not None or BUCKETS in self.levers:
             options["bucket_cap_bytes"] = setting.bucket_cap_bytes
@@ -114,8 +148,7 @@ class Search:
             plan = self.solve(setting, target_s=self.target_s, slack=0.0)
         except InfeasibleError:
             return self._late(setting)
-        scale = (self.plain.added_variance if self.plain else None) or 1.0
-        return (plan.added_variance or 0.0) / scale, plan
+        return self._relative(plan), plan
 
     def _late(self, setting: Setting) -> tuple[float, Plan | None]:
         """Return the objective and plan of the least step, for a setting that misses the target."""
@@ -195,7 +228,8 @@ def search(
         storage: A file of trials. The same search continues from it, and several processes may share it.
         seed: Seed of the sampler.
         progress: Called with a line of text before each trial.
-        **options: Those of `allocate`. The default target is that of the plan without levers.
+        **options: Those of `allocate`. The default target is that of the plan without levers, or with "share"
+            the step of shares by speed in which nothing is lowered, if that is shorter.
 
     Returns:
         The best plan.
@@ -225,10 +259,9 @@ def search(
             progress(f"trial {num + 1} of {trials}")
             study.optimize(lambda trial: _trial(problem, trial, study), n_trials=1)
         best = _best(_finished(study))
-    # The plan without levers may be as good, though its trial was killed.
-    plain = math.inf if problem.plain is None else float((problem.plain.added_variance or 0.0) > 0.0)
-    setting = Setting(Levers({}))
-    if best is not None and _rounded(best.value) <= plain:
+    # What the target is from may be as good, though its trial was killed.
+    setting = problem.known
+    if best is not None and _rounded(best.value) <= _rounded(problem.known_value):
         setting = _setting(best.user_attrs)
     value, plan = problem.evaluate(setting)
     if plan is None or value >= _TOO_SLOW:

@@ -28,6 +28,8 @@ from qsync.replayer.levers.batch_size import Sized, reach
 from qsync.replayer.levers.recomputation import blocks
 
 PASSES = (1, 2, 4, 8)
+# How far towards equal compute times shares are tried: a step also has costs that no share changes.
+_TOWARDS = (0.5, 0.75, 1.0, 1.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,23 +147,35 @@ class Space:
         First no levers. Then every operator that is able to saves less, then half of these. Then shares half
         way to equal compute times in the base (precisions do the rest), and shares of equal compute times.
         """
-        captured = samples_of(self.graph)
-        equal = dict.fromkeys(self.profiles, float(captured))
+        equal = dict.fromkeys(self.profiles, float(samples_of(self.graph)))
         yield self._start(equal)
         if any(len(self.save_less_steps(c.name)) > 1 for c in self.cluster.classes):
             yield from (self._start(equal, saving=part) for part in (1.0, 0.5))
         if SHARE in self.levers:
-            plain = uniform(self.graph, self.profiles, self.cluster, {}, base=self.base)
-            rate = {
-                name: 1.0 / entry.predicted.compute_s
-                for name, entry in plain.classes.items()
-                if entry.predicted
-            }
-            each = (
-                self.cluster.num_ranks * captured / sum(c.count * rate[c.name] for c in self.cluster.classes)
-            )
-            for part in (0.5, 1.0):
-                yield self._start({n: captured + part * (each * r - captured) for n, r in rate.items()})
+            yield from (self._start(self._towards_equal_times(part)) for part in (0.5, 1.0))
+
+    def shares_by_speed(self) -> Iterator[Setting]:
+        """Yield settings of shares alone about those of equal compute times in the base, no two alike."""
+        whole = self.cluster.num_ranks * samples_of(self.graph)
+        found = [self._nearest(self._towards_equal_times(part))[0] for part in _TOWARDS]
+        for number, samples in enumerate(found):
+            kept = sum(c.count * samples[c.name] for c in self.cluster.classes) == whole
+            if kept and samples not in found[:number] and all(map(self._reaches, samples, samples.values())):
+                yield Setting(Levers({name: ClassLevers(own) for name, own in samples.items()}))
+
+    def _reaches(self, name: str, samples: int) -> bool:
+        least, most = reach(self.profiles[name], self.graph, self.other)
+        return least <= samples <= most
+
+    def _towards_equal_times(self, part: float) -> dict[str, float]:
+        """Return samples by class: at 0 equally many, at 1 those of equal compute times in the base."""
+        captured = samples_of(self.graph)
+        plain = uniform(self.graph, self.profiles, self.cluster, {}, base=self.base)
+        rate = {
+            name: 1.0 / entry.predicted.compute_s for name, entry in plain.classes.items() if entry.predicted
+        }
+        each = self.cluster.num_ranks * captured / sum(c.count * rate[c.name] for c in self.cluster.classes)
+        return {name: captured + part * (each * own - captured) for name, own in rate.items()}
 
     def _start(self, samples: Mapping[str, float], saving: float = 0.0) -> dict[str, Any]:
         """Return parameters for these shares, this part of the steps of saving less, and no other lever."""
@@ -174,13 +188,19 @@ class Space:
             if len(steps := self.save_less_steps(c.name)) > 1:
                 found[f"saving less {c.name}"] = round(saving * (len(steps) - 1))
 
-        def part(name: str, low: int, high: int) -> float:
-            found[f"share {name}"] = min(1.0, max(0.0, (samples[name] - low) / (high - low or 1)))
-            return float(found[f"share {name}"])
-
         if SHARE in self.levers:
-            self._shared(part)
+            found |= {f"share {name}": place for name, place in self._nearest(samples)[1].items()}
         return found
+
+    def _nearest(self, samples: Mapping[str, float]) -> tuple[dict[str, int], dict[str, float]]:
+        """Return the samples by class that come nearest to these, and their places in `_shared`."""
+        places: dict[str, float] = {}
+
+        def part(name: str, low: int, high: int) -> float:
+            places[name] = min(1.0, max(0.0, (samples[name] - low) / (high - low or 1)))
+            return places[name]
+
+        return self._shared(part), places
 
     def _caps(self) -> list[int | None]:
         """Return DDP's own caps, then powers of two of a MiB, up to one bucket for all."""

@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync import Cluster, OpGraph, Plan, Precision
-from qsync.allocator import allocate, uniform
+from qsync.allocator import allocate, search, uniform
 from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
 from qsync.experiments.speedup.ways import every_share, has_int8_all, shared_by_speed
+from qsync.records.levers import SHARE
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
 from qsync.replayer import Sized, Timeline, profiles_under_levers, replay
 
 # In a base of 16 bits "weak_int8_all" stands in the place of "weak_bf16", which is that of plain DDP.
 # Where 16 bits are no faster than FP32, it stands beside it.
-NAMES = ("fast_alone", "ddp", "lb_bsp", "weak_bf16", "weak_int8", "all_int8", "qsync")
+NAMES = ("fast_alone", "ddp", "lb_bsp", "weak_bf16", "weak_int8", "all_int8", "qsync", "qsync_share")
 _ORDER = (*NAMES[:4], "weak_int8_all", *NAMES[4:])
+_TRIALS = 12  # of shares: a batch of the demo has few
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ def planned_runs(
 
     The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel. `other`
     is the model captured with another number of samples. LB-BSP takes the shares of the batch by which the
-    predicted step is least; without `other`, or where no share can change, there is no such run.
+    predicted step is least, and the plan with shares is that of the lever `share`; without `other`, or where
+    no share can change, there are no such runs.
     """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
     lowest, precision = "weak_bf16", sixteen_bit(basis.cluster)
@@ -80,11 +83,14 @@ def planned_runs(
         plan = uniform(*at, cluster, precisions, **kept)
         if not precisions or any(plan[name_of_class].lowered for name_of_class in precisions):
             plans[name] = (cluster, plan)
+    of_plan: dict[str, Any] = {"margin": MARGIN, "base": base, **cap}
+    to_plan = (*at, basis.sensitivity, basis.cluster)
     shares = list(every_share(basis, other)) if other else []
     if len(shares) > 1:
         plans["lb_bsp"] = (basis.cluster, shared_by_speed(basis, shares, **kept))
-    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base, **cap)
-    plans["qsync"] = (basis.cluster, own)
+        shared = search(*to_plan, levers=[SHARE], other=other, trials=_TRIALS, **of_plan)
+        plans["qsync_share"] = (basis.cluster, shared)
+    plans["qsync"] = (basis.cluster, allocate(*to_plan, **of_plan))
     training_s = num_steps * sum(plan.step_s or 0.0 for _, plan in plans.values())
     ahead = replace(basis, profiles={name: p.ahead(training_s) for name, p in basis.profiles.items()})
     return {

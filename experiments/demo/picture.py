@@ -22,6 +22,7 @@ RUN_TITLES = {
     "weak_int8_all": "weak rank, all products in INT8",
     "all_int8": "every rank in INT8",
     "qsync": "qsync plan",
+    "qsync_share": "qsync plan, shares too",
 }
 
 

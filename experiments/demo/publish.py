@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from qsync import QSyncError
-from qsync.experiments.demo.report import HEADINGS, cells
+from qsync.experiments.demo.report import HEADINGS, cells, is_own
 from qsync.experiments.harness import markdown_table, run_command, write_between
 from qsync.records.json_files import read_json, write_json
 
@@ -50,7 +50,11 @@ def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wr
 
 def markdown(content: Mapping[str, Any]) -> str:
     """Return where the demo was measured, and its table, in Markdown."""
-    machine, (*others, (plan, *figures)) = content["machine"], cells(content)
+    machine = content["machine"]
+    rows = [
+        [f"**{title}**" if is_own(name) else title, *figures]
+        for name, (title, *figures) in zip(content["runs"], cells(content), strict=True)
+    ]
     shares = [f"{share:g}" for share in content["emulated_share"].values()]
     weak = f" The weak rank is *emulated*: it gets {' / '.join(shares)} of a core." if shares else ""
     same = "identical" if content["parameters_identical_across_ranks"] else "DIFFERENT"
@@ -63,7 +67,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"Parameters are bitwise {same} on both ranks at the end of every run. Commit {content['commit']}.",
         *_within_intervals(content["runs"].values()),
         "",
-        *markdown_table(HEADINGS, [*others, [f"**{plan}**", *figures]]),
+        *markdown_table(HEADINGS, rows),
     ]
     return "\n".join(lines)
 

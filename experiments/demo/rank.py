@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 import qsync
-from qsync import Cluster, Precision, Profile
+from qsync import Cluster, Plan, Precision, Profile
 from qsync.backend.devices.device_detection import machine
 from qsync.backend.precisions_that_pay import emulated_precisions
 from qsync.distributed import ddp_profiling, job
-from qsync.distributed.agreement import agree
+from qsync.distributed.agreement import agree, from_rank_zero
 from qsync.distributed.monitoring import liveness
 from qsync.experiments.demo import report
 from qsync.experiments.demo.compared_plans import Planned, planned_runs, replayed
@@ -62,10 +62,17 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
         base = Precision(config["base"])
         measuring = Measuring(workload, place, show, config["rounds"], base)
         basis = measuring.basis()
-        num_steps = config["seeds"] * steps
-        planned = planned_runs(basis, BUCKET_CAP_BYTES, base, measuring.smaller, num_steps)
+        num_steps, planned = config["seeds"] * steps, dict[str, Planned]()  # rank 0's alone
+
+        def make_plans() -> dict[str, Any]:
+            show("planning every run")
+            planned.update(planned_runs(basis, BUCKET_CAP_BYTES, base, measuring.smaller, num_steps))
+            return {name: entry.plan.to_json() for name, entry in planned.items()}
+
+        made = from_rank_zero("planning", make_plans)
+        plans = {name: Plan.from_json(entry) for name, entry in made.items()}
         seeds = range(config["seed"], config["seed"] + config["seeds"])
-        results = [_train(workload, planned, measuring, seed, steps) for seed in seeds]
+        results = [_train(workload, plans, measuring, seed, steps) for seed in seeds]
         basis = measuring.basis()
     if rank == 0:
         shares = {WEAK: config["weak_share"]} if basis.cluster[WEAK].emulated_share else {}
@@ -170,13 +177,11 @@ class Measuring:
 
 
 def _train(
-    workload: Workload, planned: dict[str, Planned], measuring: Measuring, seed: int, steps: int
+    workload: Workload, plans: dict[str, Plan], measuring: Measuring, seed: int, steps: int
 ) -> dict[str, dict[str, Any]]:
     """Train every run for the same number of steps, in turns; what each rank measured, by run."""
     place, show = measuring.place, measuring.show
-    runners = {
-        name: attached_runner(name, entry.plan, workload, place, seed) for name, entry in planned.items()
-    }
+    runners = {name: attached_runner(name, plan, workload, place, seed) for name, plan in plans.items()}
     num_turns = -(-steps // STEPS_A_TURN)
     for runner in runners.values():  # compile, fill caches; not measured, and undone
         dist.barrier()

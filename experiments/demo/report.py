@@ -101,8 +101,13 @@ def table(content: Mapping[str, Any]) -> Table:
     """Return the one table that the demo prints."""
     note = "; the weak rank is emulated" if content["emulated"] else ""
     size = f"{content['num_parameters'] / 1e6:.1f} M parameters, {content['steps']} steps"
-    rows = cells(content)
-    return table_of(f"{content['workload']}, {size}{note}", HEADINGS, rows, bold=[len(rows) - 1])
+    own = [number for number, name in enumerate(content["runs"]) if is_own(name)]
+    return table_of(f"{content['workload']}, {size}{note}", HEADINGS, cells(content), bold=own)
+
+
+def is_own(name: str) -> bool:
+    """Return whether a run is under a plan of qsync's."""
+    return name.startswith("qsync")
 
 
 def cells(content: Mapping[str, Any]) -> list[list[str]]:
@@ -140,11 +145,19 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
     lines = []
     if limit and plain and plan:
         emulated = " (weak rank emulated)" if content["emulated"] else ""
-        in_ddp, planned = (samples_to_alone(runs[name], limit) for name in ("ddp", "qsync"))
+        shown = {
+            "ddp": "in plain DDP",
+            "qsync": "under the plan",
+            "qsync_share": "under the plan with shares",
+        }
+        rates = [
+            f"{samples_to_alone(runs[name], limit):.2f} times {text}"
+            for name, text in shown.items()
+            if name in runs
+        ]
         lines.append(
-            f"Samples per second, against the fast rank alone: {in_ddp:.2f} times in plain DDP, "
-            f"{planned:.2f} times under the plan{emulated}. "
-            f"A step takes {plain / limit:.2f} and {plan / limit:.2f} times as long."
+            f"Samples per second, against the fast rank alone: {', '.join(rates)}{emulated}. "
+            f"A step takes {plain / limit:.2f} times as long in plain DDP, {plan / limit:.2f} under the plan."
         )
     weak_s = [run["measured_step_s"] for name, run in runs.items() if name.startswith("weak_")]
     lowers_nothing = plain and runs["qsync"]["low_precision_op_fraction"] == 0.0
@@ -157,7 +170,7 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
                 if weak_s
                 else "it multiplies no precision below FP32 in hardware (qsync doctor)."
             )
-            + " Shares of the batch by speed still do (LB-BSP)."
+            + " Shares of the batch by speed still do."
         )
     difference = content["heldout_difference"]
     if difference["standard_error"] is not None:

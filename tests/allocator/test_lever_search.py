@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync import planning
-from qsync.allocator import allocate, check_plan, search
+from qsync.allocator import allocate, check_plan, search, uniform
 from qsync.allocator.levers.search import Search
 from qsync.allocator.levers.search_space import Setting, Space
 from qsync.errors import FormatError, InfeasibleError, MismatchError
@@ -25,6 +25,7 @@ from qsync.hybrid_training import save_with_warnings
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
+from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import Sized, profiles_under_levers
 
@@ -70,6 +71,61 @@ def test_a_lever_that_is_not_named_stays_off():
         assert used <= {lever} and (plan.bucket_cap_bytes is None or lever == "buckets")
         assert checked(plan)
     assert search(*PARTS, levers=["share"], other=OTHER, trials=4, **FAST).levers.used == ("share",)
+
+
+def in_fp32_alone(counts: dict[str, int] | None = None, **cluster):
+    """A problem whose devices have FP32 alone, with the step of every share of its weak class."""
+    offered = {"precisions": (Precision.FP32,)}
+    profiles, smaller = (
+        {n: profile_of(g, n, slow=s, latency_s=1e-8, **offered) for n, s in SLOW.items()}
+        for g in (GRAPH, SMALLER)
+    )
+    machines, other = cluster_of(counts, **offered, **cluster), Sized(SMALLER, smaller)
+    parts = (GRAPH, profiles, SENSITIVITY, machines)
+    strong, weak = (c.count for c in machines.classes)
+
+    def step_s(of_weak: int) -> float:
+        of_strong = (32 * (strong + weak) - weak * of_weak) // strong
+        levers = Levers({"train": ClassLevers(of_strong), "infer": ClassLevers(of_weak)})
+        shared = profiles_under_levers(GRAPH, profiles, machines, levers, other)
+        return uniform(GRAPH, shared, machines, {}).step_s
+
+    return parts, other, step_s
+
+
+@pytest.mark.parametrize("trials", [1, 6])
+@pytest.mark.parametrize("counts", [{"train": 1, "infer": 1}, {"train": 2, "infer": 4}])
+def test_shares_shorten_the_step_where_no_precision_does(counts, trials):
+    parts, other, step_s = in_fp32_alone(counts)
+    plain = allocate(*parts, solver="greedy")
+    plan = search(*parts, levers=["share"], other=other, trials=trials, solver="greedy")
+    # Costs are known up to 48 samples: one rank each takes equal times at 48 and 16, of 2 and 4 ranks the
+    # strong would take 57 and take 48.
+    least_s = min(step_s(of_weak) for of_weak in ((16, 17, 18) if counts["train"] == 1 else (24, 26, 28)))
+    assert plan.step_s <= least_s * (1 + 1e-9) < 0.8 * plain.step_s
+    assert plan.added_variance == 0.0 and plan.target_s < 0.8 * plain.target_s
+    assert plan.levers.without["share"].reason == "no precisions reach the target"
+
+
+def test_slack_is_added_to_the_step_of_shares_too():
+    parts, other, step_s = in_fp32_alone()
+    plan = search(*parts, levers=["share"], other=other, trials=1, slack=0.1, solver="greedy")
+    assert plan.target_s == pytest.approx(1.1 * min(map(step_s, (16, 17, 18))))
+
+
+def test_a_target_that_is_given_stands_over_that_of_shares():
+    parts, other, _ = in_fp32_alone()
+    target_s = 1.01 * allocate(*parts, solver="greedy").step_s
+    plan = search(*parts, levers=["share"], other=other, trials=2, target_s=target_s, solver="greedy")
+    assert plan.target_s == target_s
+
+
+def test_shares_that_do_not_fit_in_memory_set_no_target():
+    parts, other, _ = in_fp32_alone()
+    plain = allocate(*parts, solver="greedy")
+    budgets = {"train": int(1.01 * plain["train"].predicted.memory_bytes)}
+    plan = search(*parts, levers=["share"], other=other, trials=2, budgets=budgets, solver="greedy")
+    assert plan.target_s == plain.target_s and plan.levers_of("train").samples in (None, 32)
 
 
 def test_a_given_bucket_cap_holds_in_a_search_of_other_levers():

@@ -255,8 +255,12 @@ def test_samples_by_speed_round_nothing_and_are_faster_than_equal_ones():
     samples = [plan.levers[name].samples for name in (FAST, WEAK)]
     assert sum(samples) == 32 and samples[0] > samples[1] and plan.added_variance == 0.0
     assert planned["lb_bsp"].timeline.step_s < 0.9 * planned["ddp"].timeline.step_s
+    own, shared = planned["qsync"], planned["qsync_share"]
+    assert shared.timeline.step_s <= 1.001 * min(own.timeline.step_s, planned["lb_bsp"].timeline.step_s)
+    assert shared.plan.added_variance < own.plan.added_variance
     again = replayed(planned, basis, other=Sized(other, {}))
-    assert again["lb_bsp"].step_s == pytest.approx(planned["lb_bsp"].timeline.step_s)
+    for name in ("lb_bsp", "qsync_share"):
+        assert again[name].step_s == pytest.approx(planned[name].timeline.step_s)
 
 
 def test_the_interval_is_of_the_training_and_not_of_the_profile():
@@ -309,7 +313,7 @@ def test_what_no_rank_was_profiled_in_is_not_compared():
 def test_above_bf16_the_weak_rank_is_compared_with_all_its_products_in_int8():
     graph, profiles, cluster = with_int8_all(1.4)
     planned = planned_runs(Basis(graph, cluster, profiles, sensitivity_of(graph)), base=Precision.BF16)
-    names = [name for name in NAMES if name != "lb_bsp"]  # no second capture, no shares
+    names = [name for name in NAMES if name not in ("lb_bsp", "qsync_share")]  # no second capture
     assert tuple(planned) == tuple("weak_int8_all" if name == "weak_bf16" else name for name in names)
     assert Precision.INT8_ALL in planned["weak_int8_all"].plan[WEAK].assignment.values()
     assert {entry.plan.base for entry in planned.values()} == {Precision.BF16}
