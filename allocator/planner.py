@@ -133,8 +133,9 @@ def allocate(
         plan = as_plan(
             graph, solution.assignments, profiles, cluster, given, target_s=target_s, sensitivity=sensitivity
         )
+    late = {name: replace(entry, margin=state.late.get(name, 0.0)) for name, entry in plan.classes.items()}
     return replace(
-        plan, margin=given.margin or None, solver=given.solver, bound=solution.bound, status=solution.status,
+        plan, classes=late, solver=given.solver, bound=solution.bound, status=solution.status,
         pins={pattern: Precision.parse(text) for pattern, text in (given.pins or {}).items()},
         budgets=given.budgets or {}, together=tuple(tuple(patterns) for patterns in given.together),
     )  # fmt: skip

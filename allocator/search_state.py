@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -99,6 +99,8 @@ class ClassState:
     @property
     def alone_s(self) -> float:
         """Seconds of the class's own step, cheaper to get than `work`; no step is shorter."""
+        if self.costs.launches is not None:  # what the device waits for launches changes with every operator
+            return self.work.total_s
         return self.costs.total_s + self._beside_s
 
     def seconds_at(self, assignment: Mapping[str, Precision]) -> float:
@@ -218,9 +220,17 @@ class State:
         """Return each class's step, late by the class's whole margin."""
         return {name: state.work.slower(self.late_factor(name)) for name, state in self.classes.items()}
 
-    def late_starts(self) -> dict[str, tuple[Work, float]]:
-        """Return each class's step as `late_works` does, and the second at which it starts."""
+    def late_starts(self, least: bool = False) -> dict[str, tuple[Work, float]]:
+        """Return each class's step as `late_works` does, and the second at which it starts.
+
+        Where kernels are launched, the optimizer may wait for its launch. The wait depends on the choices.
+        With `least` no optimizer waits: no choice starts earlier.
+        """
         works = self.late_works()
+        for name, one in self.classes.items() if least else ():
+            if one.costs.launches is not None:
+                optimizer_s = self.late_factor(name) * one.part.profile.optimizer_s
+                works[name] = replace(works[name], optimizer_s=optimizer_s)
         starts = starts_s(list(works.values()), self.problem.exchange)
         return {name: (work, start_s) for (name, work), start_s in zip(works.items(), starts, strict=True)}
 

@@ -318,7 +318,8 @@ def wrap(
     """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
 
     In place: the object, its class and its state_dict keys stay. Whatever calls the model runs under the
-    plan: `model(x)`, `model.forward(x)`, copies, pickles, torch.compile around it. The graph is traced at the
+    plan: `model(x)`, `model.forward(x)`, copies, pickles, torch.compile around it. Other methods
+    (`model.encode(x)`) and inner modules that are called alone run as before. The graph is traced at the
     first call and compared with the plan's; one line on stderr says how much of it is lowered.
     `qsync.unwrap` undoes it.
 

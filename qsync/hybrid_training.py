@@ -6,7 +6,8 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -165,7 +166,8 @@ def hybrid(
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none", "the base": base,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
-        "ddp": ddp, "check": check, "compile": compile, "a report": report is not None,
+        "the training mode": model.training, "ddp": ddp, "check": check, "compile": compile,
+        "a report": report is not None,
         **_accelerate_facts(plan, options), **_option_facts(options),
         **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
     })  # fmt: skip
@@ -182,7 +184,8 @@ def hybrid(
                 precisions, make_optimizer, loader, bucket_cap_mb, ddp_options, _may_save_less(options),
                 progress, bool(compile),
             )  # fmt: skip
-            plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
+            with _in_training_mode(model):
+                plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
     else:
         if base is not None:
             agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
@@ -345,6 +348,23 @@ def _write_report(file: Path, plan: Plan, folder: Path) -> None:
         page.write(file, plan, replace(basis, profiles=profiles))
     except (OSError, FormatError) as error:  # as where a full disk took neither profiles nor page
         logger.warning("qsync: the report is not written: %s; training goes on", shortened(error, 400))
+
+
+@contextmanager
+def _in_training_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model that is in evaluation mode, as from_pretrained returns it, in training mode meanwhile."""
+    if model.training:
+        yield
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("qsync: the model is in evaluation mode, and is planned as after model.train()")
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _may_save_less(options: Mapping[str, Any]) -> bool:

@@ -18,36 +18,37 @@ def class_events(
     lowered: LoweredGraph,
     copies_s: FloatArray,
     times: tuple[float, float, float, float],
-    spans: tuple[float, float, float],
+    optimizer_s: float,
+    launch_waits_s: FloatArray,
     flights: Sequence[tuple[float, float]],
     rates: Sequence[float],
 ) -> list[Event]:
     """Return the events of one class: loading, host, forward, loss, backward, communication, wait, optimizer.
 
     `times` are the start of the class's step, the end of its backward, the end of the last all-reduce, and
-    the seconds of its wait. `spans` are the seconds before its backward, of its backward and of its
-    optimizer: what they exceed the operators by, the device waits for kernels to be launched. `copies_s[i]`
+    the seconds of its wait. `launch_waits_s` are the seconds for which the device waits for launches before
+    each part of the step (`Exchange.launch_waits_s`); the last entry is in `optimizer_s`. `copies_s[i]`
     are the seconds of copying gradients to buckets after operator i; the last entry is of parameters that no
     operator uses. `flights` are the all-reduces as (start, end). Beside all-reduce k backward runs at
     `rates[k]` of its speed.
     """
     start, finished, reduced, wait = times
-    lead_s, backward_s, optimizer_s = spans
     ops = {op.name: op for op in lowered.graph.ops}
     groups = [[(node, node_cost(profile, node, ops)) for node in nodes] for nodes in _by_operator(lowered)]
     line = _Line(name, start)
     if profile.loading_s > 0.0:
         line.add("data loading", "loading", profile.loading_s)
-    line.add("host", "host", profile.host_s)
-    for nodes in groups:
+    waits = launch_waits_s.tolist()
+    line.add("host", "host", profile.host_s + waits[0])
+    for nodes, wait_s in zip(groups, waits[1:], strict=False):
+        line.add_wait(LAUNCHES, wait_s)
         for node, cost in nodes:
             line.add(_label(node), "cast" if isinstance(node, Cast) else "forward", cost.forward_s)
+    line.add_wait(f"{LAUNCHES}, loss", waits[len(groups) + 1])
     line.add("loss", "loss", profile.outside.forward_s)
     line.add("loss, backward", "loss", profile.outside.backward_s)
-    if profile.launches and (idle_s := start + lead_s - line.now) > 0.0:
-        line.add(_LAUNCHES, "host", idle_s)
     clock = WorkClock(line.now, flights, rates)
-    line.events += _backward(name, lowered, groups, copies_s, clock, backward_s if profile.launches else 0.0)
+    line.events += _backward(name, lowered, groups, copies_s, clock, waits[len(groups) + 2 :])
     for k, (begin, end) in enumerate(flights):
         line.events.append(Event(name, f"all-reduce {k}", "communication", begin, end - begin))
     if wait > 0.0:
@@ -56,7 +57,8 @@ def class_events(
     return line.events
 
 
-_LAUNCHES = "kernels not launched yet"
+# How the names of events begin in which the device waits for the host, within forward, loss or backward.
+LAUNCHES = "kernels not launched yet"
 
 
 class _Line:
@@ -69,6 +71,10 @@ class _Line:
     def add(self, name: str, kind: str, duration_s: float) -> None:
         self.events.append(Event(self.device_class, name, kind, self.now, duration_s))
         self.now += duration_s
+
+    def add_wait(self, name: str, duration_s: float) -> None:
+        if duration_s > 0.0:
+            self.add(name, "host", duration_s)
 
 
 class WorkClock:
@@ -97,10 +103,16 @@ def _backward(
     groups: Sequence[Sequence[tuple[Cast | Run, Cost]]],
     copies_s: FloatArray,
     clock: WorkClock,
-    span_s: float,
+    waits_s: Sequence[float],
 ) -> list[Event]:
     entries: list[tuple[str, str, float]] = []
-    for position, nodes in reversed(list(enumerate(groups))):
+
+    def add_wait(wait_s: float) -> None:
+        if wait_s > 0.0:
+            entries.append((f"{LAUNCHES}, backward", "host", wait_s))
+
+    for (position, nodes), wait_s in zip(reversed(list(enumerate(groups))), waits_s, strict=False):
+        add_wait(wait_s)
         for node, cost in reversed(nodes):
             if cost.backward_s > 0.0:
                 kind = "cast" if isinstance(node, Cast) else "backward"
@@ -108,10 +120,9 @@ def _backward(
         if copies_s[position] > 0.0:
             op = lowered.graph.ops[position].name
             entries.append((f"{op}, gradients to buckets", "backward", float(copies_s[position])))
+    add_wait(waits_s[len(groups)])
     if copies_s[-1] > 0.0:
         entries.append(("unused parameters, gradients to buckets", "backward", float(copies_s[-1])))
-    if (idle_s := span_s - sum(duration for _, _, duration in entries)) > 0.0:
-        entries.append((f"{_LAUNCHES}, backward", "host", idle_s))
     edges = clock(np.concatenate(([0.0], np.cumsum([duration for _, _, duration in entries]))))
     return [
         Event(name, label, kind, float(edges[j]), float(edges[j + 1] - edges[j]))

@@ -61,7 +61,7 @@ def replay(
         plan: The plan, or a mapping from class names to assignments.
         profiles: The profile of each device class, by name.
         cluster: The device classes, their ranks and links.
-        bucket_cap_bytes: DDP's cap in bytes; None means its defaults.
+        bucket_cap_bytes: DDP's cap in bytes; None means the plan's own, or DDP's defaults.
 
     Returns:
         The timeline: seconds of the step, waits, and memory of each class.
@@ -138,9 +138,10 @@ class Simulation:
                 events.append(Event(name, "buffers handed out", "communication", begun, step.idle_s[c]))
             waits = min(blocked[c] - min(blocked), max(0.0, step.reduced_s - step.finished_s[c]))
             times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, waits)
-            lowered, work = entry.lowered.lowered(), self.works[c]
-            spans = (work.lead_s, work.backward_s, work.optimizer_s)
-            events += class_events(name, entry.profile, lowered, copies, times, spans, flights, self.rates(c))
+            events += class_events(
+                name, entry.profile, entry.lowered.lowered(), copies, times, self.works[c].optimizer_s,
+                exchange.launch_waits_s(entry), flights, self.rates(c),
+            )  # fmt: skip
         return events
 
 
@@ -152,6 +153,8 @@ def simulate_step(
     bucket_cap_bytes: int | None = None,
 ) -> Simulation:
     """Simulate one steady step of every class; raise as `replay` does."""
+    if bucket_cap_bytes is None and isinstance(plan, Plan):
+        bucket_cap_bytes = plan.bucket_cap_bytes
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
     costs = costs_of_classes(graph, plan, profiles, cluster)
     works = [exchange.work(entry) for entry in costs.values()]

@@ -95,7 +95,8 @@ class Exchange:
     """The gradient exchange of one graph: buckets, seconds of each all-reduce, and bytes copied per operator.
 
     With one rank there is no bucket and no copy. If the model has buffers (running statistics), DDP also
-    broadcasts the buffers of rank 0 before every forward pass, and all ranks wait for this broadcast.
+    broadcasts the buffers of rank 0 before every call of the model, and all ranks wait for this broadcast,
+    unless the job trains with `broadcast_buffers=False`. All broadcasts of a step are counted before it.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
@@ -111,8 +112,8 @@ class Exchange:
                 for value in graph.inputs
                 if value.kind == "buffer" and not value.name.startswith("constant:")
             )
-            if broadcast_bytes:
-                self.broadcast_s = cluster_all_reduce_s(cluster, broadcast_bytes)
+            if broadcast_bytes and cluster.broadcasts_buffers:
+                self.broadcast_s = graph.num_calls * cluster_all_reduce_s(cluster, broadcast_bytes)
             self.buckets = buckets(graph, bucket_cap_bytes)
             for position, num_bytes in gradient_bytes(graph).items():
                 if position >= 0:
@@ -157,15 +158,35 @@ class Exchange:
 
             max over j <= k of (launched_j + kernel_j + ... + kernel_k).
         """
+        _, done_s = self._kernels_and_done_s(costs, launches)
+        num_ops = len(costs.forward_s)
+        lead_s, total_s, end_s = (float(done_s[k]) for k in (num_ops + 1, -2, -1))
+        until_s = done_s[-3 : num_ops + 1 : -1] - lead_s
+        return self._work(costs.profile, lead_s, until_s, total_s - lead_s, end_s - total_s)
+
+    def launch_waits_s(self, costs: ClassCosts | VectorizedCosts) -> FloatArray:
+        """Return the seconds for which the device waits for a launch before each part of `_parts_s`.
+
+        The wait for the batch is not among them.
+        """
+        if costs.launches is None:
+            return np.zeros(2 * len(costs.forward_s) + 4)
+        kernels_s, done_s = self._kernels_and_done_s(costs, costs.launches)
+        waits_s = np.maximum(0.0, np.diff(done_s, prepend=0.0) - kernels_s)
+        waits_s[0] = max(0.0, waits_s[0] - costs.profile.loading_s)
+        waits_s[waits_s < STEADY * done_s[-1]] = 0.0  # what sums round
+        return waits_s
+
+    def _kernels_and_done_s(
+        self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return the seconds of each part's kernels, and when these are done."""
         kernels_s, launched_s = self._parts_s(costs), self._parts_s(launches)
         launched_s[0] += costs.profile.loading_s
         kernels_s[0] -= costs.profile.loading_s  # the host waits for the batch
         done_s = np.cumsum(kernels_s)
         done_s += np.maximum.accumulate(np.cumsum(launched_s) - (done_s - kernels_s))
-        num_ops = len(costs.forward_s)
-        lead_s, total_s, end_s = (float(done_s[k]) for k in (num_ops + 1, -2, -1))
-        until_s = done_s[-3 : num_ops + 1 : -1] - lead_s
-        return self._work(costs.profile, lead_s, until_s, total_s - lead_s, end_s - total_s)
+        return kernels_s, done_s
 
     def _parts_s(self, costs: ClassCosts | VectorizedCosts) -> FloatArray:
         """Return the seconds of what a step does in turn.

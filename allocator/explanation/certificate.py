@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import Timeline, replay
+from qsync.replayer.slowdown import slowed
 
 # A prediction stored in a file may differ from the one derived here by rounding, not by more.
 RELATIVE = 1e-6
@@ -55,8 +57,9 @@ def check_plan(
     """Derive legality, step time, memory and variance of a plan again, and list all violations.
 
     A plan is legal if each class has its precisions, a kernel exists for each, and the profile measured them.
-    Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. A bad plan
-    raises nothing: every violation is a sentence.
+    Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. Budgets and
+    bucket cap are the plan's own unless others are given. A bad plan raises nothing: every violation is a
+    sentence.
 
     >>> assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
     """
@@ -74,6 +77,12 @@ def check_plan(
     except QSyncError as error:
         return Certificate((str(error),), None, plan.target_s, {}, limits, {})
     violations += _times(plan, timeline)
+    added = sum(variance.values())
+    if plan.bound is not None and plan.bound > added * (1 + RELATIVE):
+        violations.append(
+            f"the plan says that none adds less variance than {plan.bound:.9g}, it adds {added:.9g}"
+        )
+    violations += _late(graph, plan, profiles, cluster, bucket_cap_bytes)
     for name, limit in limits.items():
         violations += _class_violations(name, plan[name], profiles[name], timeline, variance[name], limit)
     memory = {name: entry.memory_bytes for name, entry in timeline.classes.items()}
@@ -108,6 +117,9 @@ def _illegal(
                 found.append(
                     f"{op} runs in {precision} on {name}, which was not measured; profile this class again"
                 )
+            wanted = {to for pattern, to in plan.pins.items() if fnmatch.fnmatchcase(op, pattern)}
+            if wanted and precision not in wanted:
+                found.append(f"{op} runs in {precision} on {name}, and is pinned to {' or '.join(wanted)}")
     return found + not_alike(graph, plan)
 
 
@@ -135,6 +147,22 @@ def _times(plan: Plan, timeline: Timeline) -> list[str]:
             f"a step takes {timeline.step_s:.9g} s, {over:.3g} s over the target of {plan.target_s:.9g} s"
         )
     return found
+
+
+def _late(
+    graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster, cap: int | None
+) -> list[str]:
+    """Return a sentence if the step misses the target once every class is as late as its margin allows."""
+    if plan.target_s is None or plan.margin is None:
+        return []
+    late = {c.name: slowed(profiles[c.name], 1.0 + plan[c.name].margin) for c in cluster.classes}
+    step_s = replay(graph, plan, late, cluster, bucket_cap_bytes=cap).step_s
+    if step_s <= plan.target_s * (1 + RELATIVE):
+        return []
+    return [
+        f"with its classes as late as the margin of {plan.margin:.3%}, a step takes {step_s:.9g} s, "
+        f"{step_s - plan.target_s:.3g} s over the target of {plan.target_s:.9g} s"
+    ]
 
 
 def _class_violations(

@@ -97,22 +97,22 @@ def state_of_plan(
 ) -> tuple[State, float]:
     """Return the state that a plan describes, and its target in seconds (its own step if it has none).
 
-    Budgets are those given, else the plan's own, else the cluster's memory. Operators that the plan groups
-    to run alike change together, unless an edited plan gives members of a group different precisions.
+    Budgets and bucket cap are those given, else the plan's own, else the cluster's memory and DDP's.
+    Operators that the plan groups to run alike change together, unless an edited plan gives members of a
+    group different precisions.
     """
     checked_lowerings(graph, plan, profiles, cluster)
     own = {c.name: plan.budgets[c.name] for c in cluster.classes if c.name in plan.budgets}
     given = Constraints(
         budgets={**own, **(budgets or {})},
         together=() if not_alike(graph, plan) else plan.together,
-        bucket_cap_bytes=bucket_cap_bytes,
+        bucket_cap_bytes=plan.bucket_cap_bytes if bucket_cap_bytes is None else bucket_cap_bytes,
         saving_less={c.name: plan[c.name].saving_less for c in cluster.classes},
         base=plan.base,
     )
     state = State(make_problem(graph, profiles, sensitivity, cluster, given))
-    strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
     state.restore({name: plan[name].assignment for name in state.classes})
-    state.late = {name: plan.margin or 0.0 for name in state.classes if name != strongest}
+    state.late = {name: plan[name].margin for name in state.classes}
     return state, state.step_s() if plan.target_s is None else plan.target_s
 
 

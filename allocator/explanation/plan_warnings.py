@@ -136,7 +136,7 @@ def _hidden_by_noise(
     if not fp32 or not any(entry.lowered for entry in plan.classes.values()):
         return []  # there is no FP32 step to compare with, or nothing is lowered
     cap = plan.bucket_cap_bytes
-    at_base = {c.name: _at_base(graph, plan[c.name]) for c in cluster.classes}
+    at_base = {c.name: _at_base(graph, plan[c.name], profiles[c.name]) for c in cluster.classes}
     plain = replay(graph, at_base, profiles, cluster, bucket_cap_bytes=cap)
     planned = replay(graph, plan, profiles, cluster, bucket_cap_bytes=cap)
     limits = {c.name: (budgets or {}).get(c.name, c.memory_bytes) for c in cluster.classes}
@@ -155,7 +155,8 @@ def _hidden_by_noise(
     ]
 
 
-def _at_base(graph: OpGraph, plan: ClassPlan) -> dict[str, Precision]:
-    """Return a class's assignment with its base in the place of every lower precision."""
+def _at_base(graph: OpGraph, plan: ClassPlan, profile: Profile) -> dict[str, Precision]:
+    """Return a class's assignment with its base, where that was measured, in place of lower precisions."""
     base = {op.name: base_of(op, plan.base) for op in graph.adjustable}
+    base = {op: p if p in profile.precisions_of(op) else Precision.FP32 for op, p in base.items()}
     return {op: base[op] if is_below(p, base[op]) else p for op, p in plan.assignment.items()}

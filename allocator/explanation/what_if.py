@@ -71,6 +71,7 @@ def what_ifs(
     state, target_s = state_of_plan(
         graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
     )
+    bucket_cap_bytes = plan.bucket_cap_bytes if bucket_cap_bytes is None else bucket_cap_bytes
     path = find_critical_path(graph, plan, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
     found = [*_links(state, graph, cluster, bucket_cap_bytes)]
     found += _cards(state, graph, cluster, plan, bucket_cap_bytes)

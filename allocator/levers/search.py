@@ -105,8 +105,13 @@ class Search:
             self.target_s, self.known, self.known_value = target_s, setting, self._relative(plan)
 
     def _relative(self, plan: Plan) -> float:
-        """Return the added variance of a plan, as a multiple of that of the plan without levers."""
-        return (plan.added_variance or 0.0) / ((self.plain.added_variance if self.plain else None) or 1.0)
+        """Return the added variance of a plan, as a multiple of that of the plan without levers.
+
+        If that plan adds none, or does not exist, it is a part of the most that precisions can add.
+        """
+        omega = self.basis.sensitivity.omega.values()
+        most = sum(max(modes.values(), default=0.0) for modes in omega) or 1.0
+        return (plan.added_variance or 0.0) / ((self.plain.added_variance if self.plain else None) or most)
 
     def _profiles_at(self, setting: Setting) -> Mapping[str, Profile]:
         basis = self.basis
@@ -153,11 +158,11 @@ class Search:
     def _late(self, setting: Setting) -> tuple[float, Plan | None]:
         """Return the objective and plan of the least step, for a setting that misses the target."""
         try:
-            plan = self.solve(setting, target_s=None, slack=0.0, lower_all=True)
+            plan = self.solve(setting, target_s=None, slack=0.0)
         except InfeasibleError:
             return _INFEASIBLE, None
         assert self.target_s is not None and plan.step_s is not None
-        return _TOO_SLOW * plan.step_s / self.target_s, plan
+        return _TOO_SLOW * max(1.0, plan.step_s / self.target_s), plan
 
 
 def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
@@ -253,7 +258,7 @@ def search(
         study.sampler = optuna.samplers.TPESampler(
             seed=seed + len(study.trials), multivariate=True, constant_liar=True
         )
-        for start in problem.space.starts() if not study.trials else ():
+        for start in problem.space.starts(problem.plain is None) if not study.trials else ():
             study.enqueue_trial(start)
         while (num := len(_finished(study))) < trials:
             progress(f"trial {num + 1} of {trials}")

@@ -141,18 +141,21 @@ class Space:
         least, most = reach(self.profiles[name], self.graph, self.other)
         return least, most * most_passes
 
-    def starts(self) -> Iterator[dict[str, Any]]:
+    def starts(self, relieving: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the settings tried first, as parameters.
 
         First no levers. Then every operator that is able to saves less, then half of these. Then shares half
         way to equal compute times in the base (precisions do the rest), and shares of equal compute times.
+        With `relieving` shares follow that relieve the strongest class: lower precisions make the others as
+        fast.
         """
         equal = dict.fromkeys(self.profiles, float(samples_of(self.graph)))
         yield self._start(equal)
         if any(len(self.save_less_steps(c.name)) > 1 for c in self.cluster.classes):
             yield from (self._start(equal, saving=part) for part in (1.0, 0.5))
         if SHARE in self.levers:
-            yield from (self._start(self._towards_equal_times(part)) for part in (0.5, 1.0))
+            parts = (0.5, 1.0, *((-0.125, -0.25, -0.5) if relieving else ()))
+            yield from (self._start(self._towards_equal_times(part)) for part in parts)
 
     def shares_by_speed(self) -> Iterator[Setting]:
         """Yield settings of shares alone about those of equal compute times in the base, no two alike."""

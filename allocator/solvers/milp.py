@@ -146,7 +146,7 @@ class _Class:
         self._weight = _KNOWN_SCALED / self._variance if self._variance > 0.0 else 1.0
         self._beside = [one.work for other, one in state.classes.items() if other not in lowerable]
         # If buffers are broadcast first, all classes start together, at a time that no choice changes.
-        _, self._start_s = state.late_starts()[name]
+        _, self._start_s = state.late_starts(least=True)[name]
         self._model = ClassModel(self._one.part.graph, self._one.part, self._weight, _KNOWN_SCALED)
         self._cuts: list[Row] = [self._memory_row()] if self._one.is_tight else []
         self._forward = total(self._model.forward_s)

@@ -15,12 +15,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 
 from qsync.distributed import accelerate_state
 from qsync.distributed.agreement import agree, check_same
@@ -247,15 +250,15 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int) -> Iterator[A
 
     Args:
         model: in DistributedDataParallel.
-        batch: a tensor, or tuples, lists and mappings of them. Each tensor is cut along its first dimension;
-            tensors without dimensions and all else go into every part.
+        batch: a tensor, or tuples, lists, mappings and dataclasses of them. Each tensor is cut along its
+            first dimension; tensors without dimensions and all else go into every part.
         passes: the number of parts.
 
     Yields:
         The parts, in order, of the batch's own type.
 
     Raises:
-        FormatError: a tensor cannot be cut into equal parts.
+        FormatError: a tensor cannot be cut into equal parts, or the batch holds none to cut.
         UnsupportedError: the model is not in DistributedDataParallel.
 
     Example:
@@ -270,6 +273,11 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int) -> Iterator[A
             f"{type(model).__name__}"
         )
     check_share(passes, passes)
+    if passes > 1 and not _has_samples(batch):
+        raise FormatError(
+            f"the batch ({type(batch).__name__}) holds no tensor to cut into passes; give a tensor, or "
+            "tuples, lists, mappings or dataclasses of them"
+        )
     for k in range(passes):
         with nullcontext() if k == passes - 1 else parallel.no_sync():
             yield _part(batch, k, passes)
@@ -282,12 +290,46 @@ def _part(batch: Any, k: int, passes: int) -> Any:
         check_share(batch.shape[0], passes)
         size = batch.shape[0] // passes
         return batch[k * size : (k + 1) * size]
+    if isinstance(batch, PackedSequence):
+        raise UnsupportedError(
+            "a PackedSequence cannot be cut into passes: its first dimension holds all samples of a time "
+            "step; cut padded sequences, and pack each part in the loss"
+        )
     if isinstance(batch, Mapping):
-        return {name: _part(value, k, passes) for name, value in batch.items()}
+        return _like(batch, {name: _part(value, k, passes) for name, value in batch.items()})
     if isinstance(batch, (tuple, list)):
         parts = [_part(value, k, passes) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        given = {each.name: getattr(batch, each.name) for each in fields(batch) if each.init}
+        return replace(batch, **{name: _part(value, k, passes) for name, value in given.items()})
     return batch
+
+
+def _like(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return the parts as a mapping of the batch's own type; as a dict where that cannot be changed."""
+    if type(batch) is dict:
+        return parts
+    own: Any = copy(batch)
+    try:
+        for name, part in parts.items():
+            own[name] = part
+    except TypeError:
+        return parts
+    return own  # type: ignore[no-any-return]
+
+
+def _has_samples(batch: Any) -> bool:
+    """Return whether a batch holds a tensor with samples."""
+    if isinstance(batch, torch.Tensor):
+        return batch.ndim > 0
+    if isinstance(batch, Mapping):
+        return any(map(_has_samples, batch.values()))
+    if isinstance(batch, (tuple, list)):
+        return any(map(_has_samples, batch))
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return any(_has_samples(getattr(batch, each.name)) for each in fields(batch))
+    return False
 
 
 def average_bucket(weights: GradientHook, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text

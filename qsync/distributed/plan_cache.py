@@ -43,7 +43,8 @@ def cache_folder(given: str | Path | None) -> Path:
 def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -> str:
     """Return the name of a plan's folder: a hash of model, batch shapes, classes, versions and options.
 
-    The link is left out: it is measured anew in every job and never twice the same.
+    Of the model also what is trained, every type and the number of calls a step count. The link is left out:
+    it is measured anew in every job and never twice the same.
     """
     classes = [
         [
@@ -52,9 +53,11 @@ def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -
         ]
         for c in cluster.classes
     ]
+    tensors = [[value.name, value.dtype, value.requires_grad] for value in graph.inputs]
+    step = [tensors, [op.dtype for op in graph.ops], graph.num_calls]
     versions = [qsync.__version__, torch.__version__]
     chosen = {name: stable_text(value) for name, value in options.items()}
-    return digest([graph.hash, graph.shapes_hash, classes, versions, chosen])
+    return digest([graph.hash, graph.shapes_hash, step, classes, versions, chosen])
 
 
 def cached_plan(folder: Path) -> Plan | None:
@@ -90,7 +93,7 @@ def _text(value: object, inside: tuple[int, ...]) -> str:
         inside, read = (*inside, id(code)), _names(code)
         named = inspect.getclosurevars(value)  # type: ignore[arg-type]
         defaults = inspect.signature(value).parameters  # type: ignore[arg-type]
-        seen = {**named.globals, **named.nonlocals, "self": getattr(value, "__self__", None)}
+        seen = {**named.globals, **named.nonlocals, "self": _settings(getattr(value, "__self__", None))}
         return digest([
             code.co_qualname, _instructions(code),
             {name: _part(each, inside, read) for name, each in seen.items()},
@@ -100,8 +103,16 @@ def _text(value: object, inside: tuple[int, ...]) -> str:
         return f"{value.__module__}.{value.__qualname__}"
     if callable(value):  # an object, which may be shown by its address
         text = "" if type(value).__repr__ is object.__repr__ else str(value)
-        return digest([type(value).__qualname__, text, _text(type(value).__call__, inside)])
+        of_type = [type(value).__qualname__, text, _text(type(value).__call__, inside)]
+        return digest([*of_type, _part(_settings(value), (*inside, id(value)))])
     return str(value)
+
+
+def _settings(value: object) -> object:
+    """Return the attributes of an object; classes, modules and what has none as they are."""
+    if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
+        return value
+    return vars(value)
 
 
 def _instructions(code: types.CodeType) -> list[object]:

@@ -196,7 +196,7 @@ class PlanRunner:
         link = median_measurement(self._links)
         profile = with_toll(self._profiler.profile(machine(self._rank.device), drift), link)
         profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
-        cluster = Cluster(cluster.classes, link.link)
+        cluster = replace(cluster, link=link.link)
         cluster, profiles = self._profiler.in_use(graph, profiles, cluster)
         return Basis(graph, cluster, profiles, Sensitivity(graph.hash, "none", {}, 1))
 

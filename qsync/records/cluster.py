@@ -72,13 +72,15 @@ class Cluster:
     """The device classes of one synchronous job and the links between its ranks.
 
     `link` is between all ranks; or, where `between` is given, between those of one host, and `between` is the
-    link from host to host, of which there are `num_hosts` with as many ranks each.
+    link from host to host, of which there are `num_hosts` with as many ranks each. `broadcasts_buffers` says
+    whether DDP hands out the model's buffers before every call of the model (its `broadcast_buffers`).
     """
 
     classes: tuple[DeviceClass, ...]
     link: Link
     between: Link | None = None
     num_hosts: int = 1
+    broadcasts_buffers: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -109,6 +111,8 @@ class Cluster:
         for entry in body["classes"]:
             if entry["hardware"] is None:  # as in files from before there was this field
                 del entry["hardware"]
+        if body["broadcasts_buffers"]:
+            del body["broadcasts_buffers"]
         return body
 
     @classmethod
@@ -125,7 +129,8 @@ class Cluster:
                     f"{where} names the device class {shortened(name)} twice; give each class one table"
                 )
         link = _link(field(value, "link", dict, where), f"{where}, link")
-        cluster = cls(classes, link, *_hosts(value, where))
+        broadcasts = field({"broadcasts_buffers": True, **value}, "broadcasts_buffers", bool, where)
+        cluster = cls(classes, link, *_hosts(value, where), broadcasts)
         if cluster.num_hosts > cluster.num_ranks:
             raise FormatError(
                 f"{where}: {shortened(cluster.num_hosts)} hosts for {shortened(cluster.num_ranks)} ranks; "

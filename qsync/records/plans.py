@@ -48,6 +48,7 @@ class ClassPlan:
     saving_less: tuple[str, ...] = ()
     origin: str = "measured"  # of the costs it was chosen by: Profile.origin
     base: Precision = Precision.FP32  # of this class: see qsync.records.base
+    margin: float = 0.0  # the part of its compute by which it may be late and the step still reach the target
 
     @property
     def lowered(self) -> tuple[str, ...]:
@@ -69,7 +70,6 @@ class Plan:
     step_s: float | None = None
     target_s: float | None = None
     bucket_cap_bytes: int | None = None  # DDP's cap that the prediction assumes; None: its default
-    margin: float | None = None  # the part by which lowered classes may be late and still reach the target
     solver: str | None = None  # that chose the assignments: "milp" or "greedy"
     bound: float | None = None  # below which the added variance of no plan for this problem can fall
     status: str | None = None  # of the solver: "optimal", "time-limited", "unproved" or "unsolved"
@@ -99,6 +99,11 @@ class Plan:
         """Return the added variance of all classes together; None if nothing was predicted."""
         found = [entry.predicted.added_variance for entry in self.classes.values() if entry.predicted]
         return sum(found) if len(found) == len(self.classes) else None
+
+    @property
+    def margin(self) -> float | None:
+        """Return the part by which lowered classes may be late and still reach the target; None for none."""
+        return max((entry.margin for entry in self.classes.values()), default=0.0) or None
 
     @property
     def gap(self) -> float | None:
@@ -231,6 +236,7 @@ class Plan:
                 "profile_hash": class_plan.profile_hash,
                 **({"origin": class_plan.origin} if class_plan.origin != "measured" else {}),
                 **({"base": str(class_plan.base)} if class_plan.base is not Precision.FP32 else {}),
+                **({"margin": class_plan.margin} if class_plan.margin else {}),
                 "predicted": _predicted_to_json(class_plan.predicted),
                 "saving_less": list(class_plan.saving_less),
                 "assignment": {op: str(precision) for op, precision in class_plan.assignment.items()},
@@ -238,7 +244,6 @@ class Plan:
             for name, class_plan in sorted(self.classes.items())
         }
         stated = {  # None: left out of the file
-            "margin": self.margin,
             "solver": self.solver,
             "bound": self.bound,
             "status": self.status,
@@ -280,14 +285,14 @@ class Plan:
             less = tuple(field_of({"saving_less": [], **entry}, "saving_less", list, where))
             classes[name] = ClassPlan(
                 assignment, predicted, entry.get("profile_hash"), less, entry.get("origin", "measured"),
-                _base_of(entry),
+                _base_of(entry), field_of({"margin": 0.0, **entry}, "margin", (int, float), where),
             )  # fmt: skip
         if not classes:
             raise FormatError("the plan has no device class; plan again")
         header = (field_of(value, "model", str, "plan"), field_of(value, "graph_hash", str, "plan"))
         plan = cls(
             *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"),
-            value.get("margin"), value.get("solver"), value.get("bound"), value.get("status"),
+            value.get("solver"), value.get("bound"), value.get("status"),
             Levers.from_json(value["levers"], "the plan's levers") if value.get("levers") else None,
             {p: Precision.parse(str(text)) for p, text in _mapping(value, "pins").items()},
             _mapping(value, "budgets"),

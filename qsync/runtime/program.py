@@ -39,13 +39,14 @@ from qsync.runtime.weight_cache import (
 )
 from qsync.tracing.graph_sharing import SharedGraph
 from qsync.tracing.operator_table import call_name
-from qsync.tracing.replaced_forward import plain_forward, untraced
+from qsync.tracing.replaced_forward import plain_forward, trace_again, untraced
 from qsync.tracing.segments import Segment, join, names_at, read_segment
 from qsync.tracing.tracer import (
     autocast_type,
     cannot_trace,
     dynamo_settings,
     graph_breaks,
+    met_recompile_limit,
     nothing_to_lower,
     num_skipped_frames,
     tensor_names,
@@ -279,6 +280,13 @@ class Program:
             if num_skipped_frames() > num_skipped:  # no later call runs what was traced of such a frame
                 self.skipped = why_skipped(model, breaks, num_skipped)
                 self._num_reported = -1
+            if self._is_past_limit() and any(entry.graph.adjustable for entry in self._entries):
+                warn_once(
+                    f"a call of {type(model).__name__} ran in FP32: another torch.compile of its class met "
+                    "the recompile limit, after which torch traces no new shape; the next call is traced "
+                    "anew. Raise torch._dynamo.config.recompile_limit, or compile the other with dynamic=True"
+                )
+                trace_again(model)
             self._report_new_graphs()
             return result
         # The first call with gradients shows whether the plan fits the model: evaluation, which may come
@@ -286,7 +294,13 @@ class Program:
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
             result = self._run(compiled, args, kwargs)
-            if not self._is_part and not any(entry.graph.adjustable for entry in self._ran):
+            if self._is_past_limit():
+                with torch.no_grad():
+                    for buffer, saved in buffers:
+                        buffer.copy_(saved)
+                trace_again(model)
+                result = self._run(compiled, args, kwargs)
+            if not self._is_part and not self._ran_products():
                 raise nothing_to_lower(model, breaks, [op for entry in self._ran for op in entry.graph.ops])
             self.skipped, self.broken = why_skipped(model, breaks, num_skipped), why_broken(breaks)
             if self._check is not None and not is_evaluation:
@@ -346,6 +360,14 @@ class Program:
                 "qsync.unwrap(model) first"
             )
         return result
+
+    @untraced("it asks what torch has traced")
+    def _is_past_limit(self) -> bool:
+        """Return whether a call ran no product of the model because torch traces its code no more."""
+        return not self._ran_products() and met_recompile_limit(self.model)
+
+    def _ran_products(self) -> bool:
+        return any(entry.graph.adjustable for entry in self._ran)
 
     @untraced("it meets the error of a call that the tracer could not run")
     def _run_as_torch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -135,6 +135,16 @@ def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int
     return next((_SKIPPED[code] for code in codes if code in _SKIPPED), "")
 
 
+@untraced(_ASKS)
+def met_recompile_limit(model: torch.nn.Module) -> bool:
+    """Return whether code of a model has as many traces as a torch.compile of the user's may make of it.
+
+    From there torch runs such code as it is at every new shape, whoever calls it.
+    """
+    limit = torch._dynamo.config.recompile_limit
+    return any(len(_debug_get_cache_entry_list(code)) >= limit for code in forward_codes(model))
+
+
 _SKIPPED: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 
 

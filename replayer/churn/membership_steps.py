@@ -44,7 +44,8 @@ class MembershipSteps:
             samples, passes = (setting.samples, setting.levers.passes) if setting else (samples_of(graph), 1)
             fixed_bytes = weights_bytes + profiles[c.name].optimizer_bytes
             grows_bytes = max(1, timeline[c.name].memory_bytes - fixed_bytes)  # with the samples of a pass
-            room = max(1.0, (c.memory_bytes - fixed_bytes) / grows_bytes)
+            budget_bytes = plan.budgets.get(c.name, c.memory_bytes)
+            room = max(1.0, (budget_bytes - fixed_bytes) / grows_bytes)
             self._planned[c.name] = samples, passes
             self._limits[c.name] = int(room * (samples // passes))
         self.samples_per_step = sum(c.count * self._planned[c.name][0] for c in cluster.classes)
@@ -54,7 +55,8 @@ class MembershipSteps:
         classes = tuple(replace(c, count=ranks[c.name]) for c in self._cluster.classes if ranks.get(c.name))
         hosts = min(self._cluster.num_hosts, sum(c.count for c in classes))
         between = self._cluster.between if hosts > 1 else None
-        exchange = Exchange(self._graph, Cluster(classes, self._cluster.link, between, hosts), self._cap)
+        present = replace(self._cluster, classes=classes, between=between, num_hosts=hosts)
+        exchange = Exchange(self._graph, present, self._cap)
         works = [self._work(name, samples, exchange) for name, samples in self.shares(ranks).items()]
         return step_time(works, exchange)
 

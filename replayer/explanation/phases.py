@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
+from qsync.replayer.events import LAUNCHES
 from qsync.replayer.timeline import Timeline
 
 TOLERANCE = 0.1  # relative
@@ -99,13 +100,16 @@ class Drift:
 
 
 def expected(timeline: Timeline) -> dict[str, Phases]:
-    """Return the phases of every class as replay predicts them."""
+    """Return the phases of every class as replay predicts them.
+
+    What a device waits for launches within forward and backward counts as compute: a rank measures it so.
+    """
     found = {}
     for name, entry in timeline.classes.items():
         own = [event for event in timeline.events if event.device_class == name]
-        host = sum(event.duration_s for event in own if event.kind == "host")
+        host = sum(e.duration_s for e in own if e.kind == "host" and not e.name.startswith(LAUNCHES))
         optimizer = sum(event.duration_s for event in own if event.kind == "optimizer")
-        forward = sum(event.duration_s for event in own if event.phase == "forward")
+        forward = sum(event.duration_s for event in own if event.phase == "forward" or event.name == LAUNCHES)
         compute = entry.compute_s - entry.loading_s - host - optimizer + entry.slowed_s
         blocked = entry.exposed_s + entry.wait_s  # for buffers that DDP hands out, too
         found[name] = Phases(host, compute, blocked, optimizer, entry.loading_s, forward)

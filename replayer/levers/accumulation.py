@@ -67,6 +67,10 @@ def with_other_passes(graph: OpGraph, passes: int) -> OpGraph:
         for value in graph.inputs
         if value.kind == "batch" and value.shape
     )
-    trained = sum(value.num_elements for value in graph.parameters if value.requires_grad)
-    gradients = Input("gradients of other passes", "batch", "fp32", (trained,))
-    return replace(graph, inputs=(*graph.inputs, *rest, gradients))
+    trained = [value for value in graph.parameters if value.requires_grad]
+    gradients = tuple(
+        Input(f"gradients of other passes, {dtype}", "batch", dtype, (size,))
+        for dtype in dict.fromkeys(value.dtype for value in trained)
+        if (size := sum(value.num_elements for value in trained if value.dtype == dtype))
+    )
+    return replace(graph, inputs=(*graph.inputs, *rest, *gradients))

@@ -519,6 +519,10 @@ def test_the_check_catches_every_lie():
     assert "the plan says infer waits" in violations(tampered(predicted=replace(predicted, wait_s=1.0)))
     assert "was made from profile 0123" in violations(tampered(profile_hash="0123"))
     assert "more than its budget of 1000" in violations(PLAN, budgets={"infer": 1000})
+    assert "says that none adds less" in violations(replace(PLAN, bound=10 * PLAN.added_variance))
+    lowered = PLAN["infer"].lowered[0]
+    assert f"{lowered} runs in" in violations(replace(PLAN, pins={lowered: FP32}))
+    assert not violations(allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={lowered: "int8"}))
 
 
 def test_the_check_catches_what_cannot_run():
@@ -609,5 +613,20 @@ def test_a_margin_that_nothing_can_keep_is_kept_in_part():
     tight = allocate(GRAPH, slow, SENSITIVITY, CLUSTER)
     loose = allocate(GRAPH, slow, SENSITIVITY, CLUSTER, margin=0.2)
     assert loose.step_s <= loose.target_s * (1 + 1e-9) and loose.target_s == tight.target_s
+    assert (loose.margin or 0.0) < 0.2 and check_plan(GRAPH, loose, slow, SENSITIVITY, CLUSTER).ok
+    classes = {**loose.classes, "infer": replace(loose["infer"], margin=0.2)}
+    found = check_plan(GRAPH, replace(loose, classes=classes), slow, SENSITIVITY, CLUSTER).violations
+    assert any("as late as the margin of 20.000%" in text for text in found)
     with pytest.raises(FormatError, match="margin must be at least 0 and less than 1, found 1"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, margin=1)
+
+
+@pytest.mark.parametrize("slack", [0.02, 0.1, 0.2, 0.3, 0.4, 0.6])
+def test_reasons_know_which_classes_a_margin_is_for(slack):
+    """Where the strongest class may be lowered, too, it may be late as well."""
+    graph = mlp(3, 64, 64)
+    profiles, sensitivity = pair(graph, 1.3, 1e-9), sensitivity_of(graph)
+    parts = (profiles, sensitivity, CLUSTER)
+    plan = allocate(graph, *parts, lower_all=True, margin=0.05, slack=slack)
+    assert plan.status == "optimal" and check_plan(graph, plan, *parts).ok
+    assert not any("it could run in" in reason.verdict for reason in explain(graph, plan, *parts))

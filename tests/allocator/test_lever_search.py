@@ -113,6 +113,15 @@ def test_slack_is_added_to_the_step_of_shares_too():
     assert plan.target_s == pytest.approx(1.1 * min(map(step_s, (16, 17, 18))))
 
 
+@pytest.mark.parametrize("solver", ["greedy", "milp"])
+def test_a_target_that_needs_the_strongest_class_is_reached_by_shares_or_refused(solver):
+    target_s = 0.95 * allocate(*PARTS, solver="greedy", slack=0.0).target_s
+    with pytest.raises(InfeasibleError, match="no plan reaches a step"):
+        search(*PARTS, levers=["buckets"], trials=3, target_s=target_s, solver=solver)
+    plan = search(*PARTS, levers=["share"], other=OTHER, trials=8, target_s=target_s, solver=solver)
+    assert not plan["train"].lowered and plan.target_s == target_s and plan.step_s <= target_s * (1 + 1e-9)
+
+
 def test_a_target_that_is_given_stands_over_that_of_shares():
     parts, other, _ = in_fp32_alone()
     target_s = 1.01 * allocate(*parts, solver="greedy").step_s

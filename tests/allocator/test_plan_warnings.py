@@ -54,3 +54,13 @@ def test_it_is_not_named_for_a_class_that_is_lowered_or_lacks_it():
     without = cluster_of({"train": 1, "infer": 1}, precisions=ABLE[:3])
     plan = uniform(GRAPH, kept, without, {})
     assert not any("int8_all" in text for text in find_warnings(GRAPH, plan, kept, without))
+
+
+def test_an_operator_without_a_time_in_the_base_is_compared_in_fp32():
+    graph = mlp(3, 64, 64)
+    profiles = {n: profile_of(graph, n, slow=s) for n, s in (("train", 1.0), ("infer", 3.0))}
+    lacking = {mode: c for mode, c in profiles["infer"].ops["fc1"].items() if not mode.startswith("bf16")}
+    profiles["infer"] = replace(profiles["infer"], ops={**profiles["infer"].ops, "fc1": lacking})
+    plan = allocate(graph, profiles, sensitivity_of(graph), cluster_of(), base="bf16")
+    assert plan["infer"].lowered
+    assert isinstance(find_warnings(graph, plan, profiles, cluster_of()), list)

@@ -173,7 +173,8 @@ def test_what_is_pinned_stays_as_it_is():
 
 
 def test_a_class_that_may_be_late_pays_more_for_a_second():
-    late = prices_of(replace(PLAN, margin=0.1))["infer"]
+    classes = {**PLAN.classes, "infer": replace(PLAN["infer"], margin=0.1)}
+    late = prices_of(replace(PLAN, classes=classes))["infer"]
     assert late.variance_per_s == pytest.approx(prices_of(PLAN)["infer"].variance_per_s / 1.1)
     assert late.next_raise.beyond_s > prices_of(PLAN)["infer"].next_raise.beyond_s
 

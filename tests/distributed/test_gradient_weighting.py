@@ -69,6 +69,26 @@ for part in qsync.micro_batches(hybrid, own((2, 6)), passes=share.passes):
     loss_fn(hybrid, (part.x.float(), part.y)).backward()
 say(f"hybrid: {error(hybrid) < 1e-6}")
 
+from dataclasses import dataclass
+from collections import OrderedDict
+from torch.nn.utils.rnn import pack_sequence
+
+@dataclass
+class Both:
+    x: torch.Tensor
+    note: str = "kept"
+
+for what, batch in {
+    "dataclass": Both(x[:4]), "ordered": OrderedDict(x=x[:4]), "packed": pack_sequence([x[:2], x[:2]]),
+    "text": ["none", 1, torch.tensor(2.0)],
+}.items():
+    try:
+        parts = list(qsync.micro_batches(plain, batch, 2))
+        cut = [part.x if what == "dataclass" else part["x"] for part in parts]
+        say(f"{what}: {type(parts[0]) is type(batch)} {[list(part.shape) for part in cut]}")
+    except QSyncError as error:
+        say(f"{what}: {type(error).__name__}: {error}")
+
 def attempt(what, *arguments, **options):
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -116,6 +136,9 @@ def test_the_gradient_is_that_of_the_mean_over_all_samples(tmp_path):
     }
     for what, sentence in sentences.items():
         assert all(text.startswith(sentence) for text in said(output, what)), said(output, what)
+    assert said(output, "dataclass") == said(output, "ordered") == ["True [[2, 6], [2, 6]]"] * 2
+    assert all("PackedSequence cannot be cut into passes" in text for text in said(output, "packed"))
+    assert all("(list) holds no tensor to cut into passes" in text for text in said(output, "text"))
     for what in ("norm", "given"):
         assert all("BatchNorm" in text and text.count("'") == 2 for text in said(output, what))
     assert said(output, "equal") == ["[]", "[]"]

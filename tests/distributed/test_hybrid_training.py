@@ -203,6 +203,55 @@ dist.destroy_process_group()
     assert said(output, "profiled") == ["1", "1"]
 
 
+def test_a_model_in_evaluation_mode_is_planned_as_it_trains(tmp_path):
+    body = """
+import logging
+from pathlib import Path
+from qsync.records.graph import OpGraph
+
+class Kept(logging.Handler):
+    texts = []
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+logging.getLogger("qsync").addHandler(Kept())
+
+class Dropping(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8)
+
+    def forward(self, x):
+        if self.training:
+            x = x * self.fc.weight.sum()
+        return self.fc(F.dropout(self.norm(x), 0.5, self.training))
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+graphs = []
+for mode in (True, False):
+    torch.manual_seed(0)
+    model = Dropping().train(mode)
+    qsync.hybrid(model, torch.randn(16, 64), loss_of, cache_dir=f"{cache}/{mode}")
+    dist.barrier()
+    (folder,) = Path(f"{cache}/{mode}").iterdir()
+    graphs.append([op.name for op in OpGraph.load(folder / "graph.json").ops])
+    say(f"{mode} kept: {[m.training for m in model.modules()] == [mode] * 3}")
+say(f"alike: {graphs[0] == graphs[1] and len(graphs[0]) > 3}")
+say(f"logged: {sum('in evaluation mode' in text for text in Kept.texts)}")
+try:
+    qsync.hybrid(Dropping().train(rank == 0), torch.randn(16, 64), loss_of, cache_dir=cache)
+except QSyncError as error:
+    say(f"unlike: {error}")
+dist.destroy_process_group()
+"""
+    output = launch(tmp_path, body)
+    assert [said(output, what) for what in ("True kept", "False kept", "alike")] == [["True", "True"]] * 3
+    assert said(output, "logged") == ["1", "0"]
+    assert all("the training mode differs between ranks" in text for text in said(output, "unlike"))
+
+
 def test_a_given_plan_is_run_and_a_cache_that_is_malformed_is_made_anew(tmp_path):
     body = """
 from pathlib import Path

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from dataclasses import replace
 
 import torch
+from graphs import cluster_of, mlp
 
 from qsync.distributed.plan_cache import cache_key
 from qsync.records.cluster import Cluster, DeviceClass, Link
@@ -122,3 +124,32 @@ def test_functions_and_lists_that_hold_themselves_have_a_key():
     endless: list[object] = []
     endless.append(endless)
     assert key(again) == key(again)
+
+
+def test_what_is_trained_its_types_and_the_calls_of_a_step_make_another_plan():
+    graph, cluster = mlp(), cluster_of()
+    weight = graph.parameters[0]
+
+    def with_weight(**changes):
+        inputs = tuple(replace(v, **changes) if v.name == weight.name else v for v in graph.inputs)
+        return replace(graph, inputs=inputs)
+
+    graphs = [graph, with_weight(requires_grad=False), with_weight(dtype="bf16"), replace(graph, num_calls=3)]
+    assert len({cache_key(each, cluster, {}) for each in graphs}) == len(graphs)
+    assert cache_key(mlp(), cluster, {}) == cache_key(graph, cluster, {})
+
+
+class Views:
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self, model, batch):
+        return sum(model(batch).sum() for _ in range(self.number))
+
+    def loss(self, model, batch):
+        return self(model, batch)
+
+
+def test_attributes_of_a_loss_count():
+    assert key(Views(1)) == key(Views(1)) != key(Views(3))
+    assert key(torch.nn.CrossEntropyLoss()) != key(torch.nn.CrossEntropyLoss(label_smoothing=0.1))

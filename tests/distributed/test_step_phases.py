@@ -148,6 +148,23 @@ def test_an_optimizer_whose_first_parameter_is_frozen_ends_steps():
     assert full and not timer.others and len(timer._passes) <= 1
 
 
+def test_passes_that_no_optimizer_ends_are_forgotten_and_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(step_phases, "_MOST_PASSES", 5)
+    model = Slow()
+    timer, optimizer = PhaseTimer(model, model, 10), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(30):
+        model(BATCH).sum().backward()
+        assert len(timer._passes) <= 5
+    assert caplog.text.count("without a step of a torch.optim.Optimizer") == 1
+    optimizer.step()
+    for _ in range(3):
+        model(BATCH).sum().backward()
+        optimizer.step()
+    timer.settle()
+    timer.stop()
+    assert list(timer.num_calls) == [1, 1, 1]
+
+
 def test_another_network_that_trains_in_the_step_is_named():
     one, other = Slow(), Slow()
     timers = [PhaseTimer(one, one), PhaseTimer(other, other)]

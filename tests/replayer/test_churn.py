@@ -345,6 +345,8 @@ def test_passes_are_added_only_where_memory_is_short():
     short = steps_of(cluster_of(COUNTS, memory_bytes=most))[0]
     few = {"train": 1, "infer": 1}
     assert plenty(COUNTS) == short(COUNTS) and plenty(few) < short(few)
+    budgeted = replace(plan, budgets=dict.fromkeys(COUNTS, most))
+    assert MembershipSteps(GRAPH, budgeted, PROFILES, cluster_of(COUNTS))(few) == short(few)
 
 
 @pytest.mark.parametrize("frozen", [0, 5])

@@ -11,15 +11,18 @@ from graphs import CPU_PRECISIONS, assignments_for, cluster_of, encoder, profile
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qsync.distributed.monitoring.first_steps import corrected
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.vectorized import Tabulated
 from qsync.records.cluster import Link
 from qsync.records.levers import ClassLevers, Levers
+from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer import profiles_under_levers, replay
 from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
+from qsync.replayer.explanation.phases import expected
 from qsync.replayer.levers.batch_size import times
 from qsync.replayer.slowdown import slowed
 from qsync.replayer.synchronous_step import Exchange
@@ -110,10 +113,33 @@ def test_events_show_what_the_device_waits_for_launches():
     profile = launched(3, 2.0)
     timeline = replay(GRAPH, {"gpu": {}}, {"gpu": profile}, CLUSTER)
     waits = [event for event in timeline.events if event.name.startswith("kernels not launched yet")]
-    assert [event.kind for event in waits] == ["host", "host"]
+    assert {event.kind for event in waits} == {"host"} and all(event.duration_s > 0.0 for event in waits)
+    assert any(event.name.endswith(", backward") for event in waits)
     own = [event for event in timeline.events if event.kind not in ("communication", "wait")]
     # Nothing computes beside the all-reduces at less than full speed here, so that the parts add up.
     assert sum(event.duration_s for event in own) == pytest.approx(timeline.classes["gpu"].compute_s)
+
+
+def test_waits_for_launches_are_compute_as_a_rank_measures_it():
+    profile = launched(3, 2.0)
+    timeline = replay(GRAPH, {"gpu": {}}, {"gpu": profile}, CLUSTER)
+    work = Exchange(GRAPH, CLUSTER).work(vectorized_costs_of(Tabulated(GRAPH, {}, "bf16"), profile))
+    found, own = expected(timeline)["gpu"], timeline.classes["gpu"]
+    before_s = sum(event.duration_s for event in timeline.events if event.name == "host")
+    assert found.host_s == pytest.approx(before_s) and before_s >= profile.host_s
+    within_s = work.lead_s + work.backward_s - before_s - profile.loading_s + own.slowed_s
+    assert found.compute_s == pytest.approx(within_s)
+
+
+def test_a_device_that_computes_longer_launches_longer_too():
+    """Its first steps tell of both together: the corrected step is that of the slower device."""
+    profile, cluster = launched(3, 3.0), cluster_of({"gpu": 1})
+    timeline = replay(GRAPH, {"gpu": {}}, {"gpu": profile}, cluster)
+    predicted = expected(timeline)
+    measured = {name: replace(one, compute_s=1.5 * one.compute_s) for name, one in predicted.items()}
+    found = corrected(Basis(GRAPH, cluster, {"gpu": profile}, None), predicted, measured)
+    added_s = replay(GRAPH, {"gpu": {}}, found.profiles, cluster).step_s - timeline.step_s
+    assert added_s == pytest.approx(0.5 * predicted["gpu"].compute_s, rel=0.05)
 
 
 def test_a_file_keeps_launches(tmp_path):

@@ -18,6 +18,7 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import Exchange, Sized, profiles_under_levers, replay
 from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
+from qsync.replayer.levers.accumulation import with_other_passes
 from qsync.replayer.levers.batch_size import at_samples, resized
 
 BF16, INT8 = Precision.BF16, Precision.INT8
@@ -247,3 +248,12 @@ def test_batch_norm_under_unequal_shares_is_doubted():
         plan = allocate(graph, profiles, sensitivity_of(graph), CLUSTER)
         found = [text for text in find_warnings(graph, plan, profiles, CLUSTER) if "batch norms" in text]
         assert len(found) == expected and all("(accumulate)" in text for text in found)
+
+
+def test_gradients_of_other_passes_have_the_types_of_their_parameters():
+    graph = mlp(2, 16, 32)
+    typed = tuple(replace(v, dtype="bf16") if v.kind == "parameter" else v for v in graph.inputs)
+    for each, size in ((graph, 4), (replace(graph, inputs=typed), 2)):
+        added = [v for v in with_other_passes(each, 2).inputs if v.name.startswith("gradients of other")]
+        trained = sum(v.num_elements for v in graph.parameters if v.requires_grad)
+        assert sum(v.num_bytes for v in added) == size * trained

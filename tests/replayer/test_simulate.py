@@ -13,16 +13,19 @@ import pytest
 from counting import num_calls
 from graphs import (
     CPU_PRECISIONS,
+    Builder,
     assignments_for,
     cluster_of,
     encoder,
     graphs,
     mlp,
     profile_of,
+    sensitivity_of,
 )
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from qsync.allocator import allocate, check_plan
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import AS_TRACED, REPLACED, Cast
@@ -32,7 +35,17 @@ from qsync.records.graph import Input
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer import Timeline, Work, all_reduce_s, buckets, least_time, replay, steady_step, write_trace
+from qsync.replayer import (
+    Exchange,
+    Timeline,
+    Work,
+    all_reduce_s,
+    buckets,
+    least_time,
+    replay,
+    steady_step,
+    write_trace,
+)
 
 GRAPH = encoder(2)
 FAST, SLOW = profile_of(GRAPH, "train"), profile_of(GRAPH, "infer", slow=2.0)
@@ -362,3 +375,33 @@ def test_only_the_class_that_waits_for_batches_is_late():
     slow = {**PROFILES, "train": replace(PROFILES["train"], loading_s=1.0)}
     timeline = replay(GRAPH, NOTHING, slow, cluster_of())
     assert timeline["infer"].wait_s > 0.9 and timeline["train"].wait_s == 0.0
+
+
+def test_buffers_are_handed_out_before_every_call_unless_the_job_does_not():
+    build = Builder("norm")
+    x = build.enter("x", (8, 4))
+    build.enter("n.running_mean", (1 << 20,), "buffer")
+    build.loss("loss", build.linear("fc", x, 4))
+    graph = build.build()
+    profiles = {name: profile_of(graph, name) for name in ("train", "infer")}
+    cluster = cluster_of(link=Link(1e-4, 1e8))
+
+    def step_s(calls, cluster):
+        nothing = {"train": {}, "infer": {}}
+        return replay(replace(graph, num_calls=calls), nothing, profiles, cluster).step_s
+
+    once, thrice = step_s(1, cluster), step_s(3, cluster)
+    without = replace(cluster, broadcasts_buffers=False)
+    assert thrice - once == pytest.approx(2 * Exchange(graph, cluster).broadcast_s) and thrice > 1.5 * once
+    assert step_s(1, without) == pytest.approx(once - Exchange(graph, cluster).broadcast_s)
+    assert Cluster.from_json(without.to_json()) == without != cluster == Cluster.from_json(cluster.to_json())
+
+
+def test_a_plan_is_replayed_with_its_own_buckets():
+    graph = encoder(2)
+    profiles = {name: profile_of(graph, name) for name in ("train", "infer")}
+    cluster, cap = cluster_of(link=Link(1e-5, 1e8)), 4096
+    plan = allocate(graph, profiles, sensitivity_of(graph), cluster, bucket_cap_bytes=cap)
+    own, given = (replay(graph, plan, profiles, cluster, bucket_cap_bytes=c).step_s for c in (None, cap))
+    assert own == given != replay(graph, plan, profiles, cluster, bucket_cap_bytes=1 << 30).step_s
+    assert check_plan(graph, plan, profiles, sensitivity_of(graph), cluster).ok

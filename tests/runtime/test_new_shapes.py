@@ -125,6 +125,46 @@ def test_sixty_lengths_train_as_planned_and_many_traces_are_said_once():
         assert torch._dynamo.config.recompile_limit > 10**9  # torch runs the plain model past it
 
 
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.fc(x).tanh()
+
+
+def past_the_limit():
+    """Let a torch.compile of a user's meet its limit at the class of a model that is wrapped elsewhere."""
+    other = torch.compile(Head(), backend="eager", dynamic=False)
+    for rows in range(2, 3 + torch._dynamo.config.recompile_limit):
+        with torch.no_grad():
+            other(torch.randn(rows, 16))
+
+
+def test_the_recompile_limit_of_another_compile_is_said_and_precision_comes_back():
+    torch.manual_seed(0)
+    model = Head()
+    low = qsync.wrap(copy.deepcopy(model), "int8", strict=True)
+    x = torch.randn(4, 16)
+    assert not torch.equal(low(x), model(x))
+    past_the_limit()
+    wide, found = torch.randn(2, 3, 16), []
+    with pytest.warns(UserWarning, match="ran in FP32: another torch.compile of its class met"):
+        found.append(torch.equal(low(wide), model(wide)))
+    found += [torch.equal(low(each), model(each)) for each in (wide, x, torch.randn(5, 2, 2, 16))]
+    assert found == [True, False, False, False]
+    assert program_of(low).assignment() == {"fc": INT8}
+
+
+def test_a_model_wrapped_past_the_recompile_limit_is_traced():
+    past_the_limit()
+    model = Head()
+    low = qsync.wrap(copy.deepcopy(model), "int8", strict=True)
+    x = torch.randn(4, 16)
+    assert not torch.equal(low(x), model(x)) and program_of(low).assignment() == {"fc": INT8}
+
+
 class Branching(nn.Module):
     """A model that asks for the value of a tensor in its middle."""
 

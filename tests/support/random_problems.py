@@ -70,9 +70,30 @@ def problem(seed: int, number: int) -> Drawn:
         options["bucket_cap_bytes"] = draw.choice((64, 4096, 1 << 20))
     if draw.random() < 0.15 and graph.adjustable:
         options["pins"] = {draw.choice(graph.adjustable).name: "fp32"}
+    chance = random.Random(f"launches {seed} {number}")
+    for one in classes:
+        if one.device == "cuda" and chance.random() < 0.5:
+            profiles[one.name] = _launched(chance, profiles[one.name])
     sensitivity = made_up_sensitivity(draw, graph, 0.5)
     drawn = Drawn(graph, profiles, sensitivity, Cluster(tuple(classes), link), options)
     return _bounded(drawn, random.Random(f"budgets {seed} {number}"))
+
+
+def _launched(draw: random.Random, profile: Profile) -> Profile:
+    """Return a profile whose kernels the host launches, in times of their own."""
+    slow = 10 ** draw.uniform(-1, 0.7)
+
+    def drawn(cost: Cost) -> Cost:
+        return Cost(*(2 * slow * draw.random() * s for s in (cost.forward_s, cost.backward_s)))
+
+    launches = replace(
+        profile,
+        ops={op: {mode: drawn(cost) for mode, cost in modes.items()} for op, modes in profile.ops.items()},
+        casts={key: drawn(cost) for key, cost in profile.casts.items()},
+        outside=drawn(profile.outside), optimizer_s=2 * slow * draw.random() * profile.optimizer_s,
+        loading_s=0.0, bucket_s_per_byte=0.0,
+    )  # fmt: skip
+    return replace(profile, launches=launches)
 
 
 def _bounded(drawn: Drawn, draw: random.Random) -> Drawn:

@@ -99,12 +99,12 @@ def corrected(basis: Basis, predicted: Measured, measured: Measured) -> Basis:
     profiles = {}
     for name, profile in basis.profiles.items():
         wanted, found = as_measurable(predicted[name], measured[name]), measured[name]
-        profiles[name] = replace(
-            profile,
-            **computing(profile, 1.0 + compute_error(wanted, found)),
-            host_s=max(0.0, profile.host_s + found.host_s - wanted.host_s),
-            optimizer_s=found.optimizer_s,
-        )
-        if found.loading_s:
-            profiles[name] = replace(profiles[name], loading_s=found.loading_s)
+        times = 1.0 + compute_error(wanted, found)
+        launches = profile.launches and replace(profile.launches, **computing(profile.launches, times))
+        changed = {
+            **computing(profile, times), "launches": launches,
+            "host_s": max(0.0, profile.host_s + found.host_s - wanted.host_s),
+            "optimizer_s": found.optimizer_s, "loading_s": found.loading_s or profile.loading_s,
+        }  # fmt: skip
+        profiles[name] = replace(profile, **changed)
     return replace(basis, profiles=profiles)

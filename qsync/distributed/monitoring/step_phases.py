@@ -7,6 +7,7 @@ about a microsecond and runs once per parameter and step.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -25,7 +26,10 @@ from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
 from qsync.replayer.explanation.phases import Phases
 from qsync.tracing.replaced_forward import untraced
 
+logger = logging.getLogger("qsync")
+
 NUM_KEPT_STEPS = 256
+_MOST_PASSES = 4096  # of one step
 
 
 class PhaseTimer:
@@ -71,7 +75,7 @@ class PhaseTimer:
         self._stepping_cpu_s = 0.0
         self._num_steps = 0
         self._reset()
-        self._fetching = False
+        self._fetching = self._said = False
         self._thread = threading.get_ident()
         self._own = {id(p) for p in parameters}
         here = weakref.ref(self)  # hooks must not keep the timer alive: its owner decides
@@ -206,10 +210,23 @@ class PhaseTimer:
         if self._begun is None:
             return
         now = self._clock.now()
+        if len(self._passes) >= _MOST_PASSES:
+            self._give_up_step()
+            return
         self._passes.append(_Pass(self._begun, self._inside, self._returned, self._last_gradient, now))
         self._begun, self._in_backward = None, False
         if self._stepping is not None:  # the optimizer's step has called a closure
             self._stepping, self._stepping_cpu_s = now, self._cpu_s()
+
+    def _give_up_step(self) -> None:
+        """Forget a step that takes too many passes to be one: no optimizer of torch.optim ends it."""
+        if not self._said:
+            logger.warning(
+                "qsync: %d backward passes of %s without a step of a torch.optim.Optimizer; its steps are "
+                "not timed, nor compared with their prediction", _MOST_PASSES, self._name,
+            )  # fmt: skip
+        self._said, self._ended, self._stepping = True, None, None
+        self._reset()
 
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours(optimizer):

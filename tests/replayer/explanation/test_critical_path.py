@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from qsync.records.graph import Input, Op, Role
 from qsync.records.profiles import Cost
 from qsync.replayer import Work, find_critical_path, replay, steady_step
 from qsync.replayer.explanation.critical_path import ALL_CLASSES
+from qsync.replayer.levers.batch_size import times
 
 GRAPH = encoder(2)
 NOTHING = {"train": {}, "infer": {}}
@@ -52,6 +54,24 @@ def test_the_path_adds_up_to_the_step_and_has_no_gap(link, cap, slow, data):
         if event.device_class != ALL_CLASSES:
             same = on_timeline[event.device_class, event.name]
             assert (same.start_s, same.duration_s) == (event.start_s, event.duration_s)
+
+
+@given(links, caps, st.integers(0, 9), st.sampled_from([0.3, 1.0, 3.0]), st.data())
+def test_the_path_adds_up_where_kernels_are_launched(link, cap, seed, slow, data):
+    chance = random.Random(seed)
+    profiles = {}
+    for name, profile in profiles_of(GRAPH).items():
+        costs = {
+            op: {mode: times(cost, 2 * slow * chance.random()) for mode, cost in modes.items()}
+            for op, modes in profile.ops.items()
+        }
+        launches = replace(profile, ops=costs, loading_s=0.0, bucket_s_per_byte=0.0)
+        profiles[name] = replace(profile, launches=launches)
+    assignments = {name: data.draw(assignments_for(GRAPH, CPU_PRECISIONS)) for name in NOTHING}
+    cluster = cluster_of(link=link)
+    path = find_critical_path(GRAPH, assignments, profiles, cluster, bucket_cap_bytes=cap)
+    assert_adds_up(path, path.step_s)
+    assert path.step_s == replay(GRAPH, assignments, profiles, cluster, bucket_cap_bytes=cap).step_s
 
 
 # Nothing runs at another speed beside something else: the path alone can shorten the step.
