@@ -246,7 +246,7 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_samples_by_speed_round_nothing_and_are_faster_than_equal_ones():
     graph, other = (mlp(4, width=64, rows=rows) for rows in (16, 8))
-    speeds = ((ALONE, 1.0), (FAST, 1.0), (WEAK, 2.0))
+    speeds = ((ALONE, 1.0), (FAST, 1.0), (WEAK, 3.0))
     profiles = {name: profile_of(graph, name, slow=slow) for name, slow in speeds}
     basis = Basis(graph, cluster_of({FAST: 1, WEAK: 1}), profiles, sensitivity_of(graph))
     planned = planned_runs(basis, other=Sized(other, {}))
