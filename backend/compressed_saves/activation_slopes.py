@@ -46,7 +46,8 @@ def derivative_codes(x: Tensor, curve: str) -> Tensor:
     tensor([ 26, 128, 229], dtype=torch.uint8)
     """
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    ones = torch.ones(x.numel() if x.is_cuda else min(x.numel(), SLOPES_PER_BLOCK), device=x.device)
+    num_ones = x.numel() if x.is_cuda else min(x.numel(), SLOPES_PER_BLOCK)
+    ones = torch.ones(num_ones, dtype=torch.float32, device=x.device)
 
     def encode(out: Tensor, values: Tensor) -> None:
         # In FP32: rounded to BF16, the largest derivative, 1.129, is beyond the last code.

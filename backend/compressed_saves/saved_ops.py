@@ -29,7 +29,7 @@ from qsync.backend.compressed_saves.activation_slopes import (
 from qsync.backend.compressed_saves.bitmask import as_laid_out, in_memory_order, pack_bits, unpack_bits
 from qsync.backend.compressed_saves.late_answers import late_answer
 from qsync.backend.encoding import Encoded, decode, encode
-from qsync.backend.kernels.norms import in_type_of
+from qsync.backend.kernels.norms import in_type_of, weight_beside
 from qsync.errors import UnsupportedError
 
 _aten = torch.ops.aten
@@ -256,7 +256,8 @@ class _LayerNorm(torch.autograd.Function):
             ctx.shape,
             torch.zeros_like(rstd),
             rstd,
-            *rounded,
+            weight_beside(rounded[1], rounded[0], gradient),
+            rounded[1],
             wanted,
         )
         dw, db = (d if d is None else d.to(of.dtype) for d, of in ((dw, weight), (db, bias)))
@@ -265,21 +266,23 @@ class _LayerNorm(torch.autograd.Function):
 
 def _normalized(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return (x - mean) rstd from the result of a norm."""
-    if weight is None:
-        return y
-    return (y - bias if bias is not None else y) / weight
+    y = y if bias is None else y - bias
+    return y if weight is None else y / weight
 
 
 def _recoverable(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> bool:
     """Return whether (y - b) / w is more accurate than eight bits.
 
-    Its error is eps (|x| + |b| / |w|), with x normalized. On a GPU the answer is about the weights of the
+    Its error is eps (|x| + |b| / |w|), with x normalized. On a GPU the answer is about the parameters of the
     step before.
     """
-    if weight is None:
+    asked = bias if weight is None else weight
+    if asked is None:
         return True
 
     def answer() -> Tensor:
+        if weight is None:
+            return asked.abs().amax() * torch.finfo(dtype).eps < 1 / 64
         above = weight.abs().amin() > torch.finfo(dtype).tiny
         if bias is None:
             return above
@@ -287,7 +290,7 @@ def _recoverable(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype)
         return above & (ratio * torch.finfo(dtype).eps < 1 / 64)
 
     with torch.no_grad():
-        return late_answer(weight, answer) if weight.is_cuda else bool(answer())
+        return late_answer(asked, answer) if asked.is_cuda else bool(answer())
 
 
 # torch.batch_norm has its arguments in another order than F.batch_norm.

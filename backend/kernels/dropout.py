@@ -91,7 +91,7 @@ def _library(x: Tensor) -> Library | None:
 @cache
 def _draws_as_torch() -> bool:
     """Return whether the compiled program draws what torch does, and leaves the generator as torch does."""
-    library = compiled_for("dropout", torch.ones(1))
+    library = compiled_for("dropout", torch.ones(1, dtype=torch.float32))
     found = []
     for is_compiled in (True, False):
         generator = torch.Generator().manual_seed(0)

@@ -50,9 +50,12 @@ def linear_fp32_fast(
 ) -> Tensor:
     """Compute y = x W' + b, dx = g W and dW = g' x, each product by its faster kernel.
 
+    b is of shape (N,); torch computes what has another.
+
     >>> linear_fp32_fast(F.linear, "fp32", x, weight, bias)
     """
-    if input.numel() * len(weight) < _MIN_MULTIPLIES:
+    is_other = bias is not None and bias.shape != weight.shape[:1]
+    if is_other or input.numel() * len(weight) < _MIN_MULTIPLIES:
         return target(input, weight, bias)
     rows = input.reshape(-1, input.shape[-1])
     return differentiable(_Product, rows, weight, bias, True).view(*input.shape[:-1], len(weight))

@@ -27,9 +27,12 @@ def linear_fp16(
         dx = 2^-k h fp16(W),   dW = 2^-k h' fp16(x),   db = sum g in FP32
 
     x (..., K), W (N, K), b (N), all encoded "fp16"; y (..., N) is in `out_type`. Saves x and W in FP16.
+    A bias of another shape than (N,) is left to `product_fp16`.
 
     >>> linear_fp16(F.linear, "fp32", *(Operand(t, encode(t, "fp16")) for t in (x, w, b)))
     """
+    if bias is not None and bias.value.shape != weight.value.shape[:1]:
+        return product_fp16(target, out_type, input, weight, bias)
     return _half(input, weight, weight.encoded.data, bias, out_type)
 
 
@@ -57,8 +60,12 @@ def linear_tf32(
 ) -> Tensor:
     """Compute y = x W' + b and its gradients with TF32 products; torch's switches do not matter.
 
+    A bias of another shape than (N,) is left to `product_tf32`.
+
     >>> linear_tf32(F.linear, "fp32", x, weight, bias)
     """
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return product_tf32(target, out_type, input, weight, bias)
     added = None if bias is None else bias.detach()
     call = _Call(input.detach(), weight.detach(), added, DTYPES[out_type])
     return differentiable(_Product, input, weight, bias, call)

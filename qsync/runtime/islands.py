@@ -88,18 +88,31 @@ def find_islands(graph: torch.fx.Graph) -> list[list[torch.fx.Node]]:
 
     A node's level is the largest number of calls on a path to it that can be in no island. Pure neighbours of
     one level are in one island: a path that leaves the island gets to a higher level, so it never returns.
+
+    Calls that set a mode (`no_grad`, `autocast`) have no value, so no path leads through them. They divide a
+    graph into regions, and an island is in one of them. Paths lead from earlier regions to later ones, so a
+    stable topological sort keeps the order of regions. Islands are compiled without autocast: none is in it.
     """
     level: dict[torch.fx.Node, int] = {}
+    region: dict[torch.fx.Node, int] = {}
     island: dict[torch.fx.Node, dict[torch.fx.Node, None]] = {}
+    num_modes, autocasts = 0, [False]
     for node in graph.nodes:
+        num_modes += _sets_mode(node)
+        region[node] = num_modes
+        if call_name(node) == "_enter_autocast":
+            autocasts.append(autocasts[-1] or bool(node.args[2]))
+        elif call_name(node) == "_exit_autocast":
+            autocasts.pop()
         level[node] = max((level[source] for source in node.all_input_nodes), default=0)
-        if PURE not in node.meta:
+        if PURE not in node.meta or autocasts[-1]:
             # A cast feeds a product, which counts; a report passes on what it gets.
             level[node] += not (node.meta.get(IS_CAST) or REPORTS in node.meta)
             continue
         island[node] = {node: None}
         for source in node.all_input_nodes:
-            if source in island and level[source] == level[node] and island[source] is not island[node]:
+            is_beside = level[source] == level[node] and region[source] == region[node]
+            if source in island and is_beside and island[source] is not island[node]:
                 island[source].update(island[node])
                 for other in island[node]:
                     island[other] = island[source]
@@ -107,6 +120,13 @@ def find_islands(graph: torch.fx.Graph) -> list[list[torch.fx.Node]]:
     groups = {id(group): sorted(group, key=position.__getitem__) for group in island.values()}
     found = [_without_outer_views(nodes) for nodes in groups.values()]
     return [nodes for nodes in found if any(_computes_floats(node) for node in nodes)]
+
+
+def _sets_mode(node: torch.fx.Node) -> bool:
+    """Return whether a call stands in a graph for its effect on the calls after it: it has no value."""
+    if node.op != "call_function" or node.meta.get("example_value") is not None:
+        return False
+    return all(_sets_mode(source) for source in node.all_input_nodes)
 
 
 def _computes_floats(node: torch.fx.Node) -> bool:
@@ -189,6 +209,8 @@ _known: dict[Any, Compiled | None] = {}
 def _chosen(key: str, plain: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled | None:
     """Return the compiled island for such inputs, None where the uncompiled one is as fast."""
     trains = torch.is_grad_enabled()
+    if trains and any(x.is_inference() for x in inputs):
+        return None  # AOTAutograd would save it for backward, which torch refuses
     signature = (key, trains, *((x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs))
     try:
         return _known[signature]

@@ -139,6 +139,7 @@ class Program:
         self._ran: list[_Entry] = []
         self._copies: list[WeightCopy] = []  # of all that was rewritten
         self._tensor_names: dict[int, str] | None = None  # in this call, once somebody asked
+        self._num_given_up = num_skipped_frames()  # by the tracer, when code was last to be traced anew
         self.num_calls = 0  # with gradients, so far
         self.skipped = ""  # why the tracer gave up a frame, whose layers alone are lowered
         self.broken = ""  # what the tracer stopped at in the first call
@@ -280,13 +281,15 @@ class Program:
             if num_skipped_frames() > num_skipped:  # no later call runs what was traced of such a frame
                 self.skipped = why_skipped(model, breaks, num_skipped)
                 self._num_reported = -1
-            if self._is_past_limit() and any(entry.graph.adjustable for entry in self._entries):
+            has_products = any(entry.graph.adjustable for entry in self._entries)
+            if has_products and num_skipped_frames() > self._num_given_up and self._is_past_limit():
                 warn_once(
                     f"a call of {type(model).__name__} ran in FP32: another torch.compile of its class met "
                     "the recompile limit, after which torch traces no new shape; the next call is traced "
                     "anew. Raise torch._dynamo.config.recompile_limit, or compile the other with dynamic=True"
                 )
                 trace_again(model)
+                self._num_given_up = num_skipped_frames()
             self._report_new_graphs()
             return result
         # The first call with gradients shows whether the plan fits the model: evaluation, which may come

@@ -9,15 +9,17 @@ operands of that type. The exceptions:
 - An operator that saves less calls the backend's operator of that form.
 - An operator that another computes in its epilogue becomes no call.
 - Dropout calls the backend's, which gives the same numbers.
-- Norms of 16-bit values on GPUs call the backend's, which rounds their parameters.
+- Norms of 16-bit values that torch takes no FP32 parameters beside call the backend's.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch._ops
 import torch.fx
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from qsync.backend.casts.epilogues import activation
 from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.kernels.norms import NORMS_OF_ONE_TYPE, norm
+from qsync.backend.kernels.norms import NORMS_OF_ONE_TYPE, has_bias_alone, norm
 from qsync.lowering.cast_rules import runs_as_traced
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED, REPLACED, Cast, LoweredGraph, Run
 from qsync.records.graph import Op, OpGraph
@@ -41,17 +43,29 @@ from qsync.runtime.node_calls import (
     Taken,
 )
 from qsync.runtime.weight_cache import WeightCast
-from qsync.tracing.inplace_calls import WAS_IN_PLACE
-from qsync.tracing.operator_table import call_name, names_a_type
+from qsync.tracing.inplace_calls import WAS_IN_PLACE, traced_storages
+from qsync.tracing.operator_table import (
+    UNSAVED_FUNCTION,
+    call_name,
+    classify,
+    functional_name,
+    is_torch,
+    names_a_type,
+)
 from qsync.tracing.segments import Segment
 
 _TIMED = "timed"  # begins the names of reports to an observer that only takes times
 _MASK = 3  # the operand of attention that observers do not take: a mask with a gradient has slow kernels
 _NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for backward
+_RESHAPE = {"size": "shape"}  # the argument of a view, as reshape calls it
 # Kinds that have a kernel for BF16; others run the traced call on BF16 operands.
 _KINDS_WITH_BF16_KERNEL = (
     "conv1d", "conv2d", "conv3d", "conv_transpose", "attention", "embedding", "grouped_mm",
 )  # fmt: skip
+_KINDS_OF_OTHER_ORDER = ("conv1d", "conv2d", "conv3d", "conv_transpose", "attention")
+_VIEWS = ("detach", "as_strided")  # whose kind is not of views
+# Torch's calls that fail at another order of elements than was traced. Its other calls take any.
+_ASK_FOR_ORDER = ("view", "view_as", "view_as_complex", "view_as_real")
 
 
 def rewrite(
@@ -77,11 +91,15 @@ def needs_kernel(op: Op, precision: Precision) -> bool:
     return precision is not Precision.BF16 or op.kind in _KINDS_WITH_BF16_KERNEL
 
 
-def is_norm_on_gpu(op: Op, run: Run, node: torch.fx.Node) -> bool:
-    """Return whether a call is a norm of 16-bit values on a GPU, where torch takes no FP32 parameters."""
+def is_norm_of_one_type(op: Op, run: Run, node: torch.fx.Node) -> bool:
+    """Return whether a call is a norm of 16-bit values that torch takes no FP32 parameters beside.
+
+    That is any on a GPU, and a layer_norm with a bias alone.
+    """
     value = node.meta.get("example_value")
-    on_gpu = isinstance(value, torch.Tensor) and value.is_cuda
-    return on_gpu and op.kind in NORMS_OF_ONE_TYPE and run.operands[0] != "fp32"
+    on_gpu = isinstance(value, torch.Tensor) and value.is_cuda and op.kind in NORMS_OF_ONE_TYPE
+    alone = op.kind == "layer_norm" and has_bias_alone(node.args, node.kwargs)
+    return run.operands[0] != "fp32" and (on_gpu or alone)
 
 
 class _Rewriter:
@@ -110,12 +128,20 @@ class _Rewriter:
                 self._after.setdefault(node.value, []).append(node)
         # Where each value stands in the new graph, as it is carried and as it was cast.
         self._node_of: dict[tuple[str, str], torch.fx.Node] = {}
+        # Whether a kernel may return another order of elements than was traced.
+        self._reorders = any(
+            self._ops[name].kind in _KINDS_OF_OTHER_ORDER
+            and self._ops[name].role == "adjustable"
+            and needs_kernel(self._ops[name], Precision(run.mode))
+            for name, run in self._runs.items()
+        )
 
     def module(self, segment: Segment) -> torch.fx.GraphModule:
         """Return the rewritten module of a segment, or of a graph nested in it."""
         module = torch.fx.GraphModule(segment.module, torch.fx.Graph())
         graph = module.graph
         new: dict[torch.fx.Node, torch.fx.Node] = {}
+        laid_out = _owners_of_order(segment) if self._reorders else set()
         for node in segment.module.graph.nodes:
             name = segment.op_of.get(node)
             if name is not None:
@@ -131,10 +157,14 @@ class _Rewriter:
             if node in segment.nested:
                 new[node] = self._emit_recomputed(module, segment, node, new)
             elif name is None or node.op == "placeholder":
-                new[node] = graph.node_copy(node, lambda n: new[n])
+                given = partial(self._given, node, new)
+                new[node] = graph.node_copy(node, given)
             else:
                 new[node] = self._emit_run(module, segment, node, self._runs[name], new)
                 new[node].meta.setdefault("example_value", node.meta.get("example_value"))
+            if node in laid_out:
+                new[node] = graph.call_function(by_rows, (new[node],))
+                new[node].meta["example_value"] = node.meta["example_value"]
             value = segment.value_of.get(node)
             if value is not None:
                 self._node_of[value, self._carried[value]] = new[node]
@@ -165,17 +195,52 @@ class _Rewriter:
         """Return the outputs of the graph in the types that they were traced in, by rows where they lay so.
 
         Kernels of convolutions return channels-last order, which callers of the graph do not expect, of parts
-        and views of images neither.
+        and views of images neither. Those that shared memory when they were traced share it here.
         """
 
         def handed_out(source: torch.fx.Node) -> torch.fx.Node:
             found = self._operand(segment, name, source, new)
-            traced = source.meta.get("example_value")
-            if not isinstance(traced, torch.Tensor) or traced.ndim < 3 or not lies_by_rows(traced):
-                return found
-            return found.graph.call_function(by_rows, (found,))
+            return found.graph.call_function(by_rows, (found,)) if _is_image_by_rows(source) else found
 
-        return torch.fx.map_arg(node.args[0], handed_out)
+        found = {source: handed_out(source) for source in node.all_input_nodes}
+        returned = self._sharing_memory(segment, name, found, new) if name is not None else found
+        for unused in set(found.values()) - set(returned.values()):
+            if not unused.users:
+                unused.graph.erase_node(unused)
+        return torch.fx.map_arg(node.args[0], returned.__getitem__)
+
+    def _sharing_memory(
+        self,
+        segment: Segment,
+        name: str,
+        found: dict[torch.fx.Node, torch.fx.Node],
+        new: dict[torch.fx.Node, torch.fx.Node],
+    ) -> dict[torch.fx.Node, torch.fx.Node]:
+        """Return the outputs with those that shared memory when traced as views of one tensor.
+
+        Casts of each by itself would not: callers may write to one and read the other.
+        """
+        returned, groups = dict(found), dict[torch.fx.Node, list[torch.fx.Node]]()
+        for source in found:
+            groups.setdefault(_viewed(segment, source), []).append(source)
+        for base, sources in groups.items():
+            is_cast = any(self._operand(segment, name, source, new) is not new[source] for source in sources)
+            if len(sources) == 1 or not (is_cast or self._reorders):
+                continue
+            views = {base: found[base] if base in found else self._as_traced(segment, base, new)}
+            for source in sources:
+                returned[source] = _viewed_again(source, base, views, new)
+        return returned
+
+    def _as_traced(
+        self, segment: Segment, node: torch.fx.Node, new: dict[torch.fx.Node, torch.fx.Node]
+    ) -> torch.fx.Node:
+        """Return what stands for a node in the type that it was traced in, by rows where it lay so."""
+        found, traced = new[node], node.meta["example_value"]
+        carried = DTYPES.get(self._carried.get(segment.value_of.get(node, ""), ""), traced.dtype)
+        if carried != traced.dtype:
+            found = found.graph.call_method("to", (found, traced.dtype))
+        return found.graph.call_function(by_rows, (found,)) if _is_image_by_rows(node) else found
 
     def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast, trains: bool = True) -> None:
         """Add the call of a cast; `trains` says whether the operator beside it has a backward."""
@@ -221,6 +286,11 @@ class _Rewriter:
 
         def operand(source: torch.fx.Node) -> Any:
             taken = self._operand(segment, run.op, source, new)
+            if native and call_name(node) == "as_strided" and (self._reorders or taken is not new[source]):
+                base = _viewed(segment, source)  # it reads the memory of that, not of a copy of a part
+                return _viewed_again(source, base, {base: self._as_traced(segment, base, new)}, new)
+            if native and self._reorders and _asks_for_order(op, node):
+                return self._in_order(source, taken)
             value = segment.value_of.get(source)
             if self._watched and run.mode == "fp32" and op.role == "adjustable" and value in op.inputs:
                 index = op.inputs.index(value)
@@ -245,22 +315,30 @@ class _Rewriter:
             following = FollowingCall(self._kernels.in_lowered_graphs(op.kind), node.target)
             return _call(module, op.kind, following, args, kwargs)
         if native:
-            if callable(node.target) and is_norm_on_gpu(op, run, node):
+            if callable(node.target) and is_norm_of_one_type(op, run, node):
                 call = _call(module, op.kind, FollowingCall(norm, node.target), args, kwargs)
             else:
-                if call_name(node) == "as_strided" and lies_by_rows(
-                    node.all_input_nodes[0].meta["example_value"]
-                ):
-                    args = (module.graph.call_function(by_rows, (args[0],)), *args[1:])
-                # A view asks for an order of elements that a convolution's result may not have here.
-                named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
-                call = module.graph.create_node(node.op, named, args, kwargs, type_expr=node.type)
+                call = module.graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
+                _spell_as_reshape(call)
             call.meta = dict(node.meta)
             if self._compile_islands and (kind := pure_kind(op, node)):
                 call.meta[PURE] = kind
             return call
         product = KernelCall(self._kernels, op.kind, run, target)
         return _call(module, f"{op.kind}_{run.mode}", product, args, kwargs)
+
+    def _given(
+        self, reader: torch.fx.Node, new: dict[torch.fx.Node, torch.fx.Node], source: torch.fx.Node
+    ) -> torch.fx.Node:
+        """Return what stands for the argument of a call that is no operator."""
+        if self._reorders and _is_registered(reader):
+            return self._in_order(source, new[source])
+        return new[source]
+
+    @staticmethod
+    def _in_order(source: torch.fx.Node, taken: torch.fx.Node) -> torch.fx.Node:
+        """Return an operand by rows where it lay so when it was traced."""
+        return taken.graph.call_function(by_rows, (taken,)) if _is_image_by_rows(source) else taken
 
     def _arguments(self, segment: Segment, node: torch.fx.Node) -> dict[str, Any]:
         """Return the arguments, beside the value, of the call that this node computes in its epilogue."""
@@ -295,7 +373,14 @@ class _Rewriter:
         name = _attach(module, "checkpointed", inner)
         body = module.graph.get_attr(name)
         args = torch.fx.map_arg(node.args[1:], lambda n: new[n])
-        return module.graph.call_function(checkpoint, (body, *args), dict(node.kwargs))
+        kinds = {value.name: value for value in self._graph.inputs}
+        is_reentrant = node.kwargs.get("use_reentrant") is not False
+        bound = []
+        for place, source in enumerate(node.args[1:]):
+            value = kinds.get(segment.value_of.get(source, "")) if isinstance(source, torch.fx.Node) else None
+            if value is not None and value.kind != "batch" and not (is_reentrant and value.requires_grad):
+                bound.append(place)
+        return module.graph.call_function(recomputed, (body, tuple(bound), *args), dict(node.kwargs))
 
     def _operands_of(self, name: str) -> list[torch.fx.Node]:
         """Return the nodes that stand for an operator's inputs in the types that it takes."""
@@ -333,6 +418,116 @@ def lies_by_rows(value: torch.Tensor) -> bool:
 def by_rows(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor that lies by rows: itself, or a contiguous copy."""
     return value if lies_by_rows(value) else value.contiguous()
+
+
+def recomputed(body: torch.nn.Module, bound: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Run a body that is computed again in backward, with the arguments at the places `bound` in a closure.
+
+    Those are buffers and parameters, as in the traced model. `checkpoint` would save them with their
+    versions, and a norm that updates its statistics would have no backward.
+    """
+
+    def run(*others: Any) -> Any:
+        rest = iter(others)
+        return body(*(value if place in bound else next(rest) for place, value in enumerate(args)))
+
+    return checkpoint(run, *(value for place, value in enumerate(args) if place not in bound), **options)
+
+
+def _viewed(segment: Segment, node: torch.fx.Node) -> torch.fx.Node:
+    """Return the node that a node is a view of, of views of views the first; of others the node itself."""
+    while node.op in ("call_function", "call_method") and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        is_view = classify(node)[0] in ("view", "contiguous", "float") or call_name(node) in _VIEWS
+        # Parts are taken from a tuple, which a view has made: of another tuple they are no views.
+        is_whole = isinstance(source.meta.get("example_value"), torch.Tensor) or classify(source)[0] == "view"
+        shares = not set(traced_storages(node)).isdisjoint(traced_storages(source))
+        if source in segment.nested or not (is_view and is_whole and shares):
+            break
+        node = source
+    return node
+
+
+def _viewed_again(
+    node: torch.fx.Node,
+    base: torch.fx.Node,
+    views: dict[torch.fx.Node, torch.fx.Node],
+    new: dict[torch.fx.Node, torch.fx.Node],
+) -> torch.fx.Node:
+    """Add the calls that made a node from `base` once more, on what `views` has for it; extend `views`."""
+    if node not in views:
+        source = node.all_input_nodes[0]
+        found = _viewed_again(source, base, views, new)
+        copied = found.graph.node_copy(node, lambda n: found if n is source else new[n])
+        _spell_as_reshape(copied)
+        traced, whole = node.meta["example_value"], base.meta["example_value"]
+        if isinstance(traced, torch.Tensor) and whole.requires_grad and not traced.requires_grad:
+            copied = copied.graph.call_method("detach", (copied,))
+        views[node] = copied
+    return views[node]
+
+
+def _spell_as_reshape(node: torch.fx.Node) -> None:
+    """Make a call of `view` one of `reshape`: a convolution's result may have another order of elements."""
+    if node.op == "call_method" and node.target == "view" and not names_a_type(node):
+        node.target = "reshape"
+        node.kwargs = {_RESHAPE.get(key, key): value for key, value in node.kwargs.items()}
+
+
+def _is_image_by_rows(node: torch.fx.Node) -> bool:
+    """Return whether a node's result, of three dimensions or more, lay by rows when it was traced."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.ndim >= 3 and lies_by_rows(value)
+
+
+def _is_registered(node: torch.fx.Node) -> bool:
+    """Return whether a call is of an operator that somebody registered, which may ask for any strides."""
+    return isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def _asks_for_order(op: Op, node: torch.fx.Node) -> bool:
+    """Return whether a call may depend on the strides that its operands had when it was traced."""
+    name = call_name(node).partition(".")[0]
+    if name in _ASK_FOR_ORDER:
+        return node.target != "view" or names_a_type(node)  # other views become reshape
+    return op.kind in ("other", UNSAVED_FUNCTION) and not is_torch(node.target)
+
+
+def _owners_of_order(segment: Segment) -> set[torch.fx.Node]:
+    """Return the nodes whose result has to lie as it was traced, as it is written to through views.
+
+    A view of another order is a copy. The first node of a storage decides how all that share it lie.
+    """
+    shared: set[int] = set()
+    for node in segment.module.graph.nodes:
+        if _writes(node, segment):
+            shared.update(*map(traced_storages, (node, *node.all_input_nodes)))
+    owners, seen = set[torch.fx.Node](), set[int]()
+    for node in segment.module.graph.nodes:
+        storages = set(traced_storages(node))
+        is_call = node.op in ("call_function", "call_method")
+        if is_call and storages & shared - seen and _is_image_by_rows(node):
+            owners.add(node)
+        seen |= storages
+    return owners
+
+
+def _writes(node: torch.fx.Node, segment: Segment) -> bool:
+    """Return whether a call may write to what it is given."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = call_name(node).partition(".")[0]
+    if name.strip("_") == "setitem" or functional_name(name) is not None or "out" in node.kwargs:
+        return True
+    if _is_registered(node):
+        return any(overload._schema.is_mutable for overload in _overloads(node.target))
+    return segment.written and (any(value is True for value in node.args) or bool(node.kwargs.get("inplace")))
+
+
+def _overloads(target: Any) -> list[Any]:
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    return [getattr(target, name) for name in target.overloads()]
 
 
 def _write_over(graph: torch.fx.Graph) -> None:

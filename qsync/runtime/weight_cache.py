@@ -4,7 +4,7 @@ A copy serves while the weight is the very tensor it was made from: same storage
 optimizer has stepped since, and a gradient is being accumulated. A step by hand, `p.data -= lr * p.grad`,
 leaves no mark but the numbers: at every call samples of all weights are compared with those that were cast.
 A copy serves training only: evaluation may swap weights, so every call of a model in evaluation, or without
-gradients, casts anew.
+gradients, casts anew. So does a weight made in inference mode, which has no autograd version.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WeightCopy:
 
     def __call__(self, weight: torch.Tensor) -> Any:
         """Return the weight in the target type: the copy of this step, or a new one."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or weight.is_inference():
             return self._cast(weight, self._target)
         # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation
         # that runs forward again.

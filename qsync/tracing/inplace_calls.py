@@ -3,7 +3,7 @@
 `x.add_(y)` after x was cast would write to the copy. If no other name of the written storage is read later,
 the call becomes `x.add(y)` and later readers of x read its result: the same numbers. Otherwise (a write
 through a view, `setitem`) the call stays, and all nodes that share the storage are reported, to stay in the
-traced type.
+traced type. So does a write without gradients to a tensor that has one: the result of `x.add(y)` has none.
 """
 
 from __future__ import annotations
@@ -18,49 +18,94 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_leaves
 
-from qsync.tracing.operator_table import call_name, classify, functional_name
+from qsync.tracing.operator_table import call_name, classify, functional_name, may_return_input
 
 WAS_IN_PLACE = "qsync_was_in_place"  # a node's note that its author asked for `inplace=True`
 
 
 def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Rewrite in-place calls where that is safe; return the nodes whose storage is still written to."""
+    # `x @= y` gives x another tensor. FX spells it so that readers of the old one get the new one too.
+    for node in graph.find_nodes(op="call_function", target=operator.imatmul):
+        node.target = operator.matmul
     position = {node: i for i, node in enumerate(graph.nodes)}
     storage = _storages(graph)
+    untrained = _without_gradients(graph)
     written: set[torch.fx.Node] = set()
     for node in list(graph.nodes):
-        target = _written_by(node)
-        if target is None or not _is_float(target):
+        targets = [target for target in _written_by(node) if _holds_floats(target)]
+        if not targets:
             continue
+        target = targets[0]
         # Names that the storage has before the write; later ones are made from the result and read that.
         sharers = [other for other in storage[target] if position[other] < position[node]]
         outside = any(other.op in ("placeholder", "get_attr") for other in sharers)
         others = [other for other in sharers if other is not target]
         read_later = any(position[user] > position[node] for other in others for user in other.users)
-        if outside or read_later or not _keeps_type(node, target) or not _rewrite(node):
-            written |= set(storage[target])
+        detaches = node in untrained and any(map(_requires_grad, storage[target]))
+        if outside or read_later or detaches or not _keeps_type(node, targets) or not _rewrite(node):
+            written.update(*(storage[target] for target in targets))
         else:
             target.replace_all_uses_with(node, delete_user_cb=partial(_is_after, position, node))
     return written
+
+
+def _without_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the nodes that stand where the graph has switched gradients off."""
+    untrained: set[torch.fx.Node] = set()
+    trains, outer = True, [True]
+    for node in graph.nodes:
+        name = call_name(node)
+        if name == "_set_grad_enabled":
+            trains = bool(node.args[0])
+        elif name == "_enter_inference_mode":
+            outer.append(trains)
+            trains = not (node.args[0] if node.args else True)
+        elif name == "_exit_inference_mode":
+            trains = outer.pop()
+        elif not trains:
+            untrained.add(node)
+    return untrained
 
 
 def _is_after(position: dict[torch.fx.Node, int], node: torch.fx.Node, user: torch.fx.Node) -> bool:
     return position[user] > position[node]
 
 
-def _written_by(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the node whose storage a call writes to, None if it writes to none."""
+def _written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the nodes whose storage a call writes to."""
     if node.op not in ("call_function", "call_method"):
-        return None
-    out = node.kwargs.get("out")
-    if isinstance(out, torch.fx.Node):
-        return out
-    if not node.args or not isinstance(node.args[0], torch.fx.Node):
-        return None
+        return []
     name = call_name(node)
-    inplace = name == "setitem" or functional_name(name) is not None or _inplace_flag(node) is not None
-    return node.args[0] if inplace else None
+    written = [node.kwargs.get("out"), *_named_by_schema(node)]
+    bound = _inplace_flag(node)
+    if bound is not None:
+        written.extend(bound.args[:1])
+    elif name.strip("_") == "setitem" or functional_name(name) is not None:
+        named = [node.kwargs[key] for key in ("input", "self") if key in node.kwargs]
+        written.extend((*node.args, *named)[:1])
+    nodes = [value for value in tree_leaves(written) if isinstance(value, torch.fx.Node)]
+    return list(dict.fromkeys(nodes))
+
+
+def _named_by_schema(node: torch.fx.Node) -> list[Any]:
+    """Return the arguments that a registered operator writes to, as its schema says."""
+    overloads: list[Any] = []
+    if isinstance(node.target, torch._ops.OpOverload):
+        overloads = [node.target]
+    elif isinstance(node.target, torch._ops.OpOverloadPacket):
+        names = node.target.overloads()  # type: ignore[no-untyped-call]
+        overloads = [getattr(node.target, name) for name in names]
+    written = []
+    for overload in overloads:
+        for place, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            is_given = place < len(node.args) and not argument.kwarg_only
+            written.append(node.args[place] if is_given else node.kwargs.get(argument.name))
+    return written
 
 
 def _inplace_flag(node: torch.fx.Node) -> inspect.BoundArguments | None:
@@ -74,9 +119,14 @@ def _inplace_flag(node: torch.fx.Node) -> inspect.BoundArguments | None:
     return bound if bound.arguments.get("inplace", False) else None
 
 
-def _keeps_type(node: torch.fx.Node, target: torch.fx.Node) -> bool:
-    """Return whether the call has the same type out of place: in place, FP32 plus FP64 is FP32."""
-    dtype = target.meta["example_value"].dtype
+def _keeps_type(node: torch.fx.Node, targets: list[torch.fx.Node]) -> bool:
+    """Return whether the call has the same type out of place: in place, FP32 plus FP64 is FP32.
+
+    A call that writes to several tensors has no such type.
+    """
+    if len(targets) > 1 or not _is_float(targets[0]):
+        return False
+    dtype = targets[0].meta["example_value"].dtype
     return all(
         other.meta["example_value"].dtype == dtype for other in node.all_input_nodes if _is_float(other)
     )
@@ -91,7 +141,8 @@ def _rewrite(node: torch.fx.Node) -> bool:
         node.meta[WAS_IN_PLACE] = True
         return True
     name = functional_name(call_name(node))
-    replacement = _find(node, name) if name and "out" not in node.kwargs else None
+    takes_list = any(isinstance(value, (tuple, list)) for value in node.args[:1])
+    replacement = _find(node, name) if name and "out" not in node.kwargs and not takes_list else None
     if replacement is None:
         return False
     node.target = replacement
@@ -116,11 +167,12 @@ def _storages(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]
     owner: dict[int, torch.fx.Node] = {}
     for node in graph.nodes:
         group[node] = [node]
-        shares = node.op in ("call_function", "call_method") and (
-            classify(node)[0] in ("view", "contiguous", "float") or _written_by(node) is not None
-        )
-        base = _written_by(node) or (node.args[0] if shares and node.args else None)
-        if isinstance(base, torch.fx.Node):
+        bases = list(_written_by(node))
+        if node.op in ("call_function", "call_method") and (
+            classify(node)[0] in ("view", "contiguous", "float") or may_return_input(node)
+        ):
+            bases.extend(node.all_input_nodes[:1])
+        for base in bases:
             _unite(group, base, node)
         for storage in traced_storages(node):
             _unite(group, owner.setdefault(storage, node), node)
@@ -148,3 +200,13 @@ def traced_storages(node: torch.fx.Node) -> list[int]:
 def _is_float(node: torch.fx.Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _holds_floats(node: torch.fx.Node) -> bool:
+    values = tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
+
+
+def _requires_grad(node: torch.fx.Node) -> bool:
+    values = tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)

@@ -109,8 +109,18 @@ PASSES_MAGNITUDE = (
 # The namespaces of registered operators that are known by their names.
 _NAMESPACES = ("aten", "transformers")
 
-# In-place calls whose name is not simply the functional one with an underscore.
-_OPERATOR_INPLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "imatmul": "matmul"}
+# In-place calls whose name is not simply the functional one with an underscore. `x @= y` writes to no tensor.
+_OPERATOR_INPLACE: dict[str, str] = {
+    **{f"i{name}": name for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")},
+    **{f"i{name}": f"{name}_" for name in ("and", "or")},
+    "ixor": "xor", "ilshift": "lshift", "irshift": "rshift",
+}  # fmt: skip
+
+# Dropouts, with their default of `training`: one that drops nothing returns its input, which is no copy.
+_DROPOUTS: dict[str, bool] = {
+    **{name: True for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")},
+    **{name: False for name in ("alpha_dropout", "feature_alpha_dropout")},
+}
 
 
 def call_name(node: torch.fx.Node) -> str:
@@ -128,8 +138,9 @@ def bare_name(node: torch.fx.Node) -> str:
 
 def functional_name(name: str) -> str | None:
     """Return the out-of-place spelling of an in-place call, None if the name is not one."""
-    if name in _OPERATOR_INPLACE:
-        return _OPERATOR_INPLACE[name]
+    operator = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+    if operator in _OPERATOR_INPLACE:
+        return _OPERATOR_INPLACE[operator]
     if name.endswith("_") and not name.endswith("__"):
         return name[:-1]
     return None
@@ -143,7 +154,7 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
         follows = len(results) == 1 and len(bodies) == _WAYS and all(map(_computes_elements, bodies))
         kind, role = ("function", Role.FOLLOWING) if follows else ("other", Role.FIXED)
         return (kind if len(bodies) < _WAYS or _saves_values(bodies[0]) else UNSAVED_FUNCTION), role
-    if not _is_torch(node.target):
+    if not is_torch(node.target):
         return "other", Role.FIXED
     if name in PRODUCTS:
         return PRODUCTS[name][0], Role.ADJUSTABLE
@@ -225,6 +236,16 @@ def dropped(node: torch.fx.Node, kind: str) -> float:
         return 0.0
     training = _argument(node, 2, "training", True) and node.kwargs.get("train", True)
     return _number(_argument(node, 1, "p", 0.5)) if training else 0.0
+
+
+def may_return_input(node: torch.fx.Node) -> bool:
+    """Return whether a call is a dropout that drops nothing, or that may: in evaluation, or of p=0."""
+    name = call_name(node)
+    if name not in _DROPOUTS or not is_torch(node.target):
+        return False
+    trains = node.kwargs.get("train", _argument(node, 2, "training", _DROPOUTS[name]))
+    share = _argument(node, 1, "p", 0.5)
+    return not trains or isinstance(share, torch.fx.Node) or share == 0
 
 
 def _number(value: Any) -> float:
@@ -312,7 +333,7 @@ def traced_shape(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(map(traced_size, value.shape))
 
 
-def _is_torch(target: str | Callable[..., Any]) -> bool:
+def is_torch(target: str | Callable[..., Any]) -> bool:
     """Return whether a call is torch's own or Python's operator module, not a user's of the same name."""
     if isinstance(target, str):
         return True

@@ -142,7 +142,8 @@ def met_recompile_limit(model: torch.nn.Module) -> bool:
     From there torch runs such code as it is at every new shape, whoever calls it.
     """
     limit = torch._dynamo.config.recompile_limit
-    return any(len(_debug_get_cache_entry_list(code)) >= limit for code in forward_codes(model))
+    own = (code for code in forward_codes(model) if code.co_filename not in LAYER_FILES)
+    return any(len(_debug_get_cache_entry_list(code)) >= limit for code in own)
 
 
 _SKIPPED: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()

@@ -80,6 +80,22 @@ def test_shapes(shapes, options):
     assert_as_reference(leaves(shapes), **options)
 
 
+def test_another_default_type_changes_nothing():
+    tensors, gradient = leaves(HEADS), sample(*HEADS[0], seed=9).bfloat16()
+
+    def found() -> list[Tensor]:
+        y = attention_bf16.attention_bf16(ATTENTION, "bf16", *tensors, is_causal=True)
+        return [y.detach(), *torch.autograd.grad(y, tensors, gradient)]
+
+    expected = found()
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = found()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, got, expected))
+
+
 @pytest.mark.parametrize("at_a_time", [1, 40, 100])
 @pytest.mark.parametrize("causal", [False, True])
 def test_pieces_are_the_whole(monkeypatch, at_a_time, causal):

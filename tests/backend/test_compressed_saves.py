@@ -116,6 +116,8 @@ def test_channels_last_stays_channels_last(kind, form):
         lambda x: saving("layer_norm", "output")(F.layer_norm, x, (6,)),
         lambda x: saving("layer_norm", "output")(F.layer_norm, x, (3, 6)),
         lambda x: saving("layer_norm", "output")(F.layer_norm, x, (6,), x[0, 0] + 3, x[0, 1]),
+        lambda x: saving("layer_norm", "output")(F.layer_norm, x, (6,), None, x[0, 1]),
+        lambda x: saving("layer_norm", "output")(F.layer_norm, x, (6,), x[0, 0] + 3),
     ],
 )
 def test_what_is_exact_is_the_derivative(call):
@@ -221,6 +223,31 @@ def test_a_weight_near_zero_makes_layer_norm_keep_codes(weight):
     args[0].requires_grad_()
     kept = saved_bytes(lambda: run(F.layer_norm, *args), [args[2], args[3]])
     assert kept == args[0].numel() + 8 * 16
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("form", ["output", "codes"])
+def test_a_layer_norm_with_a_bias_alone(form, dtype):
+    """The gradients are those of FP32; torch itself has none for BF16 values beside an FP32 bias."""
+    x, bias = sample(16, 24, dtype=dtype), sample(24, seed=2)
+    expected = outcome(lambda x, b: F.layer_norm(x, (24,), None, b), [x.float(), bias], {})
+    got = outcome(lambda x, b: saving("layer_norm", form)(F.layer_norm, x, (24,), None, b), [x, bias], {})
+    assert [t.dtype for t in got] == [dtype, dtype, FP32]
+    assert torch.equal(got[0], F.layer_norm(x, (24,), None, bias))
+    bound = CASES["layer_norm", form][2 if dtype is FP32 else 3]
+    assert max(distance(one, two) for one, two in zip(got, expected, strict=True)) <= bound
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "is_kept"),
+    [(FP32, 1e6, False), (BF16, 8.0, False), (FP32, 8.0, True), (BF16, 1.0, True)],
+)
+def test_a_large_bias_alone_makes_layer_norm_keep_codes(dtype, largest, is_kept):
+    """y - b would then have lost x."""
+    x, bias = sample(16, 24, dtype=dtype).requires_grad_(), sample(24, seed=2).clamp_(-1, 1)
+    bias[5] = largest
+    kept = saved_bytes(lambda: saving("layer_norm", "output")(F.layer_norm, x, (24,), None, bias), [bias])
+    assert kept == (x.numel() * x.element_size() + 4 * 16 if is_kept else x.numel() + 8 * 16)
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)

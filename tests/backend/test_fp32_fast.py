@@ -26,6 +26,10 @@ LAST = torch.channels_last
 CALLS = {
     "linear": (linear_fp32_fast, F.linear, [(4, 9, 65), (33, 65), (33,)], {}),
     "linear without bias": (linear_fp32_fast, F.linear, [(7, 65), (33, 65)], {}),
+    "linear, a bias per row": (linear_fp32_fast, F.linear, [(7, 65), (33, 65), (7, 1)], {}),
+    "linear, a bias per element": (linear_fp32_fast, F.linear, [(7, 65), (33, 65), (7, 33)], {}),
+    "linear of a batch, a bias per row": (linear_fp32_fast, F.linear, [(2, 7, 65), (33, 65), (7, 33)], {}),
+    "linear, one bias": (linear_fp32_fast, F.linear, [(7, 65), (33, 65), (1,)], {}),
     "addmm": (addmm_fp32_fast, torch.addmm, [(33,), (7, 65), (65, 33)], {}),
     "addmm, a bias per row": (addmm_fp32_fast, torch.addmm, [(7, 1), (7, 65), (65, 33)], {}),
     "addmm, scaled": (addmm_fp32_fast, torch.addmm, [(33,), (7, 65), (65, 33)], {"alpha": 0.5, "beta": 2}),

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from qsync.backend.kernels.norms import norm
-from qsync.runtime.rewriting import is_norm_on_gpu
+from qsync.backend.kernels.norms import has_bias_alone, norm
+from qsync.runtime.rewriting import is_norm_of_one_type
 
 
 def called(device):
@@ -36,6 +36,38 @@ def test_on_a_cpu_they_stay_fp32():
     assert called("cpu") == [torch.bfloat16, torch.float32, torch.float32]
 
 
+@pytest.mark.parametrize("target", [F.layer_norm, torch.layer_norm])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_layer_norm_with_a_bias_alone_has_a_backward(target, is_named):
+    """torch's own refuses an FP32 bias beside BF16 values where there is no weight."""
+    generator = torch.Generator().manual_seed(0)
+    x, bias, gradient = (torch.randn(*shape, generator=generator) for shape in ((6, 16), (16,), (6, 16)))
+    x, gradient = x.bfloat16(), gradient.bfloat16()
+
+    def outcome(call, x, bias, gradient):
+        leaves = [t.detach().requires_grad_() for t in (x, bias)]
+        args, kwargs = (((16,),), {"bias": leaves[1]}) if is_named else (((16,), None, leaves[1], 1e-5), {})
+        y = call(leaves[0], *args, **kwargs)
+        return [y, *torch.autograd.grad(y, leaves, gradient)]
+
+    got = outcome(lambda *a, **k: norm(target, *a, **k), x, bias, gradient)
+    assert [t.dtype for t in got] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    for one, other in zip(got, outcome(target, x.float(), bias, gradient.float()), strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=2**-7, atol=2**-7)
+
+
+def test_a_bias_alone_is_found_in_every_spelling():
+    x, shape, one = torch.ones(2, 4), (4,), torch.ones(4)
+    alone = [((x, shape, None, one), {}), ((x, shape), {"bias": one}), ((x,), {"weight": None, "bias": one})]
+    other = [
+        ((x, shape, one, one), {}),
+        ((x, shape), {}),
+        ((x, shape, None, None), {}),
+        ((x, shape, one), {}),
+    ]
+    assert [has_bias_alone(*call) for call in (*alone, *other)] == [True] * 3 + [False] * 4
+
+
 @pytest.mark.parametrize(
     ("kind", "carried", "device", "is_ours"),
     [
@@ -50,7 +82,8 @@ def test_the_pass_takes_it_for_16_bit_values_on_gpus_alone(kind, carried, device
     with FakeTensorMode():
         value = torch.empty(2, 4, device=device)
     op, run = SimpleNamespace(kind=kind), SimpleNamespace(operands=(carried,))
-    assert is_norm_on_gpu(op, run, SimpleNamespace(meta={"example_value": value})) is is_ours
+    node = SimpleNamespace(meta={"example_value": value}, args=(value, (4,), value, value), kwargs={})
+    assert is_norm_of_one_type(op, run, node) is is_ours
 
 
 @pytest.mark.cuda

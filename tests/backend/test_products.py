@@ -227,6 +227,20 @@ def test_what_addmm_leaves_to_any_product():
     torch.testing.assert_close(y, torch.addmm(b[0], x, w, beta=2.0, alpha=0.5))
 
 
+@pytest.mark.parametrize("shape", [(6, 4), (6, 1), (1, 4), (4,), (1,), ()])
+@pytest.mark.parametrize("form", ["fp16", "tf32"])
+def test_a_bias_of_any_shape_gets_its_gradient(shape, form):
+    x, w, b = sample(6, 8), sample(4, 8, seed=1), torch.full(shape, 0.5)
+    kernel = {"fp16": linear_fp16, "tf32": linear_tf32}[form]
+    gradient = sample(6, 4, seed=9)
+    got = outcome(kernel, "linear", form, F.linear, [x, w, b], gradient, "fp32")
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    y = F.linear(*leaves)
+    for a, e in zip(got, [y, *torch.autograd.grad(y, leaves, gradient)], strict=True):
+        assert a.shape == e.shape
+        torch.testing.assert_close(a, e.detach(), rtol=1e-2, atol=1e-2)
+
+
 def test_fp16_backward_frees_what_it_saved_unless_it_is_to_run_again():
     x, w = sample(8, 16).requires_grad_(), sample(16, 4, seed=1).requires_grad_()
     kernel = select("cpu").kernel("matmul", "fp16")

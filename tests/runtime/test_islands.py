@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -165,6 +166,65 @@ def test_a_graph_that_writes_in_place_has_no_islands() -> None:
     wrapped = qsync.wrap(Writes(), "bf16", strict=True, compile=True)
     wrapped(torch.randn(4, 16))
     assert not found(wrapped)
+
+
+class Modes(nn.Module):
+    """Calls under several modes, between two products."""
+
+    def __init__(self, body: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.body = [body]  # in a list, so that it is no part of the module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.body[0](self.up(x)))
+
+
+def target_without_gradients(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = h * 2 + 1
+    return nn.functional.gelu(h) * target + target
+
+
+def target_in_inference(h: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        target = h.softmax(-1) * 2
+    return nn.functional.gelu(h) * target.clone() + h
+
+
+def gradients_again(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = h.tanh() * 2
+        with torch.enable_grad():
+            trained = nn.functional.silu(h) * target
+        target = target * trained
+    return trained * h + target
+
+
+def norm_in_autocast(h: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        h = nn.functional.linear(h, torch.eye(16))
+        normed = nn.functional.layer_norm(nn.functional.gelu(h), (16,))
+        total = torch.cat([h, normed], 1).sum(1, keepdim=True)
+    return normed.float() * total.float()
+
+
+@pytest.mark.parametrize(
+    "body", [target_without_gradients, target_in_inference, gradients_again, norm_in_autocast]
+)
+@pytest.mark.usefixtures("_always")
+def test_an_island_stays_under_the_mode_that_it_was_traced_in(
+    body: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(islands, "_compile", lambda plain, samples: aot_eager(plain, list(samples)))
+    x = torch.randn(8, 16)
+    expected = grads(Modes(body), x)
+    for precision, tolerance in {"fp32": 1e-6, "bf16": 0.05}.items():
+        wrapped = qsync.wrap(Modes(body), precision, strict=True, compile=True)
+        for got, a in zip(grads(wrapped, x), expected, strict=True):
+            assert (got - a).norm() <= tolerance * a.norm()
+        assert found(wrapped)
 
 
 @pytest.mark.usefixtures("_always")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -657,3 +658,209 @@ def test_results_are_changed_in_place_between_graphs_and_behind_them(precision):
         found[name] = [y.detach(), *(p.grad for p in model.parameters())]
     for one, two in zip(*found.values(), strict=True):
         assert (one - two).norm() < 0.05 * one.norm()
+
+
+# --- What depends on the order of elements, on versions and on shared memory ---
+
+
+class Images(nn.Module):
+    """Two convolutions with a norm between them, and what the test does there."""
+
+    def __init__(self, body) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.body = nn.BatchNorm2d(4), body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x)
+
+
+def assert_runs_like_torch(plain: nn.Module, x: torch.Tensor, precision: str, tolerance: float) -> None:
+    """Assert that results, gradients and buffers of a wrapped model are those of the model in eager mode."""
+    found = []
+    for model in (plain, qsync.wrap(copy.deepcopy(plain), precision, strict=True)):
+        image = x.clone().requires_grad_()
+        results = model(image)
+        results = results if isinstance(results, tuple) else (results,)
+        sum((result.float() * torch.linspace(-1, 1, result.numel()).view(result.shape)).sum()
+            for result in results if result.requires_grad).backward()  # fmt: skip
+        gradients = [p.grad for p in (*model.parameters(), image) if p.grad is not None]
+        found.append([*results, *gradients, *model.buffers()])
+    assert len(found[0]) == len(found[1])
+    for expected, result in zip(*found, strict=True):
+        if precision == "fp32":
+            assert torch.equal(result, expected)
+        assert (result - expected).double().norm() <= tolerance * expected.double().norm()
+
+
+CLOSE = [("fp32", 0.0), ("fp32_fast", 1e-5), ("bf16", 0.05)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_a_view_may_name_its_size(precision):
+    assert_runs_like_torch(
+        Applied(lambda m, x: x.view(size=(2, -1, 8))), X, precision, 0.0 if precision == "fp32" else 0.1
+    )
+
+
+class Normed(nn.Module):
+    """A block whose norm updates its statistics, and one that updates a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.norm, self.out = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        return F.gelu(self.norm(y) - self.average)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(checkpoint(self.block, x, use_reentrant=self.is_reentrant))
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_block_that_is_computed_again_may_update_its_buffers(precision, is_reentrant):
+    plain = Normed()
+    plain.is_reentrant = is_reentrant
+    plain.fc.bias.requires_grad_(False)  # in front of a norm its gradient is noise
+    assert_runs_like_torch(plain, torch.randn(16, 8), precision, 0.0 if precision == "fp32" else 0.05)
+
+
+def zeroed_through_a_view(m: Images, x: torch.Tensor) -> torch.Tensor:
+    y = m.norm(m.first(x))
+    y.view(2, -1)[:, :7] = 0
+    return m.second(y)
+
+
+def scaled_through_a_view(m: Images, x: torch.Tensor) -> torch.Tensor:
+    y = m.norm(m.first(x))
+    y.reshape(2, -1)[:, 50:].mul_(3.0)
+    return m.second(y)
+
+
+@pytest.mark.parametrize("body", [zeroed_through_a_view, scaled_through_a_view])
+@pytest.mark.parametrize(("precision", "tolerance"), [*CLOSE, ("int8", 0.15)])
+def test_a_write_through_a_view_reaches_the_images(body, precision, tolerance):
+    assert_runs_like_torch(Images(body), torch.randn(2, 4, 6, 6), precision, tolerance)
+
+
+@torch.library.custom_op("qsync_tests::doubled_rows", mutates_args=())
+def doubled_rows(x: torch.Tensor) -> torch.Tensor:
+    """An operator of a user's own that wants its images by rows."""
+    assert x.is_contiguous()
+    return x * 2
+
+
+@doubled_rows.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+doubled_rows.register_autograd(lambda ctx, gradient: gradient * 2)
+
+STRIDED = {
+    "view_as": lambda m, x: m.first(x).view_as(x.reshape(2, 144)),
+    "aten view": lambda m, x: torch.ops.aten.view(m.first(x), [2, 144]),
+    "view as a function": lambda m, x: torch.Tensor.view(m.first(x), 2, 144),
+    "view_as_complex": lambda m, x: torch.view_as_complex(m.first(x).view(2, 4, 6, 3, 2)).abs(),
+    "another type": lambda m, x: m.first(x) + m.first(x).detach().view(torch.int32).shape[-1],
+    "half a type": lambda m, x: m.first(x) * (m.first(x).detach().view(torch.int16).shape[-1]),
+    "own operator": lambda m, x: m.second(doubled_rows(m.first(x))),
+    "as_strided": lambda m, x: m.first(x).as_strided((4, 4), (1, 4)),
+    "as_strided of a view": lambda m, x: m.first(x).transpose(1, 2).as_strided((4, 4), (1, 4)),
+    "as_strided of a part": lambda m, x: m.first(x)[:, 1:].as_strided((4, 4), (1, 4)),
+    "as_strided beyond a part": lambda m, x: m.first(x)[:, 1:].as_strided((4, 36), (36, 1), 0),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize(("precision", "tolerance"), CLOSE)
+def test_calls_that_depend_on_strides_find_those_that_were_traced(name, precision, tolerance):
+    assert_runs_like_torch(Images(STRIDED[name]), torch.randn(2, 4, 6, 6), precision, tolerance)
+
+
+class Returning(nn.Module):
+    """Two layers, with code between them that writes to a view of what the first returns."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, view) -> None:
+        super().__init__()
+        self.first, self.second, self.view = first, second, view
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        parts = self.view(y)
+        torch._dynamo.graph_break()
+        parts[-1].mul_(2)
+        return self.second(y), parts[0] * 1.0
+
+
+VIEWS = {
+    "one": lambda y: (y.view(len(y), 2, -1),),
+    "a view of a view": lambda y: (y.flatten(), y.view(len(y), -1)[:, 3:]),
+    "parts": lambda y: (y.flatten(1).transpose(0, 1), y[:1]),
+    "detached": lambda y: (y.view(-1), y.detach().view(size=(2, -1))),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize(("precision", "tolerance"), CLOSE)
+def test_what_shared_memory_when_traced_is_returned_sharing_it(name, images, precision, tolerance):
+    torch.manual_seed(0)
+    layer = partial(nn.Conv2d, 4, 4, 3, padding=1) if images else partial(nn.Linear, 16, 16)
+    x = torch.randn(2, 4, 6, 6) if images else torch.randn(8, 16)
+    plain = Returning(layer(), layer(), VIEWS[name])
+    assert_runs_like_torch(plain, x, precision, tolerance)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_a_caller_may_write_to_a_view_that_a_model_returns(precision):
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = self.fc(x)
+            left, right = y.view(2, 2, 8).chunk(2, -1)
+            return y, y.view(2, 16), left, right
+
+    model = qsync.wrap(Both(), precision, strict=True)
+    with torch.no_grad():
+        whole, rows, left, right = model(X)
+        rows.zero_()
+        assert not whole.any() and not left.any() and not right.any()
+        right.fill_(1.0)
+        assert whole.sum() == rows.sum() == right.numel()
+
+
+class BiasAlone(nn.Module):
+    """A layer norm with a bias and no weight, between products."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 8)
+        self.bias = nn.Parameter(torch.randn(32))
+
+    def forward(self, x):
+        return self.last(F.layer_norm(self.first(x), (32,), None, self.bias))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("save_less", [False, True])
+def test_a_layer_norm_with_a_bias_alone_trains(precision, save_less):
+    torch.manual_seed(0)
+    model = BiasAlone()
+    low = qsync.wrap(copy.deepcopy(model), precision, strict=True, save_less=save_less)
+    x = torch.randn(16, 32)
+    for each in (model, low):
+        each(x).square().sum().backward()
+    for found, expected in zip(low.parameters(), model.parameters(), strict=True):
+        assert (found.grad - expected.grad).norm() <= 0.05 * expected.grad.norm()

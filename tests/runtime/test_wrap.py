@@ -331,6 +331,20 @@ def test_a_model_compares_its_own_weights_alone(monkeypatch):
 # --- Evaluation ---
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_weights_of_inference_mode_run_outside_it(precision):
+    """Such weights have no version, by which a copy would know them."""
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)).requires_grad_(False)
+    x, expected = torch.randn(8, 16), copy.deepcopy(model)
+    qsync.wrap(model, precision, strict=True)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected(x), rtol=0.05, atol=0.05)
+    with torch.inference_mode():
+        model[0].weight.mul_(2), expected[0].weight.mul_(2)
+    torch.testing.assert_close(model(x), expected(x), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("family", ["bert", "resnet", "mlp"])
 def test_evaluation_and_training_alternate(family):
     plain, batch = build(family)

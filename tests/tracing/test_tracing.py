@@ -487,6 +487,125 @@ def test_out_of_place_rewriting_drops_no_node():
     assert z.target == "mul" and graph.output_node().args == ((z,),)
 
 
+def assert_as_in_eager(body, train: bool = True) -> None:
+    """In FP32 loss and gradients are bitwise those of the plain model, in BF16 they are near."""
+    found = {}
+    for precision in (None, "fp32", "bf16"):
+        model = Applied(body).train(train)
+        if precision is not None:
+            qsync.wrap(model, precision, strict=True)
+        loss = model(X)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        found[precision] = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    assert all(map(torch.equal, found[None], found["fp32"]))
+    for got, expected in zip(found["bf16"], found[None], strict=True):
+        assert (got - expected).norm() <= 0.05 * expected.norm()
+
+
+def clamp(h):
+    h.clamp_(-0.5, 0.5)
+
+
+def double(h):
+    h *= 2
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", [clamp, double, lambda h: F.relu(h, inplace=True)])
+def test_a_write_without_gradients_keeps_the_gradients_of_its_target(write, without):
+    def body(m, x):
+        h = x * 2
+        with without():
+            write(h)
+        return h
+
+    assert captured(body)["mul"].role is Role.FIXED
+    assert_as_in_eager(body)
+
+
+def test_a_write_to_a_value_without_gradients_is_made_out_of_place():
+    def body(m, x):
+        with torch.no_grad():
+            scale = x * 2
+            scale += 1
+        return x * scale
+
+    ops = captured(body)
+    assert ops["mul"].role is ops["add"].role is Role.FOLLOWING and ops["mul#2"].inputs == ("fc1", "add")
+    assert_as_in_eager(body)
+
+
+def square(h):
+    h **= 2
+
+
+def remainder(h):
+    h %= 0.3
+
+
+def product(h):
+    h @= 2 * torch.eye(8)  # another tensor: tensors have no `__imatmul__`
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        square,
+        remainder,
+        product,
+        lambda h: h.__imul__(2),
+        lambda h: torch.relu_(input=h),
+        lambda h: torch._foreach_mul_([h], 3.0),
+        lambda h: torch.ops.aten.mul_.Tensor(h, torch.tensor(3.0)),
+    ],
+)
+def test_a_cast_hides_no_spelling_of_a_write(write):
+    def body(m, x):
+        h = x * 2
+        before = m.fc1(h.detach().clone())
+        write(h)
+        return m.fc2(h) + h + before
+
+    assert_as_in_eager(body)
+
+
+def test_a_registered_operator_writes_to_what_its_schema_names():
+    @torch.library.custom_op("qsync_tests::scale_second", mutates_args=("y",))
+    def scale_second(x: torch.Tensor, y: torch.Tensor) -> None:
+        y.mul_(x)
+
+    def body(m, x):
+        h = x * 2
+        inner = h.detach()
+        scale_second(x.detach(), inner)
+        return m.fc2(inner) + h
+
+    assert captured(body)["mul"].role is Role.FIXED
+    assert_as_in_eager(body)
+
+
+@pytest.mark.parametrize(
+    "drop, train",
+    [
+        (lambda h, train: F.dropout(h, 0.5, train), False),
+        (lambda h, train: F.dropout(h, 0.0, train), True),
+        (lambda h, train: torch.dropout(h, 0.5, train), False),
+        (lambda h, train: F.alpha_dropout(h, 0.5, train), False),
+        (lambda h, train: F.alpha_dropout(h), True),  # `training` is False by default
+        (lambda h, train: torch.feature_alpha_dropout(h, 0.0, train), True),
+    ],
+)
+def test_a_write_to_what_a_dropout_without_drops_returns_is_one_to_its_input(drop, train):
+    def body(m, x):
+        h = x * 2
+        y = drop(h, m.training)
+        y += 1
+        return y * h
+
+    assert_as_in_eager(body, train)
+
+
 # --- Checkpointing ---
 
 

@@ -142,7 +142,7 @@ class _Bf16Attention(torch.autograd.Function):
             heads.noise = draw_kept(heads.scores_shape, options.dropout_p, query.device)
         q, _, v = heads.matrices
         y = v.new_empty((heads.count, q.shape[1], v.shape[2]))
-        sums = torch.empty((heads.count, q.shape[1]))
+        sums = torch.empty((heads.count, q.shape[1]), dtype=torch.float32)
         for block in heads.blocks():
             some, rows, keys = block
             weights, sums[some, rows] = softmax(heads.scores(block))

@@ -53,7 +53,7 @@ def softmax(scores: Scores) -> tuple[Tensor, Tensor]:
     weights, rows = torch.empty_like(high), high.shape[:2]
     largest, total = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.int64)
     library[f"softmax{_variant(scores)}"](*_arguments(scores), weights, largest, total)
-    sums = (total * (1.0 / SOFTMAX_UNITS)).log_().masked_fill_(total == 0, math.inf)
+    sums = total.float().mul_(1.0 / SOFTMAX_UNITS).log_().masked_fill_(total == 0, math.inf)
     return _dropped(weights, scores), sums.add_(largest.view(torch.float32))
 
 
@@ -102,5 +102,5 @@ def _variant(scores: Scores) -> str:
 def _arguments(scores: Scores) -> tuple[object, ...]:
     """Return the arguments that both compiled programs take first."""
     mask = scores.high if scores.mask is None else scores.mask
-    workspace = torch.empty(scores.high.shape[2])
+    workspace = torch.empty(scores.high.shape[2], dtype=torch.float32)
     return scores.high, scores.low, mask, scores.factor, scores.first, scores.keep_factor, workspace
