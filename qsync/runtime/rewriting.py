@@ -99,7 +99,7 @@ def is_norm_of_one_type(op: Op, run: Run, node: torch.fx.Node) -> bool:
     value = node.meta.get("example_value")
     on_gpu = isinstance(value, torch.Tensor) and value.is_cuda and op.kind in NORMS_OF_ONE_TYPE
     alone = op.kind == "layer_norm" and has_bias_alone(node.args, node.kwargs)
-    return run.operands[0] != "fp32" and (on_gpu or alone)
+    return (on_gpu or alone) and run.operands[0] != "fp32"
 
 
 class _Rewriter:
