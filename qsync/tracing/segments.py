@@ -166,7 +166,7 @@ class _Reader:
         self.roots: dict[str, str] = {}
         self.inputs: dict[str, Input] = {}
         self.ops: list[Op] = []
-        self.count: Counter[str] = Counter()
+        self.count = Counter(set(names.values()))  # a buffer may be called `mean`, as an operator would be
         for segment in earlier:
             self.count |= Counter(segment.counts)
         self._place = len(earlier) + 1

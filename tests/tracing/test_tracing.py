@@ -1007,3 +1007,28 @@ def test_the_traced_graph_stays_private():
     for node in list(segment.module.graph.nodes):
         node.meta.clear()
     assert qsync.capture(model, batch).adjustable
+
+
+class NamedAsOperators(nn.Module):
+    """A model whose buffers and parameters have the names that operators at its root would have."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.linear = nn.Linear(16, 16), nn.Parameter(torch.randn(4, 16))
+        self.register_buffer("mean", torch.randn(16))
+
+    def forward(self, x):
+        y = F.linear(self.fc(x) - self.mean, self.linear)
+        return y + y.mean(0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_operators_have_other_names_than_buffers_and_parameters(precision):
+    torch.manual_seed(0)
+    model, x = NamedAsOperators(), torch.randn(8, 16)
+    graph = qsync.capture(model, x)
+    names = [value.name for value in (*graph.inputs, *graph.ops)]
+    assert len(set(names)) == len(names) and {"mean", "linear"} <= {value.name for value in graph.inputs}
+    expected = model(x)
+    found = qsync.wrap(model, precision, strict=True)(x)
+    assert torch.equal(found, expected) if precision == "fp32" else (found - expected).norm() < 0.1
