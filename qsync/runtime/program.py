@@ -21,7 +21,7 @@ from qsync.backend.devices.device_detection import device_of
 from qsync.errors import QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
-from qsync.records.graph import OpGraph
+from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import Precision
 from qsync.runtime.choosers import Chooser, SavingChooser, candidates, saving, unsupported
 from qsync.runtime.coverage import warn_once
@@ -70,6 +70,11 @@ class _Entry:
     lowered: LoweredGraph
     slower: dict[str, str]  # operators that run in a precision up, each with the reason
     run: torch.fx.GraphModule
+
+
+def _has_products(entries: Iterable[_Entry]) -> bool:
+    """Return whether any traced graph has an operator whose precision is chosen."""
+    return any(op.role is Role.ADJUSTABLE for entry in entries for op in entry.graph.ops)
 
 
 class _Placed:
@@ -281,8 +286,8 @@ class Program:
             if num_skipped_frames() > num_skipped:  # no later call runs what was traced of such a frame
                 self.skipped = why_skipped(model, breaks, num_skipped)
                 self._num_reported = -1
-            has_products = any(entry.graph.adjustable for entry in self._entries)
-            if has_products and num_skipped_frames() > self._num_given_up and self._is_past_limit():
+            given_up = num_skipped_frames() > self._num_given_up
+            if given_up and self._is_past_limit() and _has_products(self._entries):
                 warn_once(
                     f"a call of {type(model).__name__} ran in FP32: another torch.compile of its class met "
                     "the recompile limit, after which torch traces no new shape; the next call is traced "
@@ -303,7 +308,7 @@ class Program:
                         buffer.copy_(saved)
                 trace_again(model)
                 result = self._run(compiled, args, kwargs)
-            if not self._is_part and not self._ran_products():
+            if not self._is_part and not _has_products(self._ran):
                 raise nothing_to_lower(model, breaks, [op for entry in self._ran for op in entry.graph.ops])
             self.skipped, self.broken = why_skipped(model, breaks, num_skipped), why_broken(breaks)
             if self._check is not None and not is_evaluation:
@@ -367,10 +372,7 @@ class Program:
     @untraced("it asks what torch has traced")
     def _is_past_limit(self) -> bool:
         """Return whether a call ran no product of the model because torch traces its code no more."""
-        return not self._ran_products() and met_recompile_limit(self.model)
-
-    def _ran_products(self) -> bool:
-        return any(entry.graph.adjustable for entry in self._ran)
+        return not _has_products(self._ran) and met_recompile_limit(self.model)
 
     @untraced("it meets the error of a call that the tracer could not run")
     def _run_as_torch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
