@@ -205,7 +205,7 @@ def test_what_cannot_be_drawn_is_said_and_leaves_no_file(tmp_path):
         timeline_figure.timelines([{"label": "rank 0", "events": [("sleep", 0, 1)]}], path, simulated=True)
     with pytest.raises(QSyncError, match="no run to draw"):
         picture.predicted_vs_measured({}, path)
-    with pytest.raises(QSyncError, match=r"pictures are PNG files, found .*a\.svg'; end the name in \.png"):
+    with pytest.raises(QSyncError, match=r"pictures are PNG files, found .*; end the name in \.png"):
         memory.steps(filled(), tmp_path / "a.svg")
     assert not list(tmp_path.iterdir())
 
