@@ -150,6 +150,7 @@ class PlanBook:
         self.memory_bytes = budgets.get(own.device_class.name, own.device_class.memory_bytes)
         self._cards: Sequence[Card] = ()
         self._is_first = False
+        self._copied = ("", 0)  # the first card and its number of plans, when its book was last copied
         self._wake, self._ends = threading.Event(), threading.Event()
         server.offer("class", lambda: json.dumps(own.to_json()).encode())
         server.offer("plans", lambda: json.dumps(self._to_json()).encode())
@@ -170,14 +171,15 @@ class PlanBook:
         was_first, self._is_first = self._is_first, cards[0].name == own
         is_news = membership_of(cards) != membership_of(self._cards) or self._is_first > was_first
         self._cards = cards
-        if is_news or (not self._is_first and cards[0].book > len(self)):
+        # A leader with fewer plans than this card may have the one that this card lacks.
+        if is_news or (not self._is_first and (cards[0].name, cards[0].book) != self._copied):
             self._wake.set()
 
     def note_link(self, link: Link) -> None:
         """Plan with a measured link from now on. Plans from before any was measured are made again."""
         self.link = link
         if not self._has_link:
-            self._has_link, self._plans = True, {}
+            self._has_link, self._plans, self._copied = True, {}, ("", 0)
             self._wake.set()
 
     def close(self) -> None:
@@ -213,10 +215,12 @@ class PlanBook:
                 self._plans[membership] = self._planned(membership)
 
     def _copy(self) -> None:
-        found = json.loads(fetch(self._cards[0].server, "plans", _FETCH_S))
+        leader = self._cards[0]
+        found = json.loads(fetch(leader.server, "plans", _FETCH_S))
         for entry in found:
             membership = tuple((name, count, slowdown) for name, count, slowdown in entry["membership"])
             self._plans[membership] = entry["why"] or Plan.from_json(entry["plan"])
+        self._copied = (leader.name, leader.book)
 
     def _to_json(self) -> list[dict[str, Any]]:
         return [
