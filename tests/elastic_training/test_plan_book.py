@@ -1,0 +1,39 @@
+"""The plans of an elastic job by membership: every card gets those of the first."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from graphs import cluster_of, mlp, profile_of, sensitivity_of
+
+from qsync.allocator import allocate
+from qsync.elastic_training.healing import Server
+from qsync.elastic_training.plan_book import ClassCosts, PlanBook, membership_of
+from qsync.elastic_training.rendezvous import Card
+
+GRAPH, ONE = mlp(), cluster_of({"cpu": 1})
+COSTS = ClassCosts(ONE.classes[0], GRAPH, profile_of(GRAPH, "cpu"), sensitivity_of(GRAPH))
+
+
+def test_a_card_with_as_many_plans_as_the_first_copies_the_one_that_it_lacks():
+    plan = allocate(GRAPH, {"cpu": COSTS.profile}, COSTS.sensitivity, ONE)
+    servers = [Server("127.0.0.1", 10.0) for _ in range(2)]
+    leader, other = (PlanBook(COSTS, server, {}) for server in servers)
+    cards = [
+        Card(name, "cpu", 0.0, {}, server=s.address)
+        for name, s in zip(("first", "other"), servers, strict=True)
+    ]
+    both = membership_of(cards)
+    other._plans[membership_of(cards[:1])] = plan
+    other.attend(cards, "other")  # copies nothing: the first card has no plan yet
+    time.sleep(0.3)
+    assert other.find(both) is None and len(other) == 1
+    leader._plans[both] = plan
+    end = time.monotonic() + 30
+    while other.find(both) is None and time.monotonic() < end:
+        other.attend([replace(cards[0], book=len(leader)), cards[1]], "other")
+        time.sleep(0.01)
+    assert other.find(both) is not None
+    for each in (leader, other, *servers):
+        each.close()
