@@ -41,10 +41,9 @@ def cache_folder(given: str | Path | None) -> Path:
 
 
 def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -> str:
-    """Return the name of a plan's folder: a hash of model, batch shapes, classes, versions and options.
+    """Return the name of a plan's folder: a hash of step, classes, versions and options.
 
-    Of the model also what is trained, every type and the number of calls a step count. The link is left out:
-    it is measured anew in every job and never twice the same.
+    The link is left out: it is measured anew in every job and never twice the same.
     """
     classes = [
         [
@@ -53,11 +52,18 @@ def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -
         ]
         for c in cluster.classes
     ]
+    chosen = {name: stable_text(value) for name, value in options.items()}
+    return digest([step_key(graph), classes, chosen])
+
+
+def step_key(graph: OpGraph) -> str:
+    """Return a hash of a captured step, and of the versions of qsync and torch.
+
+    It covers all shapes and types, what is trained, and the number of calls a step.
+    """
     tensors = [[value.name, value.dtype, value.requires_grad] for value in graph.inputs]
     step = [tensors, [op.dtype for op in graph.ops], graph.num_calls]
-    versions = [qsync.__version__, torch.__version__]
-    chosen = {name: stable_text(value) for name, value in options.items()}
-    return digest([graph.hash, graph.shapes_hash, step, classes, versions, chosen])
+    return digest([graph.hash, graph.shapes_hash, step, qsync.__version__, torch.__version__])
 
 
 def cached_plan(folder: Path) -> Plan | None:

@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 
-import qsync
 from qsync import api
 from qsync.backend.precisions_that_pay import precisions_to_profile
-from qsync.distributed.plan_cache import stable_text
+from qsync.distributed.plan_cache import stable_text, step_key
 from qsync.elastic_training.healing import Server, fetch
 from qsync.elastic_training.rendezvous import Card
 from qsync.errors import InfeasibleError, QSyncError
@@ -111,8 +110,7 @@ def class_costs(
 ) -> ClassCosts:
     """Return the costs of this card's class: from the cache, or measured here and now.
 
-    The cache's key has the model, its loss, the optimizer, the batch's shapes, the hardware and the versions,
-    and no count.
+    The cache's key has the step, its loss, the optimizer and the hardware, and no count of cards.
     `options` are those of `qsync.profile`.
     """
     chosen = precisions_to_profile(device_class, model, options.pop("precisions", None), base)
@@ -120,8 +118,7 @@ def class_costs(
     own: list[Any] = [device_class.name, device_class.hardware, device_class.emulated_share]
     own += [[str(precision) for precision in each] for each in (device_class.precisions, chosen)]
     own += [stable_text(loss_fn), stable_text(options.get("make_optimizer"))]
-    key = digest([graph.hash, graph.shapes_hash, own, qsync.__version__, torch.__version__])
-    path = folder / "classes" / f"{key}.json"
+    path = folder / "classes" / f"{digest([step_key(graph), own])}.json"
     try:
         return ClassCosts.from_json(read_json(path))
     except (QSyncError, KeyError, TypeError):

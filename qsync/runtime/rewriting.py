@@ -15,11 +15,9 @@ operands of that type. The exceptions:
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch._ops
 import torch.fx
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +31,16 @@ from qsync.lowering.lowered_graph import EPILOGUES, FUSED, REPLACED, Cast, Lower
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import Precision, is_encoded
 from qsync.runtime.islands import PURE, REPORTS, form_islands, note_conversion, pure_kind
+from qsync.runtime.memory_order import (
+    asks_for_order,
+    by_rows,
+    is_image_by_rows,
+    is_registered,
+    owners_of_order,
+    spell_as_reshape,
+    viewed,
+    viewed_again,
+)
 from qsync.runtime.node_calls import (
     CastCall,
     FollowingCall,
@@ -43,29 +51,18 @@ from qsync.runtime.node_calls import (
     Taken,
 )
 from qsync.runtime.weight_cache import WeightCast
-from qsync.tracing.inplace_calls import WAS_IN_PLACE, traced_storages
-from qsync.tracing.operator_table import (
-    UNSAVED_FUNCTION,
-    call_name,
-    classify,
-    functional_name,
-    is_torch,
-    names_a_type,
-)
+from qsync.tracing.inplace_calls import WAS_IN_PLACE
+from qsync.tracing.operator_table import call_name
 from qsync.tracing.segments import Segment
 
 _TIMED = "timed"  # begins the names of reports to an observer that only takes times
 _MASK = 3  # the operand of attention that observers do not take: a mask with a gradient has slow kernels
 _NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for backward
-_RESHAPE = {"size": "shape"}  # the argument of a view, as reshape calls it
 # Kinds that have a kernel for BF16; others run the traced call on BF16 operands.
 _KINDS_WITH_BF16_KERNEL = (
     "conv1d", "conv2d", "conv3d", "conv_transpose", "attention", "embedding", "grouped_mm",
 )  # fmt: skip
 _KINDS_OF_OTHER_ORDER = ("conv1d", "conv2d", "conv3d", "conv_transpose", "attention")
-_VIEWS = ("detach", "as_strided")  # whose kind is not of views
-# Torch's calls that fail at another order of elements than was traced. Its other calls take any.
-_ASK_FOR_ORDER = ("view", "view_as", "view_as_complex", "view_as_real")
 
 
 def rewrite(
@@ -141,7 +138,7 @@ class _Rewriter:
         module = torch.fx.GraphModule(segment.module, torch.fx.Graph())
         graph = module.graph
         new: dict[torch.fx.Node, torch.fx.Node] = {}
-        laid_out = _owners_of_order(segment) if self._reorders else set()
+        laid_out = owners_of_order(segment) if self._reorders else set()
         for node in segment.module.graph.nodes:
             name = segment.op_of.get(node)
             if name is not None:
@@ -200,7 +197,7 @@ class _Rewriter:
 
         def handed_out(source: torch.fx.Node) -> torch.fx.Node:
             found = self._operand(segment, name, source, new)
-            return found.graph.call_function(by_rows, (found,)) if _is_image_by_rows(source) else found
+            return found.graph.call_function(by_rows, (found,)) if is_image_by_rows(source) else found
 
         found = {source: handed_out(source) for source in node.all_input_nodes}
         returned = self._sharing_memory(segment, name, found, new) if name is not None else found
@@ -222,14 +219,14 @@ class _Rewriter:
         """
         returned, groups = dict(found), dict[torch.fx.Node, list[torch.fx.Node]]()
         for source in found:
-            groups.setdefault(_viewed(segment, source), []).append(source)
+            groups.setdefault(viewed(segment, source), []).append(source)
         for base, sources in groups.items():
             is_cast = any(self._operand(segment, name, source, new) is not new[source] for source in sources)
             if len(sources) == 1 or not (is_cast or self._reorders):
                 continue
             views = {base: found[base] if base in found else self._as_traced(segment, base, new)}
             for source in sources:
-                returned[source] = _viewed_again(source, base, views, new)
+                returned[source] = viewed_again(source, base, views, new)
         return returned
 
     def _as_traced(
@@ -240,7 +237,7 @@ class _Rewriter:
         carried = DTYPES.get(self._carried.get(segment.value_of.get(node, ""), ""), traced.dtype)
         if carried != traced.dtype:
             found = found.graph.call_method("to", (found, traced.dtype))
-        return found.graph.call_function(by_rows, (found,)) if _is_image_by_rows(node) else found
+        return found.graph.call_function(by_rows, (found,)) if is_image_by_rows(node) else found
 
     def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast, trains: bool = True) -> None:
         """Add the call of a cast; `trains` says whether the operator beside it has a backward."""
@@ -287,9 +284,9 @@ class _Rewriter:
         def operand(source: torch.fx.Node) -> Any:
             taken = self._operand(segment, run.op, source, new)
             if native and call_name(node) == "as_strided" and (self._reorders or taken is not new[source]):
-                base = _viewed(segment, source)  # it reads the memory of that, not of a copy of a part
-                return _viewed_again(source, base, {base: self._as_traced(segment, base, new)}, new)
-            if native and self._reorders and _asks_for_order(op, node):
+                base = viewed(segment, source)  # it reads the memory of that, not of a copy of a part
+                return viewed_again(source, base, {base: self._as_traced(segment, base, new)}, new)
+            if native and self._reorders and asks_for_order(op, node):
                 return self._in_order(source, taken)
             value = segment.value_of.get(source)
             if self._watched and run.mode == "fp32" and op.role == "adjustable" and value in op.inputs:
@@ -319,7 +316,7 @@ class _Rewriter:
                 call = _call(module, op.kind, FollowingCall(norm, node.target), args, kwargs)
             else:
                 call = module.graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
-                _spell_as_reshape(call)
+                spell_as_reshape(call)
             call.meta = dict(node.meta)
             if self._compile_islands and (kind := pure_kind(op, node)):
                 call.meta[PURE] = kind
@@ -331,14 +328,14 @@ class _Rewriter:
         self, reader: torch.fx.Node, new: dict[torch.fx.Node, torch.fx.Node], source: torch.fx.Node
     ) -> torch.fx.Node:
         """Return what stands for the argument of a call that is no operator."""
-        if self._reorders and _is_registered(reader):
+        if self._reorders and is_registered(reader):
             return self._in_order(source, new[source])
         return new[source]
 
     @staticmethod
     def _in_order(source: torch.fx.Node, taken: torch.fx.Node) -> torch.fx.Node:
         """Return an operand by rows where it lay so when it was traced."""
-        return taken.graph.call_function(by_rows, (taken,)) if _is_image_by_rows(source) else taken
+        return taken.graph.call_function(by_rows, (taken,)) if is_image_by_rows(source) else taken
 
     def _arguments(self, segment: Segment, node: torch.fx.Node) -> dict[str, Any]:
         """Return the arguments, beside the value, of the call that this node computes in its epilogue."""
@@ -409,17 +406,6 @@ class _Rewriter:
         return node
 
 
-def lies_by_rows(value: torch.Tensor) -> bool:
-    """Return whether no dimension of a tensor has a larger stride than one before it."""
-    strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
-    return all(outer >= inner for outer, inner in pairwise(strides))
-
-
-def by_rows(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies by rows: itself, or a contiguous copy."""
-    return value if lies_by_rows(value) else value.contiguous()
-
-
 def recomputed(body: torch.nn.Module, bound: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Run a body that is computed again in backward, with the arguments at the places `bound` in a closure.
 
@@ -432,102 +418,6 @@ def recomputed(body: torch.nn.Module, bound: tuple[int, ...], *args: Any, **opti
         return body(*(value if place in bound else next(rest) for place, value in enumerate(args)))
 
     return checkpoint(run, *(value for place, value in enumerate(args) if place not in bound), **options)
-
-
-def _viewed(segment: Segment, node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node that a node is a view of, of views of views the first; of others the node itself."""
-    while node.op in ("call_function", "call_method") and node.all_input_nodes:
-        source = node.all_input_nodes[0]
-        is_view = classify(node)[0] in ("view", "contiguous", "float") or call_name(node) in _VIEWS
-        # Parts are taken from a tuple, which a view has made: of another tuple they are no views.
-        is_whole = isinstance(source.meta.get("example_value"), torch.Tensor) or classify(source)[0] == "view"
-        shares = not set(traced_storages(node)).isdisjoint(traced_storages(source))
-        if source in segment.nested or not (is_view and is_whole and shares):
-            break
-        node = source
-    return node
-
-
-def _viewed_again(
-    node: torch.fx.Node,
-    base: torch.fx.Node,
-    views: dict[torch.fx.Node, torch.fx.Node],
-    new: dict[torch.fx.Node, torch.fx.Node],
-) -> torch.fx.Node:
-    """Add the calls that made a node from `base` once more, on what `views` has for it; extend `views`."""
-    if node not in views:
-        source = node.all_input_nodes[0]
-        found = _viewed_again(source, base, views, new)
-        copied = found.graph.node_copy(node, lambda n: found if n is source else new[n])
-        _spell_as_reshape(copied)
-        traced, whole = node.meta["example_value"], base.meta["example_value"]
-        if isinstance(traced, torch.Tensor) and whole.requires_grad and not traced.requires_grad:
-            copied = copied.graph.call_method("detach", (copied,))
-        views[node] = copied
-    return views[node]
-
-
-def _spell_as_reshape(node: torch.fx.Node) -> None:
-    """Make a call of `view` one of `reshape`: a convolution's result may have another order of elements."""
-    if node.op == "call_method" and node.target == "view" and not names_a_type(node):
-        node.target = "reshape"
-        node.kwargs = {_RESHAPE.get(key, key): value for key, value in node.kwargs.items()}
-
-
-def _is_image_by_rows(node: torch.fx.Node) -> bool:
-    """Return whether a node's result, of three dimensions or more, lay by rows when it was traced."""
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value.ndim >= 3 and lies_by_rows(value)
-
-
-def _is_registered(node: torch.fx.Node) -> bool:
-    """Return whether a call is of an operator that somebody registered, which may ask for any strides."""
-    return isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-
-
-def _asks_for_order(op: Op, node: torch.fx.Node) -> bool:
-    """Return whether a call may depend on the strides that its operands had when it was traced."""
-    name = call_name(node).partition(".")[0]
-    if name in _ASK_FOR_ORDER:
-        return node.target != "view" or names_a_type(node)  # other views become reshape
-    return op.kind in ("other", UNSAVED_FUNCTION) and not is_torch(node.target)
-
-
-def _owners_of_order(segment: Segment) -> set[torch.fx.Node]:
-    """Return the nodes whose result has to lie as it was traced, as it is written to through views.
-
-    A view of another order is a copy. The first node of a storage decides how all that share it lie.
-    """
-    shared: set[int] = set()
-    for node in segment.module.graph.nodes:
-        if _writes(node, segment):
-            shared.update(*map(traced_storages, (node, *node.all_input_nodes)))
-    owners, seen = set[torch.fx.Node](), set[int]()
-    for node in segment.module.graph.nodes:
-        storages = set(traced_storages(node))
-        is_call = node.op in ("call_function", "call_method")
-        if is_call and storages & shared - seen and _is_image_by_rows(node):
-            owners.add(node)
-        seen |= storages
-    return owners
-
-
-def _writes(node: torch.fx.Node, segment: Segment) -> bool:
-    """Return whether a call may write to what it is given."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = call_name(node).partition(".")[0]
-    if name.strip("_") == "setitem" or functional_name(name) is not None or "out" in node.kwargs:
-        return True
-    if _is_registered(node):
-        return any(overload._schema.is_mutable for overload in _overloads(node.target))
-    return segment.written and (any(value is True for value in node.args) or bool(node.kwargs.get("inplace")))
-
-
-def _overloads(target: Any) -> list[Any]:
-    if isinstance(target, torch._ops.OpOverload):
-        return [target]
-    return [getattr(target, name) for name in target.overloads()]
 
 
 def _write_over(graph: torch.fx.Graph) -> None:

@@ -35,7 +35,7 @@ def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     untrained = _without_gradients(graph)
     written: set[torch.fx.Node] = set()
     for node in list(graph.nodes):
-        targets = [target for target in _written_by(node) if _holds_floats(target)]
+        targets = [target for target in written_by(node) if _holds_floats(target)]
         if not targets:
             continue
         target = targets[0]
@@ -74,7 +74,7 @@ def _is_after(position: dict[torch.fx.Node, int], node: torch.fx.Node, user: tor
     return position[user] > position[node]
 
 
-def _written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the nodes whose storage a call writes to."""
     if node.op not in ("call_function", "call_method"):
         return []
@@ -167,7 +167,7 @@ def _storages(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]
     owner: dict[int, torch.fx.Node] = {}
     for node in graph.nodes:
         group[node] = [node]
-        bases = list(_written_by(node))
+        bases = list(written_by(node))
         if node.op in ("call_function", "call_method") and (
             classify(node)[0] in ("view", "contiguous", "float") or may_return_input(node)
         ):

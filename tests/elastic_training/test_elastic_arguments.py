@@ -120,7 +120,9 @@ def test_the_cache_of_a_class_knows_what_was_asked_for_and_what_is_trained(tmp_p
         for momentum in (0.0, 0.9):
             maker = _maker_of(torch.optim.SGD(model.parameters(), momentum=momentum))
             class_costs(model, batch, loss, own, tmp_path, make_optimizer=maker)
-    assert len(set(keys)) == 6
+    model[0].bias.requires_grad_(False)
+    class_costs(model, batch, loss_fn, own, tmp_path)
+    assert len(set(keys)) == 7
     assert list(measured[0]) == ["fp32"] and len(measured[1]) > 1
     with pytest.raises(FormatError, match="zz"):
         class_costs(model, batch, loss_fn, own, tmp_path, precisions=["zz"])
