@@ -113,6 +113,7 @@ class Tables:
             op.exposed,
             op.copies,
             op.channels_last,
+            op.backward_bytes,
             computed,
             self.wiring.product[i] is None,
             inputs,

@@ -75,6 +75,7 @@ class Op:
     consumers need. `copies`: a view or `contiguous` copied when it was traced, a linear layer its input, or
     attention its values; None where that is not known.
     `channels_last`: its result, an image, had that memory order when it was traced.
+    `backward_bytes`: what torch's derivative needs, in the traced type, besides the operands' gradients.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Op:
     exposed: bool = False
     copies: bool | None = None
     channels_last: bool = False
+    backward_bytes: int = 0
 
     @property
     def num_elements(self) -> int:

@@ -41,9 +41,10 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
 FOLLOWING: dict[str, str] = {
     **{name: name for name in (
         "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "softmax",
-        "dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "add", "sub", "mul", "div", "neg",
-        "pow", "mean", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool2d", "adaptive_avg_pool2d",
-        "contiguous", "cat", "stack", "where", "masked_fill", "pad", "clone", "roll", "interpolate",
+        "elu", "selu", "celu", "mish", "glu", "hardsigmoid", "abs", "dropout", "layer_norm", "rms_norm",
+        "group_norm", "batch_norm", "add", "sub", "mul", "div", "neg", "pow", "mean", "contiguous", "cat",
+        "stack", "where", "masked_fill", "pad", "clone", "roll", "interpolate", "avg_pool1d", "avg_pool2d",
+        *(f"{pool}{n}d" for pool in ("max_pool", "adaptive_avg_pool") for n in (1, 2, 3)),
     )},
     "truediv": "div", "concat": "cat", "repeat_interleave": "clone", "repeat": "clone",
     **{name: "view" for name in (

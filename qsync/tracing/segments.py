@@ -18,13 +18,15 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.errors import UnsupportedError
 from qsync.records.graph import Input, Op, OpGraph, Role
-from qsync.records.precision import LARGEST, ROUNDS_WHAT_IT_READS
+from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS
+from qsync.tracing.backward_memory import Derivatives
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.module_names import argument_name, module_place, operator_name, roots_of
 from qsync.tracing.operator_table import (
     FROZEN_NORM,
     NORMS,
     PASSES_MAGNITUDE,
+    UNSAVED_FUNCTION,
     UNWRITTEN_PRODUCTS,
     bare_name,
     call_name,
@@ -49,6 +51,11 @@ DTYPES = {
 }  # fmt: skip
 
 _CHECKPOINT = "tag_activation_checkpoint"
+# Kinds, beside products, of which the memory model knows what backward needs.
+_KNOWN_BACKWARD = (
+    "view", "contiguous", "input", "float", "dropout", "cross_entropy", "batch_norm", FROZEN_NORM, "function",
+    UNSAVED_FUNCTION,
+)  # fmt: skip
 # Products whose operands have encodings of their own.
 _PRODUCTS_OF_TWO = ("linear", "addmm", "matmul", "conv1d", "conv2d")
 # Calls between which torch.vmap or another transform of torch.func runs, on a level of its own.
@@ -177,6 +184,7 @@ class _Reader:
         # Values that are somebody's data, at most seen in another shape: their numbers are not known here.
         self._given: set[str] = set()
         self._depth: dict[str, int] = {}
+        self._derivatives = Derivatives()
         self._num_levels = 0  # of torch.vmap and torch.func, around the node that is read
 
     def enter(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
@@ -342,12 +350,18 @@ class _Reader:
             name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
             call.value.requires_grad, call.magnitude, depth, drops, dilated, because,
             copies=copies(node, kind), channels_last=is_channels_last(call.value),
+            backward_bytes=self._derivatives.backward_bytes(node) if self._is_derived(call) else 0,
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
         self._magnitude[name] = call.magnitude if kind in PASSES_MAGNITUDE else 0.0
         segment.op_of[node] = name
         segment.value_of[node] = name
+
+    def _is_derived(self, call: _Call) -> bool:
+        """Return whether torch's derivative of a call runs, and the memory model has no rule of its own."""
+        own = call.role is Role.ADJUSTABLE or call.kind in _KNOWN_BACKWARD or call.kind in PRECISIONS_BY_KIND
+        return call.value.requires_grad and not own and not self._num_levels
 
     def _read_nested(self, outer: Segment, node: torch.fx.Node) -> None:
         """Read a recomputed graph: list its operators in place, with one `input` operator per tensor."""

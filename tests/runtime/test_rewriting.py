@@ -218,7 +218,8 @@ def test_unusual_models_run_as_they_were_priced(model):
 FOLLOWING_CALLS = {
     "relu": F.relu, "relu6": F.relu6, "leaky_relu": F.leaky_relu, "gelu": F.gelu, "silu": F.silu,
     "tanh": torch.tanh, "sigmoid": torch.sigmoid, "hardswish": F.hardswish, "hardtanh": F.hardtanh,
-    "softmax": lambda x: x.softmax(-1),
+    "elu": F.elu, "selu": F.selu, "celu": F.celu, "mish": F.mish, "hardsigmoid": F.hardsigmoid,
+    "abs": torch.abs, "glu": lambda x: F.glu(torch.cat([x, x], -1)), "softmax": lambda x: x.softmax(-1),
     "dropout": F.dropout, "layer_norm": lambda x: F.layer_norm(x, (8,), torch.ones(8), torch.ones(8)),
     "rms_norm": lambda x: F.rms_norm(x, (8,), torch.ones(8)),
     "group_norm": lambda x: F.group_norm(x, 2, torch.ones(8), torch.ones(8)),
@@ -227,6 +228,8 @@ FOLLOWING_CALLS = {
     "neg": torch.neg, "pow": lambda x: x**2, "mean": lambda x: x + x.mean(-1, keepdim=True),
     "max_pool2d": lambda x: F.max_pool2d(x[None], 1)[0], "avg_pool2d": lambda x: F.avg_pool2d(x[None], 1)[0],
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x[None], (4, 8))[0],
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 1), "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x, 8),
+    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x[None, None, None], (1, 4, 8))[0, 0, 0],
     "contiguous": lambda x: x.t().contiguous().t(), "cat": lambda x: torch.cat([x, x])[:4],
     "stack": lambda x: torch.stack([x, x])[1], "where": lambda x: torch.where(x > 0, x, x),
     "masked_fill": lambda x: x.masked_fill(x > 1, 0.0), "pad": lambda x: F.pad(x, (1, 1))[:, 1:-1],

@@ -52,6 +52,7 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
     if op.kind in CONVOLUTIONS and context.device == "cpu" and run.mode in _CONVOLVED:
         return convolution_backward(op, run, context)
     workspace = sum(_gradient_of(j, taken, context) for j, taken in enumerate(run.operands))
+    workspace += _derivative(op, run, context)
     if op.kind == "attention":
         return attention_backward(op, run, context, workspace)
     if op.kind == "matmul" and len(op.inputs) == 2:
@@ -63,6 +64,14 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
     if op.kind in ("batch_norm", "frozen_batch_norm") and context.device == "cpu":  # torch allocates dx twice
         workspace += type_bytes(context.gradient, op.num_elements)
     return workspace
+
+
+def _derivative(op: Op, run: Run, context: OpContext) -> int:
+    """Return the bytes that torch's derivative needs in the type of this run; no product has any here."""
+    if op.kind == "rms_norm":  # CUDA has a kernel; a CPU writes it out in FP32, after a cast of its input
+        casts = _FP32 * op.num_elements if run.mode != Precision.FP32 else 0
+        return op.backward_bytes + casts if context.device == "cpu" else 0
+    return op.backward_bytes * type_bytes(run.mode, 1) // type_bytes(op.dtype, 1)
 
 
 def _saving_less_forward(op: Op, run: Run) -> int:
