@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -20,6 +20,7 @@ from qsync.distributed.agreement import agree_locally, check_same
 from qsync.distributed.data_parallel import check_ddp_options
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.hybrid_training import hybrid
+from qsync.integrations.remembered_state import unchanged
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
 from qsync.predictor.profiling.loader_wait import undrawn
@@ -242,44 +243,17 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 @contextmanager
 def _without_effects(module: pl.LightningModule) -> Iterator[None]:
     """Let training_step leave nothing behind: no logs (no loop runs yet), no entries in lists, no metrics."""
-    names = ("log", "log_dict")
-    own = [part for part in module.modules() if type(part).__module__.split(".")[0] != "torch"]
-    before = [
-        (part, {name: _copied(value) for name, value in vars(part).items() if _is_state(name, value)})
-        for part in own
-    ]
-    for name in names:
-        object.__setattr__(module, name, lambda *_, **__: None)
-    try:
-        yield
-    finally:
+    names, trainer = ("log", "log_dict"), module._trainer
+    loggers = trainer.loggers if trainer is not None else []
+    with unchanged(module.modules()):
         for name in names:
-            object.__delattr__(module, name)
-        for part, values in before:
-            for name, value in values.items():
-                _put_back(part, name, value)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy(value)
-
-
-def _is_state(name: str, value: Any) -> bool:
-    """Return whether an attribute is what a step may change: a number, a tensor, a plain collection."""
-    is_torch_s = (
-        name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks") or "_hooks_" in name
-    )
-    kinds = (bool, int, float, str, torch.Tensor, list, dict, set, type(None))
-    return not is_torch_s and isinstance(value, kinds)
-
-
-def _put_back(part: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute as it was; a collection keeps its identity."""
-    now = vars(part).get(name)
-    if isinstance(now, list) and isinstance(value, list):
-        now[:] = value
-    elif isinstance(now, (dict, set)) and type(now) is type(value):
-        now.clear()
-        now.update(value)
-    else:
-        vars(part)[name] = value
+            object.__setattr__(module, name, lambda *_, **__: None)
+        if trainer is not None:
+            trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
+            yield
+        finally:
+            for name in names:
+                object.__delattr__(module, name)
+            if trainer is not None:
+                trainer.loggers = loggers

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from qsync.distributed.agreement import agree_locally, check_same
 from qsync.distributed.job import is_rank_zero
 from qsync.errors import FormatError, UnsupportedError
 from qsync.hybrid_training import hybrid
+from qsync.integrations.remembered_state import unchanged
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
 from qsync.records.plans import Plan
@@ -73,7 +75,12 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         agree_locally("checking the Trainer's arguments", self._check_arguments)
         check_same({f"the Trainer's {name}": getattr(self.args, name) for name in _SAME_ON_RANKS})
         model.train()
-        wrapped = hybrid(model, **self._arguments())
+        with unchanged([self], leave_out=("train_dataset", "eval_dataset")):  # its loss may log, and count
+            self.log = lambda *_, **__: None
+            try:
+                wrapped = hybrid(model, **self._arguments())
+            finally:
+                del self.log
         if wrapped is model:  # one process: Accelerate must not put torch.autocast around the plan
             setattr(model, "_is_accelerate_prepared", True)  # noqa: B010
             return model
@@ -97,7 +104,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
                 batches = [agree_locally("making the example batch", self._example_batch)]
                 if dist.is_initialized():  # ranks may read other rows, of other lengths
                     dist.broadcast_object_list(batches, 0)
-                batch = dict(self._prepare_inputs(batches[0]))
+                batch = self._prepare_inputs(batches[0])
             # All ranks exchange this number: not in steps that are profiled.
             num_items = self._get_num_items_in_batch([batch], self.args.device)
             found["example_batch"] = batch
@@ -119,7 +126,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
             if is_on:
                 raise UnsupportedError(f"QSyncTrainer wraps the model in DDP, not in {what}; leave that out")
 
-    def _example_batch(self) -> dict[str, Any]:
+    def _example_batch(self) -> Any:
         """Return a batch of this rank's training data."""
         loader = self.callback_handler.train_dataloader or self._loader
         dataset, size = loader.dataset, self._train_batch_size
@@ -134,7 +141,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
             else:
                 generator = torch.Generator().manual_seed(self.args.seed)
                 items = [dataset[int(i)] for i in torch.randperm(len(dataset), generator=generator)[:size]]
-            return dict(loader.collate_fn(items))
+            return loader.collate_fn(items)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
@@ -150,7 +157,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
     def _planned_loss(self, model: torch.nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
         """Return the Trainer's loss of a batch, with its normalisation."""
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self.compute_loss(model, dict(batch), num_items_in_batch=num_items)
+            loss: torch.Tensor = self.compute_loss(model, copy(batch), num_items_in_batch=num_items)
         return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -7,6 +7,7 @@ import random
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -90,7 +91,7 @@ def test_planning_leaves_nothing_behind_in_a_module():
         def __init__(self) -> None:
             super().__init__()
             self.accuracy, self.losses, self.steps = MulticlassAccuracy(num_classes=3), [1.0], 5
-            self.seen = torch.zeros(2)
+            self.seen, self.teacher = torch.zeros(2), nn.BatchNorm1d(3, affine=False)
 
         def training_step(self, batch, index):
             logits = self.parts["net"](batch[0])
@@ -98,6 +99,7 @@ def test_planning_leaves_nothing_behind_in_a_module():
             self.losses.append(2.0)
             self.steps += 1
             self.seen += 1
+            self.teacher(logits.detach())
             return self.loss(logits, batch[1])
 
     module = Noting()
@@ -107,6 +109,17 @@ def test_planning_leaves_nothing_behind_in_a_module():
         assert len(losses) == 2 and module.steps == 6
     assert module.losses is losses and losses == [1.0] and module.steps == 5 and not module.seen.any()
     assert module.accuracy._update_count == 0 and "log" not in vars(module)
+    assert module.teacher.num_batches_tracked == 0
+
+
+def test_the_user_s_loggers_get_nothing_while_it_is_planned(tmp_path):
+    module, logger = Holding(), CSVLogger(tmp_path)
+    trainer = pl.Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False)
+    module.trainer = trainer
+    with _without_effects(module):
+        module.logger.log_metrics({"loss": 1.0})
+        module.logger.experiment.add_scalar("loss", 1.0)
+    assert trainer.loggers == [logger] and not logger.experiment.metrics
 
 
 def test_training_step_gets_the_arguments_and_the_context_that_lightning_gives_it():
