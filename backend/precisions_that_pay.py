@@ -13,7 +13,7 @@ import torch
 from qsync.backend.kernels import fp32_fast
 from qsync.backend.measure_peaks import matrix_product
 from qsync.backend.shape_choices import choose
-from qsync.errors import UnsupportedError
+from qsync.errors import FormatError, UnsupportedError
 from qsync.records.base import base_on, bases_of
 from qsync.records.cluster import DeviceClass
 from qsync.records.precision import Precision
@@ -30,15 +30,19 @@ def precisions_to_profile(
     precisions: Sequence[Precision | str] | None = None,
     base: Precision | None = None,
 ) -> tuple[Precision, ...]:
-    """Return these precisions, or those worth choosing from with the base and the type of the model.
+    """Return these precisions, or those worth choosing from, with the base and the type of the model.
 
-    Raises UnsupportedError for one that the class lacks.
+    A plan for a base needs its times, and those of FP32, also where `precisions` names neither. Raises
+    FormatError where it names none, UnsupportedError for one that the class lacks.
     """
-    if precisions:
-        chosen = tuple(Precision.parse(p) for p in precisions)
+    bases = bases_of(device_class.device, device_class.precisions)
+    kept = {Precision.FP32, base_on(base, bases)} if base else set()
+    if precisions is not None:
+        named = {Precision.parse(p) for p in precisions}
+        if not named:
+            raise FormatError("precisions names none to choose from; name some, or leave it out")
+        chosen = tuple(p for p in Precision if p in named | kept)
     else:
-        bases = bases_of(device_class.device, device_class.precisions)
-        kept = {base_on(base, bases)} if base else set()
         if any(parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
             kept.add(Precision.BF16)
         chosen = default_precisions(device_class, kept)

@@ -100,7 +100,8 @@ def hybrid(
         plan: run this plan; nothing is profiled then.
         device_class: the name of this rank's class, instead of the detected one.
         emulated_share: the share of its core that an emulated rank gets, in (0, 1].
-        precisions: those to choose from, instead of all that this rank multiplies in hardware.
+        precisions: those to choose from, instead of all that this rank multiplies in hardware; with the base
+            and FP32 in any case.
         make_optimizer: the training loop's optimizer from parameters: its time and memory are part of a step.
         cache_dir: the folder of cached plans on rank 0, instead of `~/.cache/qsync`. A plan that finds no
             room there is one warning.
@@ -116,8 +117,9 @@ def hybrid(
         ddp: False leaves wrapping to a framework that does it itself: its DDP, or fully_shard. At the first
             training call that DDP is found, its steps are watched, and its gradients weighed.
         ddp_options: DDP's arguments: `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,
-            `broadcast_buffers`, `init_sync`, `bucket_cap_mb`, `process_group` (of all ranks). Profiling uses
-            them too; with `ddp=False` they are those that the framework gives its DDP.
+            `broadcast_buffers` (in torch 2.13 `forward_sync_buffers`), `init_sync`, `bucket_cap_mb`,
+            `process_group` (of all ranks). Profiling uses them too; with `ddp=False` they are those that the
+            framework gives its DDP.
         log_steps: a folder in which every rank logs the phases of its steps, a line of JSON each, for
             `qsync explain --measured`. The same on every rank, or None.
         report: rank 0 writes the page of `qsync report` about the plan here (.html), or warns that it cannot.

@@ -28,8 +28,10 @@ from qsync.records.precision import Precision
 from qsync.tracing.replaced_forward import is_replaced, untraced
 
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
-_FLAGS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers",
-          "init_sync", "skip_all_reduce_unused_params")  # fmt: skip
+_FLAGS = (
+    "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers",
+    "forward_sync_buffers", "init_sync", "skip_all_reduce_unused_params", "batched_grad_copy",
+)  # fmt: skip
 DDP_OPTIONS = tuple(name for name in (*_FLAGS, "bucket_cap_mb", "process_group") if name in _DDP_ARGUMENTS)
 _WHY_NOT = {
     "module": "the model is hybrid's first argument",
@@ -37,6 +39,11 @@ _WHY_NOT = {
     "output_device": "a rank trains where its parameters are",
     "mixed_precision": 'the plan decides every cast; base="bf16" is what trains in BF16',
     "device_mesh": "give its process_group",
+    "dim": "a rank takes whole batches",
+    "bucket_cap_mb_list": "steps are predicted for buckets of one size; give bucket_cap_mb",
+    "delay_all_reduce_named_params": "gradients that other hooks reduce are not weighed",
+    "param_to_hook_all_reduce": "gradients that other hooks reduce are not weighed",
+    "check_reduction": "torch ignores it",
 }
 _CALLS_PER_CHECK = 100
 _TWICE = (

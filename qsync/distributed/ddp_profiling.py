@@ -107,8 +107,9 @@ def form_basis(
     gathers the sensitivity on its own batch; the basis has the mean.
     """
     cluster, link = formed
-    broadcasts = bool((options.ddp_options or {}).get("broadcast_buffers", True))
-    cluster = replace(cluster, broadcasts_buffers=broadcasts)
+    ddp = options.ddp_options or {}
+    broadcasts = ddp.get("forward_sync_buffers", ddp.get("broadcast_buffers", True))
+    cluster = replace(cluster, broadcasts_buffers=bool(broadcasts))
     if job.world_size() > 1:
         cluster, profiles = _profile_together(step, rank, graph, cluster, link, options)
     else:

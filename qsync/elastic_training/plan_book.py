@@ -113,7 +113,9 @@ def class_costs(
     The cache's key has the step, its loss, the optimizer and the hardware, and no count of cards.
     `options` are those of `qsync.profile`.
     """
-    chosen = precisions_to_profile(device_class, model, options.pop("precisions", None), base)
+    chosen = precisions_to_profile(
+        device_class, model, options.pop("precisions", None), base or Precision.FP32
+    )
     graph = api.trace_step(model, batch, loss_fn)
     own: list[Any] = [device_class.name, device_class.hardware, device_class.emulated_share]
     own += [[str(precision) for precision in each] for each in (device_class.precisions, chosen)]

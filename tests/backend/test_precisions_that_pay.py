@@ -14,6 +14,7 @@ from qsync.backend.precisions_that_pay import (
     precisions_to_profile,
     sixteen_bits_pay,
 )
+from qsync.errors import FormatError
 from qsync.records.cluster import DeviceClass
 from qsync.records.precision import Precision
 
@@ -54,7 +55,7 @@ def test_what_takes_three_times_as_long_as_fp32_is_profiled_on_request_only(
     left = {FP32, FAST, BF16, INT8} - emulated
     assert set(default_precisions(own)) == left
     assert set(default_precisions(own, {BF16, FP16})) == left | {BF16, FP16}
-    assert precisions_to_profile(own, torch.nn.Linear(2, 2), ["int8", "bf16"]) == (INT8, BF16)
+    assert precisions_to_profile(own, torch.nn.Linear(2, 2), ["int8", "bf16"]) == (BF16, INT8)
     assert sixteen_bits_pay(CPU) is (bf16 < 1)
     note = emulation_note(CPU)
     assert all(str(p) in note for p in emulated) if len(emulated) > 1 else note == ""
@@ -67,6 +68,14 @@ def test_a_base_is_profiled_though_it_is_emulated(monkeypatch):
     assert set(precisions_to_profile(own, in_fp32, None, FP16)) == {FP32, FAST, BF16}  # FP16's stand-in
     assert set(precisions_to_profile(own, in_fp32, None, FAST)) == {FP32, FAST}
     assert set(precisions_to_profile(own, in_bf16)) == {FP32, FAST, BF16}
+
+
+def test_the_base_and_fp32_are_profiled_though_others_are_named():
+    own, model = detect_class(CPU), torch.nn.Linear(2, 2)
+    assert precisions_to_profile(own, model, ["int8"], FAST) == (FP32, FAST, INT8)
+    assert precisions_to_profile(own, model, ["bf16"], FP32) == (FP32, BF16)
+    with pytest.raises(FormatError, match="names none to choose from"):
+        precisions_to_profile(own, model, [])
 
 
 def test_the_first_product_is_the_same_in_both_types(monkeypatch):

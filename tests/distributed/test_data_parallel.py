@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 from two_ranks import launch, said
+
+from qsync.distributed.data_parallel import _WHY_NOT, DDP_OPTIONS
 
 pytestmark = pytest.mark.dist
 
@@ -254,3 +259,10 @@ def test_what_ddp_does_not_have_is_refused_before_anything_is_profiled(tmp_path)
     }
     for what, sentence in sentences.items():
         assert all(sentence in text for text in said(output, what)), said(output, what)
+
+
+def test_every_argument_of_ddp_is_taken_or_refused_with_a_reason():
+    arguments = {
+        name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name != "self"
+    }
+    assert arguments <= {*DDP_OPTIONS, *_WHY_NOT}
