@@ -48,7 +48,7 @@ from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import Sized, profiles_under_levers
-from qsync.runtime.wrapping import check_plan_base, check_plan_compiled, swap_plan
+from qsync.runtime.wrapping import check_plan_base, check_plan_compiled, swap_plan, wrapping_of
 from qsync.tracing.tracer import autocast_type, without_autocast
 
 logger = logging.getLogger("qsync")
@@ -179,6 +179,7 @@ def hybrid(
     log = new_log(log_steps)
     folder = None
     if plan is None:
+        _warn_of_wrapping(model)
         step = job.TrainingStep(model, example_batch, loss_fn)
         options |= {"base": str(parse_base(base))} if base is not None else {}
         with shown_on_rank_zero("qsync: planning") as progress, without_autocast(device):
@@ -352,6 +353,13 @@ def _write_report(file: Path, plan: Plan, folder: Path) -> None:
         logger.warning("qsync: the report is not written: %s; training goes on", shortened(error, 400))
 
 
+def _warn_of_wrapping(model: torch.nn.Module) -> None:
+    """Log, on rank 0, that one precision for all operators makes way for a plan."""
+    wrapping = wrapping_of(model)
+    if wrapping is not None and wrapping.precision is not None and job.is_rank_zero():
+        logger.warning("qsync: the model was wrapped in %s; a plan takes its place", wrapping.precision)
+
+
 @contextmanager
 def _in_training_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put a model that is in evaluation mode, as from_pretrained returns it, in training mode meanwhile."""
@@ -359,7 +367,7 @@ def _in_training_mode(model: torch.nn.Module) -> Iterator[None]:
         yield
         return
     modes = [(module, module.training) for module in model.modules()]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if job.is_rank_zero():
         logger.warning("qsync: the model is in evaluation mode, and is planned as after model.train()")
     model.train()
     try:

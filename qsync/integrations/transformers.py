@@ -26,7 +26,6 @@ from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of
-from qsync.tracing.replaced_forward import is_replaced
 from qsync.tracing.tracer import undisturbed
 
 _PLAN_FILE = "qsync_plan.json"  # in a checkpoint
@@ -70,7 +69,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         """Plan and wrap the model before training; the Trainer asks for this once for each `train`."""
         if not training or self.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
             return super()._wrap_model(model, training, dataloader)
-        if is_replaced(model):  # a batch size was too large: the Trainer wraps anew
+        if plan_of(model) is not None:  # a batch size was too large: the Trainer wraps anew
             unwrap(model)
         agree_locally("checking the Trainer's arguments", self._check_arguments)
         check_same({f"the Trainer's {name}": getattr(self.args, name) for name in _SAME_ON_RANKS})
