@@ -36,7 +36,7 @@ from qsync.distributed.monitoring.drift_monitor import (
 from qsync.distributed.monitoring.first_steps import Measured, check_first_steps, corrected
 from qsync.distributed.monitoring.step_log import StepLog, new_log
 from qsync.distributed.monitoring.step_phases import PhaseTimer
-from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
+from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan, make_folder
 from qsync.errors import FormatError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
@@ -409,7 +409,7 @@ def _profile_and_plan(
     })  # fmt: skip
     plan = cached_plan(folder)
     if plan is None:
-        from_rank_zero("a folder for the plan", lambda: _make_folder(folder))
+        from_rank_zero("a folder for the plan", lambda: make_folder(folder))
         profiling = replace(profiling, base=Precision(options["base"]))
         basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
         if not is_asked:
@@ -421,17 +421,6 @@ def _profile_and_plan(
     plan.check_graph(graph)
     check_same({"the plan": digest(plan.to_json())})
     return plan, folder
-
-
-def _make_folder(folder: Path) -> None:
-    """Make the folder of a plan before the profiles that it is to hold are measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FormatError(
-            f"the plan cannot be kept in {shortened(str(folder), 200, quote=False)} ({error.strerror}); give "
-            "cache_dir a folder that can be written"
-        ) from error
 
 
 def _plan_and_save(

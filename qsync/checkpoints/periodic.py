@@ -18,7 +18,7 @@ import torch
 from qsync.checkpoints.contents import INDEX, checkpoints_in
 from qsync.checkpoints.reader import load
 from qsync.checkpoints.writer import PARTIAL, Save, Subject, check_step, remove_partials
-from qsync.distributed.agreement import agree_locally
+from qsync.distributed.agreement import agree_locally, check_same
 from qsync.errors import FormatError, shortened
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
@@ -83,9 +83,12 @@ class Checkpoints:
     def resume(self, *, random_state: bool = True) -> int:
         """Load the newest checkpoint that is whole, if there is any; return the number of steps so far.
 
-        Raises the errors of `qsync.load`.
+        Raises the errors of `qsync.load`, and MismatchError where ranks see different checkpoints.
         """
-        if any(checkpoints_in(self.folder)):
+        found, errors = checkpoints_in(self.folder)
+        names = [one.path.name for one in found] + sorted(path.name for path in errors)
+        check_same({f"the newest checkpoint in {self.folder}": names[0] if names else "none"})
+        if names:
             model, optimizer, objects = self._subject.model, self._subject.optimizer, self._subject.objects
             self.number = load(self.folder, model, optimizer, random_state=random_state, **objects).step
         return self.number
@@ -102,9 +105,7 @@ class Checkpoints:
         self.number = self.number + 1 if number is None else number
         if self.number % self.every or not writes:
             return
-        target, again = self.folder / f"step-{self.number:08d}", 2
-        while target.exists():  # resumed from before it
-            target, again = self.folder / f"step-{self.number:08d}-{again}", again + 1
+        target = self._target()
         is_busy = self._thread is not None and self._thread.is_alive()
         saving = Save(target, self._subject, self.number, is_wanted=not is_busy)
         if saving.is_wanted:
@@ -118,6 +119,14 @@ class Checkpoints:
             _writing.add(self)
         else:
             self._warn(saving, "late", f"step {self.number} is not saved: the one before is being written")
+
+    def _target(self) -> Path:
+        """Return the name of this step's checkpoint: with a number where training resumed from before it."""
+        target, again = self.folder / f"step-{self.number:08d}", 2
+        with contextlib.suppress(OSError):  # a folder out of reach: writing says so
+            while target.exists():
+                target, again = self.folder / f"step-{self.number:08d}-{again}", again + 1
+        return target
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is there."""

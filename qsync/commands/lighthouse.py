@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from typing import Annotated
 
@@ -44,7 +45,9 @@ def lighthouse(
             f"cannot listen at {bind}:{port} ({shortened(str(error), 80, quote=False)}); give another --port "
             "or --bind"
         ) from error
-    address = f"{bind}:{server.address().rpartition(':')[2]}"
+    # 0.0.0.0 is no address: a card that connected to it would tell the others to find it at 127.0.0.1.
+    host = bind if bind != "0.0.0.0" else socket.gethostname()
+    address = f"{host}:{server.address().rpartition(':')[2]}"
     if as_json:
         print_json({"lighthouse": address, "pid": os.getpid()})
     else:

@@ -40,6 +40,20 @@ def cache_folder(given: str | Path | None) -> Path:
     return found
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of a plan before the profiles that it is to hold are measured.
+
+    Raises FormatError where it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FormatError(
+            f"the plan cannot be kept in {shortened(str(folder), 200, quote=False)} ({error.strerror}); give "
+            "cache_dir a folder that can be written"
+        ) from error
+
+
 def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -> str:
     """Return the name of a plan's folder: a hash of step, classes, versions and options.
 

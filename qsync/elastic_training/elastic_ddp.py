@@ -85,6 +85,7 @@ class ElasticHook(GradientHook):
         self.last_s = 0.0  # when the last bucket was handed over: the end of backward, on a CPU
         self.num_equal = 0  # the number of cards, if all have equally many samples
         self.is_complete = False  # all buckets of this step were handed over
+        self.num_reduced = 0  # how often all buckets were handed over in this step
         self._is_plain = False  # this step's gradients are averaged as plain DDP does
         self.is_behind = False  # this card's state is not yet that of the others; its gradients do not count
 
@@ -113,6 +114,7 @@ class ElasticHook(GradientHook):
 def average_elastic_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
     """Average a bucket over the cards that are there: DDP's communication hook."""
     hook.is_complete = bucket.is_last()
+    hook.num_reduced += hook.is_complete
     return hook.reduce(bucket.buffer(), bucket.index() == 0)
 
 

@@ -60,7 +60,7 @@ class ElasticStep:
     def __iter__(self) -> Iterator[Any]:
         """Yield this card's micro-batches; run forward and backward of one before taking the next."""
         if self.num_taken:
-            raise FormatError("the loop iterates over a step twice; keep its micro-batches in a list")
+            raise FormatError("the loop iterates over a step twice; take each micro-batch once")
         for k in range(self.num_passes):
             batch = self._job._loader.next_batch()
             self.num_taken += 1
@@ -119,7 +119,9 @@ class ElasticJob:
         self._before: Hyperparameters = []  # at the beginning of a step that heals
         self._seen_step, self._waits_for = 0, ""
         self._num_failures = 0
-        self._has_left, self._patient_until = False, 0.0
+        self._has_left, self._is_relieved, self._patient_until = False, False, 0.0
+        self._has_stepped = True  # the optimizer, since gradients arrived
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # as a step began with them
         encode(self._training.without_weights())  # raises while no other card depends on it
         self._released = threading.Event()
         states["optimizer"].register_step_pre_hook(self._check_order)
@@ -151,6 +153,7 @@ class ElasticJob:
             while num_steps is None or self.step < num_steps:
                 step = self._begin()
                 if step is None:
+                    self._is_relieved = True
                     return
                 yield step
                 self._end(step)
@@ -292,7 +295,7 @@ class ElasticJob:
         if all(card.leaves for card in meeting.cards):
             self._wait_for("a card to take the job over: this one is the last, and is to leave")
             return False
-        if step or meeting.current[0].history:
+        if any(card.has_trained for card in meeting.cards):
             return True
         if len(meeting.cards) < self._options.start_with:
             missing = self._options.start_with - len(meeting.cards)
@@ -300,7 +303,7 @@ class ElasticJob:
             return False
         is_ready = self._plan.is_ready(meeting.cards)
         if is_ready:
-            self._plan.adopt(meeting.cards, 0)  # so that the others know what this card holds
+            self._plan.adopt(meeting.cards, step)  # so that the others know what this card holds
         self._own = with_fields(self._own, is_ready=is_ready)
         return self._book is None or all(card.is_ready for card in meeting.cards)
 
@@ -371,6 +374,7 @@ class ElasticJob:
     def _step_of(self, meeting: Meeting) -> ElasticStep:
         """Return this card's part of a step of these cards."""
         current = meeting.current
+        self._plan.adopt(meeting.cards, current[0].step)
         shares = share_out(
             self._options.batch_size, [card.rate for card in current], [card.limit for card in current]
         )
@@ -384,7 +388,7 @@ class ElasticJob:
         hook.samples, hook.passes, hook.is_behind = share.samples, share.passes, is_behind
         is_equal = all(one.samples == shares[0].samples and one.passes == 1 for one in shares)
         hook.num_equal = len(shares) if is_equal else 0
-        hook.is_complete = False
+        hook.is_complete, hook.num_reduced = False, 0
         self.step = current[0].step
         name = f"state/{meeting.key}"
         if is_behind:
@@ -400,7 +404,7 @@ class ElasticJob:
             self._server.withdraw("state/", "begin/")
         self._before = self._training.hyperparameters() if is_behind else []
         self._loader.turn(self.step, share)
-        self._plan.adopt(meeting.cards, self.step)
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         self._present = ElasticStep(self, self.step, share, is_behind)
         return self._present
 
@@ -424,9 +428,13 @@ class ElasticJob:
             # Some are the group's already: the step that is taken again must not add to them.
             for parameter in self.model.parameters():
                 parameter.grad = None
+            with torch.no_grad():  # nor must what forward counts
+                for buffer, before in self._buffers:
+                    buffer.copy_(before)
             self._go_alone()
             return False
         self.step += 1
+        self._has_stepped = False
         history = digest([self._own.history, self.group])
         self._own = with_fields(
             self._own,
@@ -462,6 +470,12 @@ class ElasticJob:
                 "every micro-batch, and requires_grad_(False) on parameters that the loss does not use, "
                 "before qsync.elastic"
             )
+        if step.num_passes > 1 and self.model.hook.num_reduced > 1:
+            raise FormatError(
+                f"gradients were exchanged {self.model.hook.num_reduced} times in a step of "
+                f"{step.num_passes} micro-batches; run forward and backward of each once, before the next is "
+                "taken"
+            )
 
     def _end(self, step: ElasticStep) -> None:
         if step.outcome is None:
@@ -470,6 +484,18 @@ class ElasticJob:
                 "step.arrived(): optimizer.step()`"
             )
         self._present = None
+        if not self._has_stepped and self._holds_gradients():
+            raise FormatError(
+                "the optimizer did not step on gradients that arrived, and the next step would add to them; "
+                "let it step and zero_grad in every step: what a step accumulates is batch_size, in passes "
+                "of max_samples"
+            )
+        self._has_stepped = True
+
+    def _holds_gradients(self) -> bool:
+        """Return whether finite gradients are left: those that a GradScaler skipped are not finite."""
+        found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return any(bool(each.any()) for each in found) and all(bool(each.isfinite().all()) for each in found)
 
     def _check_order(self, *_: Any) -> None:
         """Raise FormatError for an optimizer step on gradients that did not arrive."""
@@ -478,6 +504,7 @@ class ElasticJob:
                 "the optimizer would step on gradients that are not the job's; write `if step.arrived(): "
                 "optimizer.step()`"
             )
+        self._has_stepped = True
 
     # --- Leaving ---
 
@@ -498,7 +525,7 @@ class ElasticJob:
         return restore
 
     def _leave(self) -> None:
-        """Leave the job, and free what training holds beside the weights."""
+        """Leave the job; where other cards go on with it, free what training holds beside the weights."""
         self._has_left, self._present = True, None
         self._rendezvous.leave()
         if self._book is not None:
@@ -506,5 +533,5 @@ class ElasticJob:
         self._server.close()
         self._exchange.close()
         self._loader.close()
-        if self._released.is_set():
+        if self._is_relieved:
             self._training.free()

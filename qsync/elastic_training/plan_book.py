@@ -24,7 +24,7 @@ import torch
 
 from qsync import api
 from qsync.backend.precisions_that_pay import precisions_to_profile
-from qsync.distributed.plan_cache import stable_text, step_key
+from qsync.distributed.plan_cache import make_folder, stable_text, step_key
 from qsync.elastic_training.healing import Server, fetch
 from qsync.elastic_training.rendezvous import Card
 from qsync.errors import InfeasibleError, QSyncError
@@ -125,6 +125,7 @@ def class_costs(
         return ClassCosts.from_json(read_json(path))
     except (QSyncError, KeyError, TypeError):
         pass
+    make_folder(path.parent)
     profile = api.profile(model, batch, loss_fn, device_class=device_class, precisions=chosen, **options)
     costs = ClassCosts(device_class, graph, profile, api.sensitivity(model, [batch], loss_fn))
     write_json(path, costs.to_json())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,14 @@ class Options:
     collate_fn: Callable[[list[Any]], Any]
 
 
+def _outlive_signal(_: int) -> None:
+    """Let a worker process outlive one SIGTERM, which may go to all processes of a card together.
+
+    The card finishes its step and leaves, and its workers end with it; those that are stuck get a second one.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
 class ShareLoader:
     """Loads this card's micro-batches, also ahead in worker processes; `turn` makes those ahead stale."""
 
@@ -39,6 +48,7 @@ class ShareLoader:
             DataLoader(
                 dataset, batch_sampler=self, collate_fn=options.collate_fn,
                 num_workers=options.num_workers, persistent_workers=options.num_workers > 0,
+                worker_init_fn=_outlive_signal if options.num_workers else None,
             )
         )  # fmt: skip
 

@@ -1,0 +1,103 @@
+"""What a training loop of an elastic job may do, and what is refused: real cards at a real lighthouse."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torchft")
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("elastic")]
+
+CARD = """
+import os, signal, sys, torch, qsync
+torch.set_num_threads(1)
+torch.manual_seed(0)
+address, loop, passes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+data = [torch.randn(4) for _ in range(32)]
+job = qsync.elastic(model, optimizer, data, batch_size=8, plan=False, lighthouse=address, timeout_s=5,
+                    start_with=1, max_samples=8 // passes, num_workers=int(loop == "workers"))
+
+def backward(batch):
+    job.model(batch).square().mean().backward()
+
+def ahead(step):
+    last = None
+    for batch in step:
+        if last is not None:
+            yield last
+        last = batch
+    yield last
+
+for step in job.steps(num_steps=3):
+    if loop != "accumulates" or step.number % 2 == 0:
+        optimizer.zero_grad()
+    for batch in {"list": list, "ahead": ahead}.get(loop, iter)(step):
+        for part in batch.chunk(2) if loop == "chunks" else [batch]:
+            backward(part)
+    if loop == "workers" and step.number == 2:
+        os.killpg(0, signal.SIGTERM)
+    if loop == "late" and step.number == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if step.arrived() and (loop != "accumulates" or step.number % 2):
+        optimizer.step()
+print("steps", job.step, "states", len(optimizer.state_dict()["state"]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def lighthouse():
+    command = [sys.executable, "-m", "qsync", "lighthouse", "--json", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            text = ""
+            while "}" not in text:
+                text += server.stdout.readline()
+            yield json.loads(text)["lighthouse"]
+        finally:
+            server.kill()
+
+
+def run(address, loop, passes=1):
+    done = subprocess.run(
+        [sys.executable, "-c", CARD, address, loop, str(passes)],
+        capture_output=True, text=True, timeout=120, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+    )  # fmt: skip
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("loop", "passes"), [("plain", 1), ("plain", 4), ("list", 1), ("ahead", 1), ("chunks", 1)]
+)
+def test_loops_that_give_the_right_gradient_run(lighthouse, loop, passes):
+    code, said, errors = run(lighthouse, loop, passes)
+    assert (code, said) == (0, "steps 3 states 2"), errors
+
+
+@pytest.mark.parametrize("loop", ["list", "ahead", "chunks"])
+def test_micro_batches_that_are_taken_ahead_of_backward_are_refused(lighthouse, loop):
+    code, said, errors = run(lighthouse, loop, 4)
+    assert code and not said
+    assert "run forward and backward of each once, before the next is taken" in errors
+
+
+def test_gradients_that_are_left_for_the_next_step_are_refused(lighthouse):
+    code, said, errors = run(lighthouse, "accumulates")
+    assert code and not said
+    assert "let it step and zero_grad in every step" in errors
+
+
+def test_a_signal_to_all_processes_of_a_card_lets_it_finish_its_step(lighthouse):
+    code, said, errors = run(lighthouse, "workers")
+    assert (code, said) == (0, "steps 3 states 2"), errors
+
+
+def test_a_signal_in_the_last_step_leaves_the_optimizer_its_state(lighthouse):
+    code, said, errors = run(lighthouse, "late")
+    assert (code, said) == (0, "steps 3 states 2"), errors
