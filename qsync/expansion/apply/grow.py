@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from qsync.errors import MismatchError, UnsupportedError, shortened
+from qsync.expansion.apply.edits import carry_edits, warn_of_hooks
 from qsync.expansion.maps.model_map import ModelMap
 from qsync.expansion.recipe import module_kinds
+from qsync.expansion.recipe.recipe import Sizes
 from qsync.expansion.recipe.sizes import first_few
 
 
@@ -26,29 +28,22 @@ def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
         state = plan.grown({**model.state_dict(), **dict(model.named_parameters(remove_duplicate=False))})
     _fill(model, new, plan, state)
     set_norm_eps(model, new, plan)
-    modes = {path: module.training for path, module in model.named_modules()}
+    modes = {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
     for path, module in new.named_modules():
         module.training = modes.get(plan.depth.source_of(path), model.training)
+    warn_of_hooks(model)
     return new
 
 
 def build_grown(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
-    """Build the larger model by the recipe, with its own initial weights.
+    """Build the larger model by the recipe, with its own initial weights and the small model's edits.
 
     Raises:
         MismatchError: The recipe's `build` fails, or returns another class, other shapes or shared
             parameters.
+        UnsupportedError: An edited attribute depends on the sizes that grow.
     """
-    cards = {value.device.index for value in model.parameters() if value.is_cuda}
-    try:
-        with torch.random.fork_rng(sorted(card for card in cards if card is not None)):
-            new = plan.recipe.build(model, plan.sizes)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise MismatchError(
-            f"`build` of the recipe {plan.recipe.name} fails with {_sizes_text(plan)} "
-            f"({type(error).__name__}: {shortened(error)}); correct it, or ask for sizes that its class "
-            "can have"
-        ) from error
+    new = _built(model, plan, plan.sizes)
     if type(new) is not type(model):
         raise MismatchError(
             f"the recipe {plan.recipe.name} builds a {type(new).__name__} for a {type(model).__name__}; let "
@@ -60,12 +55,27 @@ def build_grown(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
             "make new ones"
         )
     _check_shapes(plan, new)
+    carry_edits(model, _built(model, plan, plan.small), new, plan)
     return new
 
 
-def _sizes_text(plan: ModelMap) -> str:
-    """Format the sizes of the grown model."""
-    return ", ".join(f"{name} {size}" for name, size in plan.sizes.items())
+def _built(model: torch.nn.Module, plan: ModelMap, sizes: Sizes) -> torch.nn.Module:
+    """Return what the recipe builds with these sizes; torch's random state stays."""
+    cards = {value.device.index for value in model.parameters() if value.is_cuda}
+    try:
+        with torch.random.fork_rng(sorted(card for card in cards if card is not None)):
+            return plan.recipe.build(model, sizes)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise MismatchError(
+            f"`build` of the recipe {plan.recipe.name} fails with {_sizes_text(sizes)} "
+            f"({type(error).__name__}: {shortened(error)}); correct it, or ask for sizes that its class "
+            "can have"
+        ) from error
+
+
+def _sizes_text(sizes: Sizes) -> str:
+    """Format the sizes of a model."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) -> None:
@@ -101,7 +111,7 @@ def _check_shapes(plan: ModelMap, new: torch.nn.Module) -> None:
             has = f"has {name} of shape {found}" if found is not None else f"has no {name}"
             raise MismatchError(
                 f"the larger {type(new).__name__} {has}, and the recipe {plan.recipe.name} grows it to "
-                f"{m.shape} with {_sizes_text(plan)}; give the sizes that its `build` takes, or "
+                f"{m.shape} with {_sizes_text(plan.sizes)}; give the sizes that its `build` takes, or "
                 f"correct the line `{plan.recipe.line_of(m.source)}`"
             )
 

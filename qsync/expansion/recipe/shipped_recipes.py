@@ -39,14 +39,15 @@ def _build(fields: Mapping[str, str]) -> Callable[[Any, Sizes], torch.nn.Module]
             )
         if types:
             config.layer_types = list(types) * sizes["layers"] if len(types) == 1 else config.layer_types
-        is_unscaled = not getattr(config, "scale_attn_weights", True)
+        # A module's own attributes count: they may have been edited.
+        is_unscaled = not all(getattr(part, "scale_attn_weights", True) for part in model.modules())
         if is_unscaled and sizes["head_dim"] != model.config.n_embd // model.config.n_head:
             raise UnsupportedError(
                 f"attention of this {type(model).__name__} is not scaled by the width of its heads, so that "
                 "they cannot grow; give heads= in proportion to the width"
             )
         if (
-            getattr(config, "scale_attn_by_inverse_layer_idx", False)
+            any(getattr(part, "scale_attn_by_inverse_layer_idx", False) for part in model.modules())
             and sizes["layers"] != model.config.n_layer
         ):
             raise UnsupportedError(
