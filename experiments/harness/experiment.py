@@ -27,7 +27,7 @@ from qsync import QSyncError
 from qsync.errors import FormatError, MismatchError
 from qsync.exit_signals import exit_on_signals
 from qsync.experiments.harness.processes import end_with_parent
-from qsync.experiments.harness.provenance import folder_of, provenance
+from qsync.experiments.harness.provenance import folder_of, provenance, source
 from qsync.experiments.harness.tables import as_markdown, table_of, write_between, yes
 from qsync.progress import shown_on_rank_zero
 from qsync.records.json_files import read_json, write_json, write_text
@@ -110,6 +110,8 @@ class Experiment:
         self.name, self.out, self.seed, self.fresh = name, folder_of(out), seed, fresh
         self.settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
         self.say: Callable[[str], None] = lambda text: None
+        # Of the code that runs: a commit that is made meanwhile is not what is measured.
+        self._source = source()
         # Of the pieces, which may be older than this run, and of another machine.
         self._commits: set[str] = set()
         self._machines: set[str] = set()
@@ -151,7 +153,7 @@ class Experiment:
 
     def keep(self, name: str, result: Any, **settings: Any) -> Any:
         """Write a finished piece, whole or not at all, and return its result as it will be read back."""
-        content = {"settings": self._settings(settings), **provenance(self.seed), "result": result}
+        content = {"settings": self._settings(settings), **self._provenance(), "result": result}
         with _writing(self._path(name)) as path:
             write_json(path, content)
         self._note_origin(content)
@@ -200,7 +202,7 @@ class Experiment:
     ) -> dict[str, Any]:
         """Write figures.json with what there is so far; return its content."""
         content: dict[str, Any] = {
-            "experiment": self.name, "measured": measured, **provenance(self.seed), **self.settings,
+            "experiment": self.name, "measured": measured, **self._provenance(), **self.settings,
             "commits_of_pieces": sorted(self._commits),
             "machines_of_pieces": sorted(self._machines), "bars": list(bars), **figures,
         }  # fmt: skip
@@ -255,6 +257,9 @@ class Experiment:
 def _writing(path: Path) -> Iterator[Path]:
     """Say in one sentence why a file of results cannot be written, as on a full disk."""
     try:
+    def _provenance(self) -> dict[str, Any]:
+        return {**provenance(self.seed), **self._source}
+
         yield path
     except OSError as error:
         raise QSyncError(

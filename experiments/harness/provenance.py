@@ -22,11 +22,13 @@ def folder_of(out: Path) -> Path:
 
 
 def provenance(seed: int | None = None) -> dict[str, Any]:
-    """Return what every result file says of its origin."""
-    return {
-        "machine": machine(), "versions": versions(), "seed": seed, "commit": commit(),
-        "uncommitted_changes": uncommitted_changes(),
-    }  # fmt: skip
+    """Return what every result file says of its origin, beside its `source`."""
+    return {"machine": machine(), "versions": versions(), "seed": seed}
+
+
+def source() -> dict[str, Any]:
+    """Return the commit of this source tree, and whether tracked files differ from it, as they are now."""
+    return {"commit": commit(), "uncommitted_changes": uncommitted_changes()}
 
 
 def versions() -> dict[str, str | None]:

@@ -15,6 +15,7 @@ import torch
 
 from qsync.errors import MismatchError, QSyncError
 from qsync.experiments.harness import experiment as experiment_module
+from qsync.experiments.harness import provenance
 from qsync.experiments.harness.experiment import Experiment, Page, bar, show
 from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
@@ -88,11 +89,11 @@ def test_results_that_find_no_room_are_one_sentence(tmp_path):
 def test_pieces_of_another_machine_keep_its_name(tmp_path, monkeypatch):
     here, real = [""], experiment_module.provenance
 
-    def provenance(seed: int) -> dict[str, Any]:
+    def elsewhere(seed: int) -> dict[str, Any]:
         found = real(seed)
         return {**found, "machine": {**found["machine"], "processor": here[0]}}
 
-    monkeypatch.setattr(experiment_module, "provenance", provenance)
+    monkeypatch.setattr(experiment_module, "provenance", elsewhere)
     for here[0], piece in (("first", "a"), ("second", "b")):
         experiment = Experiment("one", tmp_path)
         experiment.piece("a", lambda: 1)
@@ -155,6 +156,17 @@ def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
         finish(page=Page(page, marker="other"))
     with pytest.raises(QSyncError, match="there is no page"):
         finish(page=Page(tmp_path / "nowhere.md"))
+
+
+def test_a_commit_that_is_made_meanwhile_is_not_what_is_measured(tmp_path, monkeypatch):
+    experiment = Experiment("one", tmp_path)
+    before = provenance.source()
+    monkeypatch.setattr(provenance, "_git", lambda *arguments: "0123abc\n")
+    experiment.piece("a", lambda: 1)
+    experiment.finish({})
+    for file in ("pieces/a.json", "figures.json"):
+        content = read_json(tmp_path / file)
+        assert {key: content[key] for key in before} == before
 
 
 def test_a_file_is_no_folder_of_results(tmp_path):
