@@ -59,6 +59,7 @@ def main(
     experiment.fresh = False  # what was measured now is what there is
     tasks = {name: found for name in chosen if (found := _task(experiment, name, seeds, tiny))}
     on_ranks = [found for name, method in real if (found := _real(experiment, name, method, tiny))]
+    experiment.check_measured()
     tables, bars = report.tables(tasks), report.bars(tasks, on_ranks)
     missing = [name for name in chosen if name not in tasks or not tasks[name]["runs"][report.STEPS]]
     page = replace(_PAGE.beside() if beside else _PAGE, note=report.note(bars, missing))

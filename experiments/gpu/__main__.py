@@ -53,7 +53,7 @@ def main(
     if not kept:
         _check(device)
     settings = {"device": device, "tiny": tiny}
-    experiment = Experiment("gpu", out, settings=settings, fresh=fresh)
+    experiment = Experiment("gpu", out, settings=settings, fresh=fresh and not kept)
     every = pieces(out.absolute(), device, tiny)
     groups = list(dict.fromkeys(piece.group for piece in every))
     for group in only or ():
@@ -67,6 +67,7 @@ def main(
     }
     figures: dict[str, Any] = {"doubts": [], "pieces": found}
     if kept:
+        experiment.check_measured()
         wanted = []
         figures |= {"machine": machine} if (machine := _machine(found)) else {}
     elif device == "cuda":

@@ -197,6 +197,11 @@ class Experiment:
         """Measure a piece anew, whatever lies in the folder."""
         self._path(name).unlink(missing_ok=True)
 
+    def check_measured(self) -> None:
+        """Raise QSyncError where no piece was found or measured: a report would be empty."""
+        if not self._commits:
+            raise QSyncError(f"{self.out} has no finished piece; measure one, or name another --out")
+
     def note(
         self, figures: Mapping[str, Any], *, bars: Iterable[Bar] = (), measured: str | bool = True
     ) -> dict[str, Any]:
@@ -223,8 +228,12 @@ class Experiment:
         """Write figures.json, tables and bars as .md, and a picture; print the tables. Return the content.
 
         `measured` says what was measured and what was simulated. With a `page` the same text and picture go
-        there.
+        there. Raises QSyncError, before anything is written, for a page of no piece or of a tiny run.
         """
+        if page is not None:
+            self.check_measured()
+            if self.settings.get("tiny"):
+                raise QSyncError("a run with --tiny has no figures to publish; leave out --tiny or --publish")
         bars = list(bars)
         content = self.note(figures, bars=bars, measured=measured)
         promises = [bars_table(bars)] if bars else []
@@ -248,6 +257,9 @@ class Experiment:
         if isinstance(piece.get("machine"), dict):
             self._machines.add(_machine_named(piece["machine"]))
 
+    def _provenance(self) -> dict[str, Any]:
+        return {**provenance(self.seed), **self._source}
+
     def _settings(self, more: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps({**self.settings, "seed": self.seed, **more}))
         return found
@@ -257,9 +269,6 @@ class Experiment:
 def _writing(path: Path) -> Iterator[Path]:
     """Say in one sentence why a file of results cannot be written, as on a full disk."""
     try:
-    def _provenance(self) -> dict[str, Any]:
-        return {**provenance(self.seed), **self._source}
-
         yield path
     except OSError as error:
         raise QSyncError(

@@ -60,7 +60,7 @@ def main(
         if name not in (*_PARTS, _RANKS):
             raise QSyncError(f"there is no part {name!r}; choose from {', '.join((*_PARTS, _RANKS))}")
     parts = [*(part or _PARTS), *(["peers"] if peers else [])]
-    experiment = Experiment("unseen", out, settings={"tiny": tiny}, fresh=fresh, seed=_SEED)
+    experiment = Experiment("unseen", out, settings={"tiny": tiny}, fresh=fresh and not kept, seed=_SEED)
     show(f"Held out by seed {HELD_OUT_SEED}: {', '.join(HELD_OUT)}.")
     with experiment.progress():
         seen, apart = (
@@ -74,6 +74,7 @@ def main(
                 [name for name in HELD_OUT if held_out and name in (only or HELD_OUT)],
             )
         )
+    experiment.check_measured()
     figures: dict[str, Any] = {
         "families": seen, "held_out": apart, "held_out_by_seed": HELD_OUT_SEED,
         "held_out_bars": report.bars(apart) if apart else [],

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,31 @@ def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
         finish(page=Page(page, marker="other"))
     with pytest.raises(QSyncError, match="there is no page"):
         finish(page=Page(tmp_path / "nowhere.md"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "pieces", "said"),
+    [({}, 0, "has no finished piece"), ({"tiny": True}, 1, "--tiny has no figures to publish")],
+)
+def test_a_page_keeps_what_it_says_where_nothing_was_measured(settings, pieces, said, tmp_path):
+    page, before = tmp_path / "page.md", "<!-- results:begin -->\npublished\n<!-- results:end -->\n"
+    page.write_text(before)
+    experiment = Experiment("one", tmp_path / "out", settings=settings)
+    for number in range(pieces):
+        experiment.piece(str(number), lambda: 1)
+    with pytest.raises(QSyncError, match=said):
+        experiment.finish({}, page=Page(page))
+    assert page.read_text() == before and not (tmp_path / "out" / "figures.json").exists()
+    experiment.finish({})
+    assert (tmp_path / "out" / "figures.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["accuracy", "unseen", "gpu"])
+def test_a_report_of_an_empty_folder_is_refused(name, tmp_path):
+    command = import_module(f"qsync.experiments.{name}.__main__")
+    with pytest.raises(QSyncError, match="has no finished piece; measure one, or name another --out"):
+        command.main(out=tmp_path, kept=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_commit_that_is_made_meanwhile_is_not_what_is_measured(tmp_path, monkeypatch):
