@@ -120,23 +120,29 @@ def _lane(event: Event) -> str:
 
 
 def trade(plans: Sequence[Plan], chosen: Plan) -> Figure:
-    """Return step time against added variance: plans that no other beats, and the one that was chosen."""
+    """Return step time against added variance: plans that no other beats, and the one that was chosen.
+
+    Variance is logarithmic; a plan that adds none stands below all others.
+    """
     every = [plan.added_variance or 0.0 for plan in (*plans, chosen)]
     least = min((value for value in every if value > 0.0), default=1.0)
     figure = _figure(360, x="step, ms", y="added variance")
 
     def points(of: Sequence[Plan], name: str, **style: Any) -> None:
-        lowered = [
-            "<br>".join(
-                f"{escape(c)}: {len(own.lowered)} of {len(own.assignment)} lowered"
-                for c, own in plan.classes.items()
+        texts = [
+            (
+                f"{plan.added_variance:.2e}" if plan.added_variance else "none",
+                "<br>".join(
+                    f"{escape(c)}: {len(own.lowered)} of {len(own.assignment)} lowered"
+                    for c, own in plan.classes.items()
+                ),
             )
             for plan in of
         ]
         figure.add_scatter(
-            x=[1e3 * (plan.step_s or 0.0) for plan in of], name=name, customdata=lowered,
+            x=[1e3 * (plan.step_s or 0.0) for plan in of], name=name, customdata=texts,
             y=[max(plan.added_variance or 0.0, least / 3) for plan in of],
-            hovertemplate="%{x:.2f} ms, %{y:.2e}<br>%{customdata}", **style,
+            hovertemplate="%{x:.2f} ms, %{customdata[0]}<br>%{customdata[1]}", **style,
         )  # fmt: skip
 
     points(plans, "no plan is better in both", mode="lines+markers", line={"color": FAINT, "shape": "hv"})

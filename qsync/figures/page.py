@@ -188,6 +188,7 @@ def _page(plan: Plan, basis: Basis, sections: Sequence[_Section], linked: Sequen
     )
 
 
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
 def _html(number: int, section: _Section) -> str:
     shown = f'<p class="missing">{escape(section.missing)}</p>'
     if section.figure is not None:

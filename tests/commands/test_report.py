@@ -60,6 +60,7 @@ def test_the_page_has_every_section_and_needs_nothing_else(folder, tmp_path, mon
         *SECTIONS,
         "Training losses",
     ]
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in own
     assert not re.findall(r"(?:src|href)=[\"'](?!data:)", own)  # no plan.json lies beside this page
     assert "alert(1)" not in own.replace("&lt;script&gt;alert(1)", "")
 
@@ -96,6 +97,18 @@ def test_with_json_it_prints_where_the_page_is(folder, tmp_path, monkeypatch, ca
     page = tmp_path / "page.html"
     assert run(monkeypatch, folder, "--out", page, "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"written": str(page)} and page.is_file()
+
+
+def test_the_trade_shows_the_variance_of_a_plan_that_adds_none(folder):
+    plan = qsync.Plan.load(folder / "plan.json")
+    none = replace(plan, classes={
+        name: replace(own, predicted=replace(own.predicted, added_variance=0.0))
+        for name, own in plan.classes.items()
+    })  # fmt: skip
+    line, chosen = interactive.trade([plan, none], plan).data
+    shown = [f"{plan.added_variance:.2e}", "none"]
+    assert [texts[0] for texts in line.customdata] == shown and chosen.customdata[0][0] == shown[0]
+    assert "%{customdata[0]}" in line.hovertemplate and "%{y" not in line.hovertemplate
 
 
 def test_hybrid_writes_the_page_of_its_plan(tmp_path, monkeypatch):
