@@ -333,8 +333,7 @@ def _check_report_option(report: object, plan: Plan | None) -> None:
         return
     from qsync.figures import page  # imports matplotlib
 
-    if not isinstance(report, (str, Path)) or Path(report).suffix != ".html":
-        raise FormatError(f"report is the path of a page, found {shortened(str(report))}; end it in .html")
+    page.check_path(report, "report")
     if plan is not None:
         raise FormatError("a given plan has no profiles here; leave report out, or use qsync report FOLDER")
     page.check_available()

@@ -18,7 +18,7 @@ _ACCURACY = "figures.json"  # of python -m qsync.experiments.accuracy
 def report(
     folder: Annotated[Path, typer.Argument(help="A folder with a plan.json and what it was made from.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where the page goes.", show_default="FOLDER/report.html")
+        Path | None, typer.Option(help="Where the page goes (.html).", show_default="FOLDER/report.html")
     ] = None,
     basis: BasisFolder = None,
     cluster: ClusterFile = None,
@@ -36,6 +36,8 @@ def report(
 
     if not (folder / "plan.json").is_file():
         raise QSyncError(f"{folder} has no plan.json; give a folder that qsync demo or qsync.hybrid wrote")
+    if out is not None:
+        page.check_path(out, "--out")
     page.check_available()
     plan, at = load_plan(folder / "plan.json", basis, cluster, force=force)
     parts = (at.graph, plan, at.profiles, at.sensitivity, at.cluster)

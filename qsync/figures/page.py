@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from qsync.errors import FormatError, QSyncError
+from qsync.errors import FormatError, QSyncError, shortened
 from qsync.figures import interactive
 from qsync.records.json_files import write_text
 from qsync.records.plan_folder import Basis
@@ -95,6 +95,12 @@ def check_available() -> None:
     """Raise QSyncError where plotly is missing."""
     if find_spec("plotly") is None:
         raise QSyncError("a page needs plotly, which is not installed; pip install plotly")
+
+
+def check_path(path: object, name: str) -> None:
+    """Raise FormatError unless a page can have this path."""
+    if not isinstance(path, (str, Path)) or Path(path).suffix != ".html":
+        raise FormatError(f"{name} is the path of a page, found {shortened(str(path))}; end it in .html")
 
 
 def write(path: str | Path, plan: Plan, basis: Basis, measured: Measured | None = None) -> Path:
@@ -182,13 +188,13 @@ def _page(plan: Plan, basis: Basis, sections: Sequence[_Section], linked: Sequen
     body = "\n".join(_html(number, section) for number, section in enumerate(sections))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<link rel="icon" href="data:,"><style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n'
         f"<body><h1>{title}</h1>\n{_facts(plan, basis)}\n<nav>{links}</nav>\n{body}\n"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
 
 
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
 def _html(number: int, section: _Section) -> str:
     shown = f'<p class="missing">{escape(section.missing)}</p>'
     if section.figure is not None:

@@ -99,6 +99,13 @@ def test_with_json_it_prints_where_the_page_is(folder, tmp_path, monkeypatch, ca
     assert json.loads(capsys.readouterr().out) == {"written": str(page)} and page.is_file()
 
 
+def test_a_page_ends_in_html(folder, monkeypatch, capsys):
+    plan = (folder / "plan.json").read_text()
+    assert run(monkeypatch, folder, "--out", folder / "plan.json") == 2
+    assert "--out is the path of a page" in capsys.readouterr().err
+    assert (folder / "plan.json").read_text() == plan
+
+
 def test_the_trade_shows_the_variance_of_a_plan_that_adds_none(folder):
     plan = qsync.Plan.load(folder / "plan.json")
     none = replace(plan, classes={
