@@ -185,7 +185,9 @@ def _check_goal(goal: _Goal, search: _LeverSearch) -> None:
     """Raise QSyncError for a target that cannot be, and for options that contradict each other."""
     if goal.target_s is not None and not goal.target_s > 0:
         raise QSyncError(f"--target-step must be positive, found {goal.target_s}; give seconds")
-    one_step = goal.target_s is not None or goal.slack
+    if goal.target_s is not None and goal.slack is not None:
+        raise QSyncError("--target-step says what --slack adds to the least step; leave out one of them")
+    one_step = goal.target_s is not None or goal.slack is not None
     if goal.max_variance is not None and one_step:
         raise QSyncError("--max-variance looks for the least step; leave out --target-step and --slack")
     if goal.num_points is not None and (one_step or goal.max_variance is not None):

@@ -491,6 +491,10 @@ def test_bad_options_say_what_to_do(refused, folder, option, value, said):
 
 
 def test_contradictory_options_are_refused(refused, folder):
+    assert "leave out one of them" in refused("plan", folder, "--target-step", "1", "--slack", "0.1")
+    assert "leave out one of them" in refused("plan", folder, "--target-step", "1", "--slack", "0")
+    for other in (("--max-variance", "1"), ("--pareto", "4")):
+        assert "leave out --target-step" in refused("plan", folder, *other, "--slack", "0")
     assert "give it once" in refused("plan", folder, "--memory", "infer=1G", "--memory", "infer=2G")
     assert "give it once" in refused("plan", folder, "--pin", "head=fp32", "--pin", "head=bf16")
     overlapping = ("--pin", "layer.0.*=fp32", "--pin", "layer.0.fc1=int8")
