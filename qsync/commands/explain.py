@@ -18,6 +18,7 @@ from qsync.commands.options import (
     Memory,
     PlanFile,
     budgets_of,
+    check_outputs,
     console,
     print_json,
     print_lines,
@@ -52,7 +53,8 @@ def explain(
     from qsync.commands.loading import load_plan
     from qsync.replayer import peaks
 
-    budgets = budgets_of(memory)
+    budgets, written = budgets_of(memory), {"--picture": picture, "--allocation": allocation}
+    check_outputs(written, basis or plan_file.parent, plan_file, cluster)
     plan, found = load_plan(plan_file, basis, cluster, force=force)
     planned = {c.name: plan.budgets[c.name] for c in found.cluster.classes if c.name in plan.budgets}
     budgets = {**planned, **budgets}

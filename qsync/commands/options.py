@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from qsync.errors import QSyncError
 
 MAX_SEED = 2**32 - 1  # of NumPy's generators
+_BASIS = ("graph.json", "cluster.json", "sensitivity.json", "profile-*.json")  # files of a Basis
 
 # Where there is no terminal to ask, rich would assume 80 columns and cut tables to pieces. Names and paths
 # are shown as they are: [a] in them is no style, and :100: no picture.
@@ -83,6 +85,23 @@ def _bytes(text: str) -> int:
     if number < 1:
         raise QSyncError(f"--memory must be positive, found {text!r}; give bytes, or a number with K, M or G")
     return number
+
+
+def check_outputs(outputs: Mapping[str, Path | None], folder: Path, *inputs: Path | None) -> None:
+    """Raise QSyncError for an output that would take the place of what a plan is made from.
+
+    `outputs` are paths by option, `folder` is that of the basis, and `inputs` are read beside it.
+    """
+    read = {*inputs, *(path for pattern in _BASIS for path in folder.glob(pattern))}
+    places = {realpath(path) for path in read if path is not None}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        named = realpath(path.parent) == realpath(folder) and any(map(path.match, _BASIS))
+        if named or realpath(path) in places:
+            raise QSyncError(
+                f"{option} {path} is the place of a file that the plan is made from; name another file"
+            )
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from qsync.commands.options import (
     Json,
     Memory,
     budgets_of,
+    check_outputs,
     console,
     pairs_of,
     patterns_of,
@@ -151,6 +152,8 @@ def plan(
         "bucket_cap_bytes": _bucket_cap_bytes(bucket_cap_mb), "saving_less": patterns_of(save_less),
     }  # fmt: skip
     _check_goal(goal, search)
+    written = {"--out": out if pareto is None else None, "--storage": storage}
+    check_outputs(written, folder, cluster)
     basis = load_basis(folder, cluster, force=force)
     if goal.num_points is not None:
         into = pareto_plans.folder_for(out)

@@ -15,6 +15,7 @@ from qsync.commands.options import (
     Force,
     Json,
     PlanFile,
+    check_outputs,
     console,
     print_json,
     print_lines,
@@ -64,6 +65,7 @@ def replay(
         raise QSyncError("--churn plays many steps; leave out --trace and --steps, which are of one step")
     if measured is not None and trace is None:
         raise QSyncError("--measured adds measured steps to the trace; name its file with --trace")
+    check_outputs({"--trace": trace, "--picture": picture}, basis or plan_file.parent, plan_file, cluster)
     plan, found = load_plan(plan_file, basis, cluster, force=force)
     if churn is not None:
         from qsync.commands.churn import replay_churn

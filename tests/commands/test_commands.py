@@ -490,6 +490,28 @@ def test_bad_options_say_what_to_do(refused, folder, option, value, said):
     assert said in refused("plan", folder, option, value)
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "name"),
+    [
+        ("plan", "--out", "graph.json"), ("plan", "--out", "profile-infer.json"),
+        ("plan", "--out", "profile-new.json"), ("plan", "--out", "here.toml"), ("plan", "--out", "link.json"),
+        ("plan", "--storage", "cluster.json"), ("replay", "--trace", "plan.json"),
+        ("replay", "--trace", "sensitivity.json"), ("replay", "--picture", "plan.json"),
+        ("explain", "--picture", "plan.json"), ("explain", "--allocation", "graph.json"),
+    ],
+)  # fmt: skip
+def test_what_a_plan_is_made_from_is_not_overwritten(qsync, refused, folder, command, option, name):
+    assert qsync("plan", folder, "--out", folder / "plan.json")[0] == 0
+    (folder / "here.toml").write_text(CLUSTER_TOML)
+    (folder / "link.json").symlink_to(folder / "graph.json")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    of = folder if command == "plan" else folder / "plan.json"
+    more = ("--levers", "buckets") if option == "--storage" else ()
+    said = refused(command, of, "--cluster", folder / "here.toml", option, folder / name, *more)
+    assert "is the place of a file that the plan is made from; name another file" in said
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_contradictory_options_are_refused(refused, folder):
     assert "leave out one of them" in refused("plan", folder, "--target-step", "1", "--slack", "0.1")
     assert "leave out one of them" in refused("plan", folder, "--target-step", "1", "--slack", "0")
