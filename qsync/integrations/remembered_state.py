@@ -85,12 +85,11 @@ def _restore(value: Any, seen: set[int]) -> Restore:
     if isinstance(value, set):
         members = set(value)
         return lambda: _refilled(value, value.update, members)
-    if _is_flat(value):
-        copied = list(value)
-        return lambda: _refilled(value, value.extend, copied)
-    items = [_restore(each, seen) for each in value]
+    items = list(value) if _is_flat(value) else [_restore(each, seen) for each in value]
     if isinstance(value, tuple):
         return lambda: (value, [restore() for restore in items])[0]
+    if _is_flat(value):
+        return lambda: _refilled(value, value.extend, items)
     return lambda: _refilled(value, value.extend, [restore() for restore in items])
 
 

@@ -59,15 +59,15 @@ def _counted(node: torch.fx.Node) -> int:
         return 0
     entered = dict(allocations.made[: len(results)])
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in found if each is not None}
-    kept = sum(each.nbytes() for storage, each in storages.items() if storage not in entered)
-    return max(0, allocations.peak_bytes - kept - sum(entered.values()))
+    kept: int = sum(each.nbytes() for storage, each in storages.items() if storage not in entered)
+    return max(0, int(allocations.peak_bytes) - kept - sum(entered.values()))
 
 
-class _Allocations(TorchDispatchMode):
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the library is untyped
     """Count the bytes of the tensors that are made inside, while they are alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.made: list[tuple[int, int]] = []  # the storage and the bytes of each, in order
         self._alive: dict[int, int] = {}

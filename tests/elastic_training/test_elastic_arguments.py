@@ -80,12 +80,14 @@ def test_variables_that_say_nothing(variable, text, words, monkeypatch):
 def test_a_step_that_is_dropped_leaves_no_gradient_that_the_next_would_add_to():
     """A loop may clear its gradients after each of its steps, and a dropped step is none."""
     one = ElasticJob.__new__(ElasticJob)
-    one.model = torch.nn.Linear(4, 4)
+    one.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    one._buffers = [(buffer, buffer.clone()) for buffer in one.model.buffers()]
     one.model(torch.ones(2, 4)).sum().backward()
     one._exchange, one._pending = SimpleNamespace(failure=RuntimeError("a peer is gone")), None
     one._go_alone = lambda: None
     assert not one._finish(SimpleNamespace(is_behind=False))
     assert all(parameter.grad is None for parameter in one.model.parameters())
+    assert one.model[1].num_batches_tracked == 0 and not one.model[1].running_mean.any()
 
 
 @pytest.mark.parametrize("name", ["seed", "batch_size", "num_samples"])
