@@ -14,6 +14,7 @@ from qsync.commands.options import Json, print_json, print_lines
 from qsync.errors import FormatError, QSyncError, shortened
 
 DEFAULT_PORT = 29510
+_EVERYWHERE = "0.0.0.0"
 _QUORUM_TICK_MS = 100
 
 
@@ -45,8 +46,7 @@ def lighthouse(
             f"cannot listen at {bind}:{port} ({shortened(str(error), 80, quote=False)}); give another --port "
             "or --bind"
         ) from error
-    # 0.0.0.0 is no address: a card that connected to it would tell the others to find it at 127.0.0.1.
-    host = bind if bind != "0.0.0.0" else socket.gethostname()
+    host = _own_address() if bind == _EVERYWHERE else bind
     address = f"{host}:{server.address().rpartition(':')[2]}"
     if as_json:
         print_json({"lighthouse": address, "pid": os.getpid()})
@@ -58,6 +58,20 @@ def lighthouse(
             time.sleep(3600)
     except KeyboardInterrupt:
         server.shutdown()
+
+
+def _own_address() -> str:
+    """Return this machine's address in its network: a card at 0.0.0.0 would call itself 127.0.0.1.
+
+    The socket sends nothing. Its peer is an address that no machine has.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:  # no network
+            return socket.gethostname()
+        found: str = probe.getsockname()[0]
+    return found
 
 
 def release(

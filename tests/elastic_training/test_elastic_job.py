@@ -81,6 +81,16 @@ def test_bad_input_of_the_commands_is_one_sentence(arguments, text, monkeypatch)
     )
 
 
+def test_a_lighthouse_at_all_addresses_says_one_that_other_machines_reach():
+    command = [sys.executable, "-m", "qsync", "lighthouse", "--bind", "0.0.0.0", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            said = server.stdout.readline()
+        finally:
+            server.kill()
+    assert "lighthouse at " in said and "0.0.0.0" not in said
+
+
 def test_a_port_that_is_taken_is_named(tmp_path):
     with Cards(tmp_path / "job") as cards:
         done = qsync("lighthouse", "--port", str(cards.port))
