@@ -42,6 +42,7 @@ logger = logging.getLogger("qsync")
 
 _POLL_S = 0.05  # between two meetings while a card waits
 _PATIENCE = 3  # times the timeout: how long the cards that are left wait for one that had a later state
+_MANY_FAILURES = 4  # with the same cards
 _LINK_BYTES = 4 * 2**20  # of the all-reduce that measures the link
 
 
@@ -119,6 +120,8 @@ class ElasticJob:
         self._before: Hyperparameters = []  # at the beginning of a step that heals
         self._seen_step, self._waits_for = 0, ""
         self._num_failures = 0
+        self._failing: tuple[str, ...] = ()  # the cards whose last exchanges failed, and how many did
+        self._failures_in_a_row = 0
         self._has_left, self._is_relieved, self._patient_until = False, False, 0.0
         self._has_stepped = True  # the optimizer, since gradients arrived
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # as a step began with them
@@ -402,7 +405,7 @@ class ElasticJob:
             self._server.offer(name, content, instead_of="state/")
         elif self.step:  # all have begun, and nobody heals from this card: it keeps no copy of its state
             self._server.withdraw("state/", "begin/")
-        self._before = self._training.hyperparameters() if is_behind else []
+        self._before = self._training.marked() if is_behind else []
         self._loader.turn(self.step, share)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         self._present = ElasticStep(self, self.step, share, is_behind)
@@ -434,7 +437,7 @@ class ElasticJob:
             self._go_alone()
             return False
         self.step += 1
-        self._has_stepped = False
+        self._has_stepped, self._failures_in_a_row = False, 0
         history = digest([self._own.history, self.group])
         self._own = with_fields(
             self._own,
@@ -453,7 +456,21 @@ class ElasticJob:
         """Leave a group that failed: its connections close, and the exchanges of others fail at once, too."""
         self._own = with_fields(self._own, group="")
         self._num_failures += 1
+        self._warn_of_failures()
         self.model.reform(self._exchange.form(f"{self._own.store}/alone/{self._num_failures}", 0, 1))
+
+    def _warn_of_failures(self) -> None:
+        """Log, once, that exchanges of the same cards fail again and again, which no lost card explains."""
+        is_again = self.cards == self._failing
+        self._failures_in_a_row = self._failures_in_a_row + 1 if is_again else 1
+        self._failing = self.cards
+        if self._failures_in_a_row == _MANY_FAILURES and self._meeting is not None:
+            places = ", ".join(f"{card.name} at {card.store}" for card in self._meeting.cards)
+            logger.warning(
+                "qsync: %d exchanges failed in a row (%s); see that all values have types that can be "
+                "exchanged, and that the cards reach one another: %s",
+                _MANY_FAILURES, shortened(self._exchange.failure, 200), places,
+            )  # fmt: skip
 
     def _check_whole(self, step: ElasticStep) -> None:
         """Raise FormatError if this card's loop left out a part of the step."""

@@ -48,15 +48,22 @@ class TrainingState:
     def heal(self, state: Mapping[str, Any], before: Hyperparameters) -> None:
         """Load the whole state of another card, as it was when the step began.
 
-        Hyperparameters that the loop has set since, by the step's number, stay: those unlike `before`.
+        Hyperparameters that the loop has set since, by the step's number, stay. `before` is what `marked`
+        returned when the step began.
         """
         own = self.hyperparameters()
         self.load(state)
         for group, then, now in zip(self._optimizer.param_groups, before, own, strict=True):
-            group.update({name: value for name, value in now.items() if value != then.get(name)})
+            group.update({name: value for name, value in now.items() if _was_set(value, then.get(name))})
         torch.set_rng_state(state["random"].cpu())
         if self._device.type == "cuda" and "random_cuda" in state:
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._device)
+
+    def marked(self) -> Hyperparameters:
+        """Return the hyperparameters, each number an object that no equal one set later is."""
+        for group in self._optimizer.param_groups:
+            group.update({name: float(repr(value)) for name, value in group.items() if type(value) is float})
+        return self.hyperparameters()
 
     def hyperparameters(self) -> Hyperparameters:
         """Return the present hyperparameters of the optimizer."""
@@ -75,3 +82,8 @@ class TrainingState:
         self._optimizer.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _was_set(value: object, before: object) -> bool:
+    """Return whether a hyperparameter was set since it was marked, be it to the value that it had."""
+    return value is not before if type(value) is float else value != before

@@ -20,6 +20,7 @@ from qsync.elastic_training.elastic_job import ElasticJob
 from qsync.elastic_training.plan_book import class_costs
 from qsync.elastic_training.share_loader import Options
 from qsync.elastic_training.start_job import _maker_of
+from qsync.elastic_training.training_state import TrainingState
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 
 DATASET = [torch.ones(4)] * 32
@@ -88,6 +89,38 @@ def test_a_step_that_is_dropped_leaves_no_gradient_that_the_next_would_add_to():
     assert not one._finish(SimpleNamespace(is_behind=False))
     assert all(parameter.grad is None for parameter in one.model.parameters())
     assert one.model[1].num_batches_tracked == 0 and not one.model[1].running_mean.any()
+
+
+def test_exchanges_that_always_fail_are_said_once(caplog):
+    one = ElasticJob.__new__(ElasticJob)
+    cards = [SimpleNamespace(name=name, store=f"{name}.net:5") for name in ("a", "b")]
+    one._meeting, one._failing, one._failures_in_a_row = SimpleNamespace(cards=cards), (), 0
+    one._exchange = SimpleNamespace(failure=RuntimeError("Invalid scalar type"))
+    for _ in range(3):
+        one._warn_of_failures()
+    assert not caplog.text
+    one._meeting = SimpleNamespace(cards=cards[:1])  # without a card it begins anew
+    one._warn_of_failures()
+    one._meeting = SimpleNamespace(cards=cards)
+    for _ in range(6):
+        one._warn_of_failures()
+    assert caplog.text.count("4 exchanges failed in a row (Invalid scalar type)") == 1
+    assert "a at a.net:5, b at b.net:5" in caplog.text
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.01])
+def test_a_card_that_heals_keeps_the_rate_that_its_loop_has_set(rate):
+    """Also where that is the rate that it began with, and the others had another one before this step."""
+    others, own = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.5, 0.1))
+    model = torch.nn.Linear(1, 1)
+    source, healed = (TrainingState({"model": model, "optimizer": each}) for each in (others, own))
+    state, before = source.whole(), healed.marked()
+    own.param_groups[0]["lr"] = rate
+    healed.heal(state, before)
+    assert own.param_groups[0]["lr"] == rate
+    state, before = source.whole(), healed.marked()
+    healed.heal(state, before)
+    assert own.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("name", ["seed", "batch_size", "num_samples"])
