@@ -6,6 +6,7 @@
 `wrapping`                  what `wrap` was asked for, remembered for copies of the model
 `sharded_blocks`            the part of a plan that a block runs which FSDP2 shards
 `rewriting`                 the FX pass: one call per node of the lowered graph
+`memory_order`              where a rewritten graph lays elements out as they were traced
 `node_calls`                what its nodes call besides torch: casts, kernels, reports
 `islands`                   what stands between products, compiled where that is faster
 `operator_timing`           which precision is fastest for each operator, where no profile says so
