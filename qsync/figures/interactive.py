@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # On a light and a dark page alike, what stays throughout is a darker grey than in pictures.
 _MEMORY_PARTS = MEMORY_PARTS | {"throughout": (MEMORY_PARTS["throughout"][0], "#a9b4c2")}
 _PATH = "critical path"
+_MOST_LABELS = 8  # at a logarithmic axis
 
 
 def _figure(height: int, x: str = "", y: str = "", **layout: Any) -> Figure:
@@ -90,7 +91,7 @@ def sensitivities(sensitivity: Sensitivity, graph: OpGraph) -> Figure:
                 x=names, y=omegas, mode="markers", name=precision.upper(), marker={"color": colour},
                 hovertemplate="%{x}: %{y:.2e}",
             )  # fmt: skip
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+    _logarithmic(figure, [value for trace in figure.data for value in trace.y])
     figure.update_xaxes(categoryorder="array", categoryarray=[op.name for op in graph.adjustable])
     return figure
 
@@ -149,8 +150,18 @@ def trade(plans: Sequence[Plan], chosen: Plan) -> Figure:
     points(
         [chosen], "chosen", mode="markers", marker={"color": SERIES_COLOURS[4], "size": 14, "symbol": "star"}
     )
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+    _logarithmic(figure, every)
     return figure
+
+
+def _logarithmic(figure: Figure, values: Sequence[float]) -> None:
+    """Make the y axis logarithmic, with labels that do not overlap; with none where all values are 0."""
+    positive = [value for value in values if value > 0.0]
+    decades = math.log10(max(positive) / min(positive)) if positive else 0.0
+    figure.update_yaxes(
+        type="log", exponentformat="power", dtick=max(1, math.ceil(decades / _MOST_LABELS)),
+        showticklabels=bool(positive),
+    )  # fmt: skip
 
 
 def memory(peaks: Mapping[str, Peak], graph: OpGraph) -> Figure:

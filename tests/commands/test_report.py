@@ -116,6 +116,16 @@ def test_the_trade_shows_the_variance_of_a_plan_that_adds_none(folder):
     shown = [f"{plan.added_variance:.2e}", "none"]
     assert [texts[0] for texts in line.customdata] == shown and chosen.customdata[0][0] == shown[0]
     assert "%{customdata[0]}" in line.hovertemplate and "%{y" not in line.hovertemplate
+    zero = replace(none, classes={"train": none.classes["train"]})
+    assert interactive.trade([zero], zero).layout.yaxis.showticklabels is False
+
+
+@pytest.mark.parametrize(("decades", "step"), [(3, 1), (20, 3)])
+def test_labels_of_many_decades_do_not_overlap(folder, decades, step):
+    basis = Basis.load(folder)
+    costs = {qsync.Precision.INT8: 1.0, qsync.Precision.BF16: 10.0**-decades}
+    wide = replace(basis.sensitivity, omega={op.name: costs for op in basis.graph.adjustable})
+    assert interactive.sensitivities(wide, basis.graph).layout.yaxis.dtick == step
 
 
 def test_hybrid_writes_the_page_of_its_plan(tmp_path, monkeypatch):
