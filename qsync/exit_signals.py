@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 import threading
@@ -32,4 +33,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, again)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+        # While Python clears its modules it has no handlers any more, and an alarm would kill the process.
+        atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
     sys.exit(128 + number)

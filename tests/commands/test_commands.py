@@ -710,6 +710,22 @@ time.sleep(60)
     assert done.returncode == 128 + signal.SIGTERM
 
 
+def test_a_program_that_is_slow_to_end_has_the_code_of_its_signal():
+    code = """
+import os, signal, time
+from qsync import exit_signals
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+slow = Slow()
+exit_signals._AGAIN_S = 0.2
+exit_signals.exit_on_signals()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=50)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 def test_planning_imports_no_torch(folder):
     """A laptop without a GPU plans in a moment: torch alone would take seconds to import.
 
