@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from qsync.allocator.problem import Constraints, added_variance, gradient_weight, make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
-from qsync.allocator.solvers.fastest_start import fastest_start
+from qsync.allocator.solvers.fastest_start import fastest_start, shorten_step
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.errors import FormatError, InfeasibleError
@@ -125,7 +125,7 @@ def allocate(
         for name in lowerable:
             fastest_start(state, name)
         target_s = _target_s(state, lowerable, given.slack) if given.target_s is None else given.target_s
-        _check_reachable(state, target_s, given.lower_all)
+        _check_reachable(state, lowerable, target_s, given.lower_all)
         state.late = dict.fromkeys(lowerable, _affordable_margin(state, lowerable, target_s, given.margin))
         greedy(state, lowerable, target_s)
         solve = milp.solve if given.solver == "milp" else milp.improve_and_bound
@@ -242,12 +242,14 @@ def _lowerable(state: State, lower_all: bool) -> list[str]:
     return [name for name, one in state.classes.items() if lower_all or name != strongest or not one.fits()]
 
 
-def _check_reachable(state: State, target_s: float, lower_all: bool) -> None:
-    """Raise InfeasibleError if even the fastest start misses the target."""
+def _check_reachable(state: State, lowerable: Sequence[str], target_s: float, lower_all: bool) -> None:
+    """Raise InfeasibleError if even the fastest start misses the target, and no earlier exchange helps."""
+    slowest = max(state.classes, key=lambda name: state.classes[name].work.total_s)
+    if state.classes[slowest].work.total_s <= target_s < state.step_s():
+        shorten_step(state, lowerable, target_s)
     step_s = state.step_s()
     if step_s <= target_s * (1 + TOLERANCE):
         return
-    slowest = max(state.classes, key=lambda name: state.classes[name].work.total_s)
     advice = (
         "give a longer target"
         if lower_all

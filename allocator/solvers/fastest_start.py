@@ -89,6 +89,24 @@ def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]])
     return True
 
 
+def shorten_step(state: State, names: Sequence[str], target_s: float) -> None:
+    """Change single operators of these classes until the step takes no longer than the target, if it can.
+
+    Where the exchange takes most of a step, a class that computes longer may hand over its gradients earlier.
+    """
+    for _ in range(_MAX_SWEEPS):
+        before_s = state.step_s()
+        for name in names:
+            one = state.classes[name]
+            for op, options in one.part.choices.items():
+                for precision in options:
+                    now_s, move = state.step_s(), state.move(name, {op: precision})
+                    if state.step_s() >= now_s * (1 - _MEANINGFUL) or not one.fits():
+                        state.back(move)
+        if not target_s < state.step_s() < before_s:
+            return
+
+
 def every_assignment(state: State, device_class: str) -> list[dict[str, Precision]]:
     """Return all assignments of a class, or none if there are more than `_MAX_ENUMERATED`."""
     choices = state.classes[device_class].part.choices

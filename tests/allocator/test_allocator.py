@@ -378,6 +378,23 @@ def test_a_budget_nothing_meets_says_who_by_how_much_and_what_holds_most():
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, budgets={"infer": 100_001})
 
 
+def test_a_target_is_met_by_an_earlier_exchange_though_the_class_computes_longer():
+    """In BF16 the first product is faster forward and slower backward, which the exchange hides."""
+    graph, cluster = mlp(), cluster_of(link=Link(0.0, 1e7))
+    first, fp32 = graph.adjustable[0].name, Cost(4e-5, 4e-5)
+    profiles = {
+        name: replace(profile, ops={
+            **profile.ops, first: {"fp32": fp32, "bf16": Cost(2e-5, 7e-5)},
+        })
+        for name, profile in pair(graph, 2.0).items()
+    }  # fmt: skip
+    arguments = (graph, profiles, sensitivity_of(graph), cluster)
+    least_s = allocate(*arguments, pins={first: "bf16"}, bucket_cap_bytes=512).step_s
+    assert allocate(*arguments, bucket_cap_bytes=512).step_s > least_s * 1.001
+    plan = allocate(*arguments, target_s=least_s, bucket_cap_bytes=512)
+    assert plan.step_s <= least_s * (1 + 1e-9) and plan["infer"].assignment[first] == "bf16"
+
+
 def test_a_target_nobody_reaches_says_by_how_much():
     with pytest.raises(
         InfeasibleError, match=r"no plan reaches a step of 1e-06 s: the fastest one takes .* train is the"
