@@ -87,6 +87,14 @@ def test_views_sums_and_what_all_blocks_read_take_the_same_memory_either_way():
         check(graph, drawn(graph, seed), num_ranks=1 + seed % 2)
 
 
+def test_calls_whose_derivatives_need_unlike_memory_are_told_apart():
+    graph, needs = mlp(5), {"act1": 1 << 12, "act3": 1 << 16}
+    ops = tuple(replace(op, backward_bytes=needs.get(op.name, 0)) for op in graph.ops)
+    graph = replace(graph, ops=ops)
+    for precision in (Precision.FP32, Precision.BF16):
+        check(graph, {op.name: precision for op in graph.adjustable})
+
+
 def test_what_is_made_at_the_very_start_is_no_example_for_what_is_made_later():
     """Its last moment is the end of the step, which is nobody else's."""
     builder = Builder()

@@ -32,7 +32,7 @@ CALLS = {
     "square": (torch.square, 2), "pow": (lambda x: x**3, 2), "sin": (torch.sin, 1), "atan": (torch.atan, 2),
     "erf": (torch.erf, 4), "cumsum": (lambda x: x.cumsum(-1), 2), "double": (lambda x: x * x, 0),
     "rms_norm": (lambda x: F.rms_norm(x, (WIDTH,)), 3), "glu": (lambda x: F.glu(torch.cat([x, x], -1)), 0),
-    "reciprocal": (lambda x: 1 / x, 2),
+    "reciprocal": (lambda x: 1 / x, 2), "centred": (lambda x: x - x.mean(-1, keepdim=True), 1),
 }  # fmt: skip
 
 
