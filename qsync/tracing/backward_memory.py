@@ -46,7 +46,7 @@ class Derivatives:
 def _counted(node: torch.fx.Node) -> int:
     leaves: list[torch.Tensor] = []
     try:
-        with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode():
+        with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(), _own_saved_tensors():
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda given: _stand_in(given, leaves))
             call = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
             results = [value for value in tree_leaves(call(*args, **kwargs)) if _is_trained(value)]
@@ -61,6 +61,11 @@ def _counted(node: torch.fx.Node) -> int:
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in found if each is not None}
     kept: int = sum(each.nbytes() for storage, each in storages.items() if storage not in entered)
     return max(0, int(allocations.peak_bytes) - kept - sum(entered.values()))
+
+
+def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
+    """Return hooks that save as autograd does: a checkpoint around the model has some that count."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the library is untyped
