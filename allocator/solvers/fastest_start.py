@@ -95,15 +95,18 @@ def shorten_step(state: State, names: Sequence[str], target_s: float) -> None:
     Where the exchange takes most of a step, a class that computes longer may hand over its gradients earlier.
     """
     for _ in range(_MAX_SWEEPS):
-        before_s = state.step_s()
+        before_s = least_s = state.step_s()
         for name in names:
             one = state.classes[name]
             for op, options in one.part.choices.items():
                 for precision in options:
-                    now_s, move = state.step_s(), state.move(name, {op: precision})
-                    if state.step_s() >= now_s * (1 - _MEANINGFUL) or not one.fits():
+                    move = state.move(name, {op: precision})
+                    step_s = state.step_s()
+                    if step_s < least_s * (1 - _MEANINGFUL) and one.fits():
+                        least_s = step_s
+                    else:
                         state.back(move)
-        if not target_s < state.step_s() < before_s:
+        if not target_s < least_s < before_s:
             return
 
 

@@ -98,7 +98,7 @@ def _is_flat(values: Iterable[Any]) -> bool:
 
 
 def _restore_tensor(value: Any) -> Restore:
-    if isinstance(value, torch.Tensor) and value.is_meta:
+    if not _can_be_written(value):
         return lambda: value
     saved = value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
 
@@ -113,6 +113,16 @@ def _restore_tensor(value: Any) -> Restore:
         return value
 
     return put_back
+
+
+def _can_be_written(value: Any) -> bool:
+    """Return whether a step can write to a tensor or array: none that is meta, read-only or expanded."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.writeable)
+    is_expanded = value.layout is torch.strided and any(
+        stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return not (value.is_meta or is_expanded)
 
 
 def _refilled(value: Any, fill: Callable[[Any], Any], content: Any) -> Any:

@@ -19,28 +19,24 @@ from torch.utils._pytree import tree_leaves
 
 from qsync.tracing.operator_table import is_torch, traced_shape, traced_size
 
+_known: dict[
+    tuple[Any, str], int
+] = {}  # by call and operands: blocks, and graphs traced anew, have equal ones
 
-class Derivatives:
-    """What the derivatives of calls need: equal calls are counted once."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, str], int] = {}
+def backward_bytes(node: torch.fx.Node) -> int:
+    """Return the most bytes alive in the backward of a call, besides its operands' gradients.
 
-    def backward_bytes(self, node: torch.fx.Node) -> int:
-        """Return the most bytes alive in the backward of a call, besides its operands' gradients.
-
-        0 of a call that needs its operands' numbers, as those that return as many elements as they find, and
-        of one that is not torch's own.
-        """
-        if not is_torch(node.target) or isinstance(node.target, torch._ops.HigherOrderOperator):
-            return 0
-        shown = torch.fx.map_arg(
-            (node.args, node.kwargs), lambda given: _shown(given.meta.get("example_value"))
-        )
-        key = (node.target, repr(shown))
-        if key not in self._known:
-            self._known[key] = _counted(node)
-        return self._known[key]
+    0 of a call that needs its operands' numbers, as those that return as many elements as they find, and of
+    one that is not torch's own.
+    """
+    if not is_torch(node.target) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return 0
+    shown = torch.fx.map_arg((node.args, node.kwargs), lambda given: _shown(given.meta.get("example_value")))
+    key = (node.target, repr(shown))
+    if key not in _known:
+        _known[key] = _counted(node)
+    return _known[key]
 
 
 def _counted(node: torch.fx.Node) -> int:

@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from qsync.errors import UnsupportedError
 from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS
-from qsync.tracing.backward_memory import Derivatives
+from qsync.tracing.backward_memory import backward_bytes
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.module_names import argument_name, module_place, operator_name, roots_of
 from qsync.tracing.operator_table import (
@@ -184,7 +184,6 @@ class _Reader:
         # Values that are somebody's data, at most seen in another shape: their numbers are not known here.
         self._given: set[str] = set()
         self._depth: dict[str, int] = {}
-        self._derivatives = Derivatives()
         self._num_levels = 0  # of torch.vmap and torch.func, around the node that is read
 
     def enter(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
@@ -350,7 +349,7 @@ class _Reader:
             name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
             call.value.requires_grad, call.magnitude, depth, drops, dilated, because,
             copies=copies(node, kind), channels_last=is_channels_last(call.value),
-            backward_bytes=self._derivatives.backward_bytes(node) if self._is_derived(call) else 0,
+            backward_bytes=backward_bytes(node) if self._is_derived(call) else 0,
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lighthouses import lighthouse
 
 import qsync
 from qsync import api
@@ -198,21 +198,13 @@ for step in job.steps():
 @pytest.mark.dist
 def test_an_interrupted_card_ends_while_no_lighthouse_answers():
     pytest.importorskip("torchft")
-    command = [sys.executable, "-m", "qsync", "lighthouse", "--json", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as lighthouse:
-        try:
-            text = ""
-            while "}" not in text:
-                text += lighthouse.stdout.readline()
-            address = json.loads(text)["lighthouse"]
-            card = subprocess.Popen(
-                [sys.executable, "-c", CARD, address],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )  # fmt: skip
-            assert card.stdout.readline() == "1\n"
-        finally:
-            lighthouse.kill()
+    with lighthouse() as address:
+        card = subprocess.Popen(
+            [sys.executable, "-c", CARD, address],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        assert card.stdout.readline() == "1\n"
     try:
         said = card.stderr.readline()
         while "waiting for one" not in said:

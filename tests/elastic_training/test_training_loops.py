@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 
 import pytest
+from lighthouses import lighthouse
 
 pytest.importorskip("torchft")
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("elastic")]
@@ -51,16 +51,9 @@ print("steps", job.step, "states", len(optimizer.state_dict()["state"]), flush=T
 
 
 @pytest.fixture(scope="module")
-def lighthouse():
-    command = [sys.executable, "-m", "qsync", "lighthouse", "--json", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            text = ""
-            while "}" not in text:
-                text += server.stdout.readline()
-            yield json.loads(text)["lighthouse"]
-        finally:
-            server.kill()
+def address():
+    with lighthouse() as found:
+        yield found
 
 
 def run(address, loop, passes=1):
@@ -75,29 +68,29 @@ def run(address, loop, passes=1):
 @pytest.mark.parametrize(
     ("loop", "passes"), [("plain", 1), ("plain", 4), ("list", 1), ("ahead", 1), ("chunks", 1)]
 )
-def test_loops_that_give_the_right_gradient_run(lighthouse, loop, passes):
-    code, said, errors = run(lighthouse, loop, passes)
+def test_loops_that_give_the_right_gradient_run(address, loop, passes):
+    code, said, errors = run(address, loop, passes)
     assert (code, said) == (0, "steps 3 states 2"), errors
 
 
 @pytest.mark.parametrize("loop", ["list", "ahead", "chunks"])
-def test_micro_batches_that_are_taken_ahead_of_backward_are_refused(lighthouse, loop):
-    code, said, errors = run(lighthouse, loop, 4)
+def test_micro_batches_that_are_taken_ahead_of_backward_are_refused(address, loop):
+    code, said, errors = run(address, loop, 4)
     assert code and not said
     assert "run forward and backward of each once, before the next is taken" in errors
 
 
-def test_gradients_that_are_left_for_the_next_step_are_refused(lighthouse):
-    code, said, errors = run(lighthouse, "accumulates")
+def test_gradients_that_are_left_for_the_next_step_are_refused(address):
+    code, said, errors = run(address, "accumulates")
     assert code and not said
     assert "let it step and zero_grad in every step" in errors
 
 
-def test_a_signal_to_all_processes_of_a_card_lets_it_finish_its_step(lighthouse):
-    code, said, errors = run(lighthouse, "workers")
+def test_a_signal_to_all_processes_of_a_card_lets_it_finish_its_step(address):
+    code, said, errors = run(address, "workers")
     assert (code, said) == (0, "steps 3 states 2"), errors
 
 
-def test_a_signal_in_the_last_step_leaves_the_optimizer_its_state(lighthouse):
-    code, said, errors = run(lighthouse, "late")
+def test_a_signal_in_the_last_step_leaves_the_optimizer_its_state(address):
+    code, said, errors = run(address, "late")
     assert (code, said) == (0, "steps 3 states 2"), errors

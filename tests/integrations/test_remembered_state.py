@@ -76,6 +76,18 @@ def test_it_is_as_before_after_an_error_too():
     assert owner.steps == 5 and not owner.center.any()
 
 
+def test_what_nothing_can_write_to_stays_as_it_is():
+    owner = torch.nn.Module()
+    owner.mask, owner.table = torch.ones(1).expand(4), np.broadcast_to(np.zeros(1), 4)
+    owner.register_buffer("positions", torch.zeros(1).expand(3, 2))
+    held = [owner.mask, owner.table, owner.positions]
+    with unchanged([owner]):
+        owner.mask = None
+    assert all(before is after for before, after in zip(
+        held, [owner.mask, owner.table, owner.positions], strict=True
+    ))  # fmt: skip
+
+
 def test_what_is_left_out_stays_as_it_is():
     owner = Owner()
     with unchanged([owner], leave_out=("nested",)):
