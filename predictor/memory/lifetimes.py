@@ -306,9 +306,8 @@ class _ValueGroup:
     def _gradient(self) -> Iterator[Span]:
         """Yield the gradient, alive from the first operator that adds to it to the one that made the value.
 
-        Pieces of one value (views) have gradients of their own until these are added up. Casts have gradients
-        too, in their own type, until the backward of the cast: an FP32 gradient of a 16-bit value stays in
-        FP32 until then, however early it came.
+        Casts have gradients too, in their own type, until the backward of the cast: an FP32 gradient of a
+        16-bit value stays in FP32 until then, however early it came.
         """
         lives = self.lives
         position = lives.layout.position.get(self.root)
@@ -324,11 +323,35 @@ class _ValueGroup:
         made_at = lives.layout.entered.get(self.root) if position is None else lives.time(position)
         if made_at is None:  # the gradients of other graph inputs are counted elsewhere
             return
+        yield from self._views_gradients()
         yield from self._accumulated(self.contributions, whole, lives.layout.end - made_at)
-        for value in self.key:
+
+    def _views_gradients(self) -> Iterator[Span]:
+        """Yield the gradients of parts of the value; the contributions that are left are those to the whole.
+
+        A part has a gradient of its own until the backward of the view makes one of the whole from it; all
+        parts of a split have theirs until the backward of the split.
+        """
+        lives, end = self.lives, self.lives.layout.end
+        to: dict[str, list[tuple[int, str, bool]]] = {value: [] for value in self.key}
+        for time, value, passed in self.contributions:
+            to[value].append((time, value, passed))
+        for value in reversed(self.key):
             i = lives.layout.position.get(value)
-            if i is not None and value != self.root and lives.is_partial_view(i):
-                yield Span(whole, lives.layout.end - i, lives.layout.end - i)
+            if value == self.root or i is None or not to[value]:
+                continue
+            op = lives.layout.ops[i]
+            parent = op.inputs[0]
+            above = lives.layout.position.get(parent)
+            of_split = parent != self.root and above is not None and lives.layout.ops[above].splits
+            if of_split or (lives.is_partial_view(i) and not op.splits):
+                part = type_bytes(lives.carried(value), lives.layout.elements[value])
+                yield from self._accumulated(to[value], part, end - (above if of_split else i))
+            if of_split or op.splits or lives.is_partial_view(i):
+                to[parent].append((end - (above if of_split else i), parent, False))
+            else:
+                to[parent] += [(time, parent, passed) for time, _, passed in to[value]]
+        self.contributions = to[self.root]
 
     def _shared_parameter(self, num_bytes: int) -> Iterator[Span]:
         """Yield the terms of a parameter's gradient that wait for those of its other readers.
@@ -366,21 +389,17 @@ class _ValueGroup:
         A sum passes on its own gradient, and one operand takes over that tensor. The term of a later operator
         lives, as a workspace, while it is added.
         """
-        lives, elements = self.lives, self.lives.layout.elements
-        cast = contributions is not self.contributions
-        begun: set[str] = set()
+        lives = self.lives
+        cast = contributions in self.cast_contributions.values()
         birth: int | None = None
-        for time, value, passed in sorted(contributions, key=lambda entry: entry[0]):
-            piece = value if elements[value] < elements[self.root] else self.root
+        for time, _, passed in sorted(contributions, key=lambda entry: entry[0]):
             if passed:
                 if birth is None and lives.takes_over_gradient(self.root, lives.layout.end - time, cast):
                     birth = time + 1
             elif birth is None:
                 birth = time
-            elif cast or piece in begun or piece == self.root:
-                part = num_bytes if cast else num_bytes * elements[value] // max(elements[self.root], 1)
-                yield Span(part, time, time)
-            begun.add(piece)
+            else:
+                yield Span(num_bytes, time, time)
         if birth is not None:
             yield Span(num_bytes, birth, max(birth, death))
 

@@ -1,6 +1,7 @@
-"""The tensors that each kind of operator saves for backward.
+"""The tensors that operators save for backward.
 
-Source: torch's derivatives.yaml, its kernels, and those of qsync.backend.
+What torch's derivatives save was counted when the model was traced; products, norms and dropout save by the
+rules of their kernels. Source: torch's kernels and those of qsync.backend.
 """
 
 from __future__ import annotations
@@ -11,34 +12,16 @@ from dataclasses import dataclass
 from qsync.backend.block_sizes import saves_weights
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.predictor.memory.expanded_operands import expanded
-from qsync.records.graph import Op, OpGraph, num_elements
+from qsync.records.graph import Derivative, Op, OpGraph, num_elements
 from qsync.records.precision import CONVOLUTIONS, LARGEST, Precision, type_bytes
 
-# A kind that no table names is taken to save its inputs: too much rather than too little.
-SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
-SAVES_NOTHING = (
-    "add", "sub", "neg", "mean", "sum", "cumsum", "contiguous", "clone", "cat", "stack", "pad", "roll",
-    "float", "interpolate", "einsum", "input", "output", "view", "dropout", "embedding", "where",
-    "masked_fill", "cross_entropy", "reciprocal", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
-    "unfold", "flip", "rot90", "tril", "triu", "sign", "round", "floor", "ceil", "fftn", "scatter",
-    "scatter_add", "index_put", "index_select", "sort", "embedding_bag", "unsaved_function",
-)  # fmt: skip
-# Kinds that save those of their inputs that are no floats: indices and masks.
-SAVES_INDICES = (
-    "embedding", "where", "masked_fill", "view", "cross_entropy", "scatter", "scatter_add", "index_put",
-    "index_select", "embedding_bag",
-)  # fmt: skip
-# Kinds that save all of their inputs and their result, and those that save all inputs but the first.
-SAVES_BOTH = ("rnn", "scatter_reduce", "amax", "amin", "logsumexp", "prod")
-SAVES_REST = ("index_add", "index_copy")
+# Kinds that save nothing, where torch's derivative was not counted: in graphs without one.
+SAVES_NOTHING = ("view", "contiguous", "float", "input", "output", "dropout", "unsaved_function")
 # The two factors of a product: each is saved if the other one has a gradient.
 FACTORS = {
-    "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
-    "grouped_mm": (0, 1), "conv3d": (0, 1), "conv_transpose": (0, 1), "baddbmm": (1, 2), "dot": (0, 1),
-    "mv": (0, 1), "outer": (0, 1),
+    "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1),
+    "grouped_mm": (0, 1), "conv3d": (0, 1), "conv_transpose": (0, 1), "baddbmm": (1, 2),
 }  # fmt: skip
-# Kinds that save nothing where they scale by a number.
-SCALED = ("mul", "div")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 # Modes in which a linear layer is torch's own, on values as they lie.
 PLAIN = ("fp32", "bf16")
@@ -53,7 +36,7 @@ SAVES_AS_TORCH = ("plain", FUSED, *EPILOGUES)
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The values one operator saves: inputs (by number, in the type taken), its result, indices (by name)."""
+    """What one operator saves: inputs (by number, in the type taken), its result, kept values (by name)."""
 
     inputs: tuple[int, ...] = ()
     output: bool = False
@@ -82,11 +65,8 @@ def saved_by_op(
     if form not in SAVES_AS_TORCH:
         return Saved(output=form == "output")
     everything = tuple(range(len(op.inputs)))
-    indices: tuple[str, ...] = ()
-    if op.kind in SAVES_INDICES and (op.kind != "view" or len(op.inputs) > 1):
-        indices = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] not in LARGEST)
-    if op.kind in SCALED and len(op.inputs) == 1:  # by a number
-        return Saved()
+    if op.derivative is not None and op.kind not in NORMS:
+        return _as_counted(op, op.derivative)
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
         # torch's convolutions save both in any case.
@@ -97,8 +77,6 @@ def saved_by_op(
         copied = dict(copied_operands(op, mode, shapes, requires_grad))  # `made_for_backward`
         saved = (a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]])
         return Saved(tuple(a for a in saved if a not in copied))
-    if op.kind == "div" and len(op.inputs) == 2:  # of the divisor's gradient both are factors
-        return Saved((0, 1) if requires_grad[op.inputs[1]] else (1,))
     if op.kind == "attention" and writes_scores(op, mode, shapes, requires_grad, device):
         return Saved((2,) if op.copies is False else ())
     if op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
@@ -107,19 +85,21 @@ def saved_by_op(
         bools = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] == "bool")
         floats = tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST)
         return Saved(floats, indices=bools) if mode == "int8" else Saved(floats, output=True)
-    if op.kind in SAVES_BOTH:
+    if op.kind == "rnn":
         return Saved(everything, output=True)
-    if op.kind == "fft":  # of several dimensions ("fftn") torch makes a real input complex first
-        return Saved(tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST))
-    if op.kind in SAVES_REST:
-        return Saved(everything[1:])
-    if op.kind in SAVES_OUTPUT:
-        return Saved(output=True)
-    if op.kind in SAVES_NOTHING or _is_mean(op):
-        return Saved(indices=indices)
-    if op.kind == "rms_norm" and (device, mode) == ("cpu", "bf16"):
+    if op.kind == "embedding":
+        return Saved(indices=tuple(v for v in (*op.inputs, *op.kept) if dtypes[v] not in LARGEST))
+    if op.kind in SAVES_NOTHING or (op.kind == "rms_norm" and (device, mode) == ("cpu", "bf16")):
         return Saved()
-    return Saved(everything)
+    return Saved(everything)  # too much rather than too little
+
+
+def _as_counted(op: Op, derivative: Derivative) -> Saved:
+    """Return the operands and the result that torch's derivative saves."""
+    first_kept = len(op.inputs)
+    operands = tuple(k for k in derivative.saved if k < first_kept)
+    kept = tuple(v for k, v in enumerate(op.kept, first_kept) if k in derivative.saved)
+    return Saved(operands, derivative.saves_result, kept)
 
 
 def made_for_backward(
@@ -137,6 +117,9 @@ def made_for_backward(
     """
     if form not in SAVES_AS_TORCH:
         yield from _made_saving_less(op, form)
+    elif op.derivative is not None and op.kind not in NORMS:
+        for dtype, elements in op.derivative.besides:
+            yield type_bytes(mode if dtype == op.dtype else dtype, elements)
     elif op.kind == "dropout":
         # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel saves one byte per
         # element.
@@ -151,10 +134,6 @@ def made_for_backward(
     elif op.kind == "matmul":
         for _, elements in copied_operands(op, mode, shapes, requires_grad):
             yield type_bytes(mode, elements)
-    elif op.kind == "reciprocal":  # of which a multiple is the result
-        yield type_bytes(mode, op.num_elements)
-    elif op.kind in ("max_pool1d", "max_pool2d", "max_pool3d"):
-        yield type_bytes("int64", op.num_elements)
     elif op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
         yield type_bytes("bf16", num_elements(scores_shape(op, shapes)))
     elif op.kind == "attention" and mode == "int8":  # backward recomputes everything else
@@ -174,18 +153,6 @@ def made_for_backward(
         yield sum(type_bytes(mode, num_elements(shapes[value])) for value in masks)
     elif op.kind == "rnn":
         yield from _recurrent(op, mode, [shapes[value] for value in op.inputs], device)
-    elif op.kind == "cross_entropy":
-        yield FP32_BYTES * num_elements(shapes[op.inputs[0]])  # log-probabilities
-    elif op.kind == "sort":
-        yield type_bytes("int64", op.num_elements)
-    elif op.kind == "log_sigmoid" and device == "cpu":
-        yield type_bytes(mode, op.num_elements)
-    elif op.kind == "instance_norm":
-        yield 2 * FP32_BYTES * num_elements(op.shape[:2])  # mean and deviation
-    elif op.kind == "embedding_bag":  # offsets, sizes, and the bag of each element (those of a mean)
-        yield type_bytes("int64", 3 * op.shape[0] + num_elements(shapes[op.inputs[0]]) + 1)
-    elif op.kind == "weight_norm":
-        yield FP32_BYTES * num_elements(shapes[op.inputs[1]])  # the norms that the weight is divided by
     elif op.kind == "rms_norm":
         yield FP32_BYTES * _rows(op)  # deviation
         if device == "cpu":  # where it is written out in FP32: what the weight multiplies, and the input
@@ -308,8 +275,3 @@ def storage_roots(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
             same = op.shape in ((batch, length, heads, width), (batch, length, heads * width))
         root[op.name] = root[op.inputs[0]] if same else op.name
     return root
-
-
-def _is_mean(op: Op) -> bool:
-    """Return whether this is pooling to one pixel: torch computes it as a mean, which saves nothing."""
-    return op.kind == "adaptive_avg_pool2d" and op.shape[-2:] == (1, 1)

@@ -63,6 +63,20 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
+class Derivative:
+    """What torch's derivative of a call saves for backward and needs there, as counted when it was traced.
+
+    `saved` are operands by their place in (*inputs, *kept); `besides` is (type, number of elements) of each
+    other tensor; `workspace_bytes` are those alive in backward besides the gradients.
+    """
+
+    saved: tuple[int, ...] = ()
+    saves_result: bool = False
+    besides: tuple[tuple[str, int], ...] = ()
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One operator.
 
@@ -75,7 +89,8 @@ class Op:
     consumers need. `copies`: a view or `contiguous` copied when it was traced, a linear layer its input, or
     attention its values; None where that is not known.
     `channels_last`: its result, an image, had that memory order when it was traced.
-    `backward_bytes`: what torch's derivative needs, in the traced type, besides the operands' gradients.
+    `splits`: its results are parts of its operand, and views of it are one part each.
+    `derivative`: what torch's derivative saves and needs, in the traced type; None where it was not counted.
     """
 
     name: str
@@ -95,7 +110,8 @@ class Op:
     exposed: bool = False
     copies: bool | None = None
     channels_last: bool = False
-    backward_bytes: int = 0
+    splits: bool = False
+    derivative: Derivative | None = None
 
     @property
     def num_elements(self) -> int:
@@ -169,7 +185,7 @@ class OpGraph:
         try:
             inputs = tuple(Input(**_tuples(entry)) for entry in field(value, "inputs", list, "graph"))
             ops = tuple(
-                Op(**{**_tuples(entry), "role": Role(entry["role"])})
+                Op(**{**_tuples(entry), "role": Role(entry["role"]), "derivative": _derivative(entry)})
                 for entry in field(value, "ops", list, "graph")
             )
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -224,6 +240,14 @@ def num_elements(shape: Iterable[int]) -> int:
 def digest(value: Any) -> str:
     """Return a short, stable hash of a JSON-able value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _derivative(entry: Mapping[str, Any]) -> Derivative | None:
+    """Return what the derivative of an operator in a file saves; None in files of older versions."""
+    found = entry.get("derivative")
+    if found is None:
+        return None
+    return Derivative(**{**_tuples(found), "besides": tuple(map(tuple, found["besides"]))})
 
 
 def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from qsync.progress import shown_on_rank_zero
 from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.precision import Precision
 from qsync.runtime.rewriting import rewrite
-from qsync.tracing.operator_table import traced_shape, traced_size
-from qsync.tracing.segments import DTYPES, Segment
+from qsync.tracing.operator_table import DTYPES, traced_shape, traced_size
+from qsync.tracing.segments import Segment
 
 # A precision is left only for one that takes this part less time: a nearer race is decided by noise.
 _TIE = 0.05

@@ -16,6 +16,12 @@ from torch.utils._pytree import tree_leaves
 from qsync.records.graph import Role, num_elements
 from qsync.records.precision import LARGEST
 
+DTYPES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8",
+    torch.uint8: "uint8", torch.bool: "bool", torch.complex64: "complex64",
+}  # fmt: skip
+
 # Adjustable kinds by the name of the torch call, with the names of their operands in the order of Op.inputs.
 PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "linear": ("linear", ("input", "weight", "bias")),
@@ -59,7 +65,7 @@ FOLLOWING: dict[str, str] = {
 _FUNCTION = "autograd_function_apply"
 _ELEMENTWISE = (
     "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "add", "sub",
-    "mul", "div", "neg", "pow", "where", "clone", "reciprocal",
+    "mul", "div", "neg", "pow", "where", "clone",
 )  # fmt: skip
 _GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # forward and backward
 UNSAVED_FUNCTION = "unsaved_function"  # one that saves nothing for backward
@@ -67,20 +73,7 @@ UNSAVED_FUNCTION = "unsaved_function"  # one that saves nothing for backward
 # Products without a low-precision kernel: they run as traced, and `wrap` says so.
 UNWRITTEN_PRODUCTS = ("addbmm", "bilinear", "grouped_mm", "_grouped_mm")
 
-# Fixed kinds of which the memory model knows what they save for backward, as "other" ones in all else.
-_KNOWN_SAVES: dict[str, str] = {
-    **{name: name for name in (
-        "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "unfold", "flip", "rot90", "tril", "triu",
-        "sign", "round", "floor", "ceil", "dot", "mv", "outer", "scatter", "scatter_add", "scatter_reduce",
-        "index_add", "index_copy", "index_put", "index_select", "amax", "amin", "logsumexp", "prod",
-        "embedding_bag", "instance_norm", "log_sigmoid",
-    )},
-    **{f"fft_{i}{name}": "fft" for i in ("", "i") for name in ("fft", "rfft", "rfft2", "rfftn", "hfft")},
-    **{f"fft_{name}": "fftn" for name in ("fft2", "ifft2", "fftn", "ifftn")},
-    "_weight_norm": "weight_norm", "tile": "clone", "broadcast_to": "view",
-}  # fmt: skip
-# Fixed calls that choose elements, and return their indices too; and attributes that are views.
-_SORTS, _SORT = ("sort", "topk", "max", "min", "median", "kthvalue", "mode"), "sort"
+# Attributes that are views.
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 
 # Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
@@ -91,20 +84,17 @@ FIXED: dict[str, str] = {
     },
     **{name: name for name in ("cross_entropy", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax")},
     **{name: "float" for name in ("to", "float", "type_as", "type")},
-    **_KNOWN_SAVES,
-}
+    "tile": "clone", "broadcast_to": "view",
+}  # fmt: skip
 
-# Calls that save other tensors for backward than others of their name: a batch norm in evaluation, pads that
-# read what they pad, and a number over a tensor.
-FROZEN_NORM, PAD_OF_INPUT, RECIPROCAL = "frozen_batch_norm", "reflection_pad", "reciprocal"
-
+FROZEN_NORM = "frozen_batch_norm"  # in evaluation: it has no statistics of its own
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", FROZEN_NORM)
 
 # Kinds through which a large constant survives: a mask stays a mask when it is reshaped or added.
 PASSES_MAGNITUDE = (
     "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
     "clone", "interpolate", "float", "input", "other", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax",
-    PAD_OF_INPUT, RECIPROCAL, UNSAVED_FUNCTION, _SORT, *_KNOWN_SAVES.values(),
+    UNSAVED_FUNCTION,
 )  # fmt: skip
 
 # The namespaces of registered operators that are known by their names.
@@ -161,8 +151,6 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
         return PRODUCTS[name][0], Role.ADJUSTABLE
     if name in FOLLOWING:
         return _by_arguments(node, FOLLOWING[name]), Role.FOLLOWING
-    if name in _SORTS and isinstance(node.meta.get("example_value"), tuple):
-        return _SORT, Role.FIXED
     if name == "getattr" and node.args[1] in _VIEWS:
         return "view", Role.FIXED
     return FIXED.get(name, "other"), Role.FIXED
@@ -172,10 +160,6 @@ def _by_arguments(node: torch.fx.Node, kind: str) -> str:
     """Return the kind of a following call, as its arguments have it."""
     if kind == "batch_norm" and not _argument(node, 5, "training", False):
         return FROZEN_NORM
-    if kind == "pad" and _argument(node, 2, "mode", "constant") in ("reflect", "replicate"):
-        return PAD_OF_INPUT
-    if kind == "div" and node.args and not isinstance(node.args[0], torch.fx.Node):
-        return RECIPROCAL
     return kind
 
 
@@ -332,6 +316,11 @@ def traced_size(size: int | torch.SymInt) -> int:
 def traced_shape(value: torch.Tensor) -> tuple[int, ...]:
     """Return the sizes of a tensor as plain integers, as it was traced."""
     return tuple(map(traced_size, value.shape))
+
+
+def traced_type(value: torch.Tensor) -> str:
+    """Return the name of a tensor's type."""
+    return DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
 
 
 def is_torch(target: str | Callable[..., Any]) -> bool:

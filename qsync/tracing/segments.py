@@ -17,9 +17,9 @@ import torch.fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.errors import UnsupportedError
-from qsync.records.graph import Input, Op, OpGraph, Role
+from qsync.records.graph import Derivative, Input, Op, OpGraph, Role
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS
-from qsync.tracing.backward_memory import backward_bytes
+from qsync.tracing.derivatives import counted, named_operands
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.module_names import argument_name, module_place, operator_name, roots_of
 from qsync.tracing.operator_table import (
@@ -27,7 +27,6 @@ from qsync.tracing.operator_table import (
     NORMS,
     PASSES_MAGNITUDE,
     UNSAVED_FUNCTION,
-    UNWRITTEN_PRODUCTS,
     bare_name,
     call_name,
     classify,
@@ -40,22 +39,15 @@ from qsync.tracing.operator_table import (
     names_a_type,
     operands,
     traced_shape,
+    traced_type,
     why_traced_as_is,
 )
 from qsync.tracing.traced_tensors import copies, example_of, is_channels_last
 
-DTYPES = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8",
-    torch.uint8: "uint8", torch.bool: "bool", torch.complex64: "complex64",
-}  # fmt: skip
-
 _CHECKPOINT = "tag_activation_checkpoint"
-# Kinds, beside products, of which the memory model knows what backward needs.
-_KNOWN_BACKWARD = (
-    "view", "contiguous", "input", "float", "dropout", "cross_entropy", "batch_norm", FROZEN_NORM, "function",
-    UNSAVED_FUNCTION,
-)  # fmt: skip
+# Kinds, beside products, of which the memory model knows what they save, and what backward needs.
+_KNOWN_SAVED = ("dropout", "function", UNSAVED_FUNCTION)
+_KNOWN_BACKWARD = ("view", "contiguous", "float", "cross_entropy", "batch_norm", FROZEN_NORM)
 # Products whose operands have encodings of their own.
 _PRODUCTS_OF_TWO = ("linear", "addmm", "matmul", "conv1d", "conv2d")
 # Calls between which torch.vmap or another transform of torch.func runs, on a level of its own.
@@ -197,7 +189,7 @@ class _Reader:
             if name in self._entered:  # each segment casts for itself
                 kind, name = "alias" if kind == "parameter" else kind, f"{name}@segment{self._place}"
         order = is_channels_last(value)
-        self._declare(Input(name, kind, _dtype(value), traced_shape(value), value.requires_grad, order))
+        self._declare(Input(name, kind, traced_type(value), traced_shape(value), value.requires_grad, order))
         segment.value_of[node] = name
 
     def read(self, segment: Segment, nested: bool = False) -> None:
@@ -245,7 +237,7 @@ class _Reader:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor):
             name = f"constant:{node.name}"
-            self._declare(Input(name, "buffer", _dtype(value), traced_shape(value)))
+            self._declare(Input(name, "buffer", traced_type(value), traced_shape(value)))
             segment.value_of[node] = name
 
     def _read_call(
@@ -279,7 +271,7 @@ class _Reader:
                 because = self._why_fixed(read, value, kind, role, magnitude, node)
             role = Role.FIXED if because else role
         label = "batch_norm" if kind == FROZEN_NORM else kind  # named alike in training and evaluation
-        name = self._name(node, bare_name(node) if bare_name(node) in UNWRITTEN_PRODUCTS else label)
+        name = self._name(node, bare_name(node).strip("_") if kind == "other" else label)
         if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
             self._given.add(name)
         self._add(segment, node, _Call(name, kind, role, read, value, kept, magnitude, because))
@@ -299,7 +291,7 @@ class _Reader:
         """Return why an operator's tensors fix it to the type it was traced in; empty if they do not."""
         types = [
             dtype
-            for dtype in [*(self._dtype[name] for name in read), _dtype(value)]
+            for dtype in [*(self._dtype[name] for name in read), traced_type(value)]
             if dtype in (*LARGEST, "complex64")
         ]
         other = next((dtype for dtype in types if dtype != "fp32"), None)
@@ -317,7 +309,7 @@ class _Reader:
             return "its mask is data in floats, which may be out of the range of 16 bits: give one of bools"
         if magnitude:
             return f"it reads constants of up to {magnitude:.3g}, which 16 bits may not hold"
-        if not any(self._is_float(name) for name in read) or _dtype(value) not in ("fp32", "bf16"):
+        if not any(self._is_float(name) for name in read) or traced_type(value) not in ("fp32", "bf16"):
             return "it computes on no floats"
         if value.dim() == {"conv2d": 3, "conv1d": 2}.get(kind):
             return "its input has no batch dimension, and scales are per image"
@@ -346,10 +338,11 @@ class _Reader:
         drops = dropped(node, kind) if kind == "attention" else 0.0
         dilated = is_dilated(node) if kind == "conv2d" else False
         op = Op(
-            name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
+            name, kind, call.role, tuple(read), tuple(kept), traced_type(call.value), shape, count,
             call.value.requires_grad, call.magnitude, depth, drops, dilated, because,
             copies=copies(node, kind), channels_last=is_channels_last(call.value),
-            backward_bytes=backward_bytes(node) if self._is_derived(call) else 0,
+            splits=kind == "view" and isinstance(node.meta.get("example_value"), (tuple, list)),
+            derivative=self._derivative(segment, node, call),
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
@@ -357,10 +350,25 @@ class _Reader:
         segment.op_of[node] = name
         segment.value_of[node] = name
 
-    def _is_derived(self, call: _Call) -> bool:
-        """Return whether torch's derivative of a call runs, and the memory model has no rule of its own."""
-        own = call.role is Role.ADJUSTABLE or call.kind in _KNOWN_BACKWARD or call.kind in PRECISIONS_BY_KIND
-        return call.value.requires_grad and not own and not self._num_levels
+    def _derivative(self, segment: Segment, node: torch.fx.Node, call: _Call) -> Derivative | None:
+        """Return what torch's derivative of a call saves and needs; None where it is not counted.
+
+        The memory model has rules for products, dropout and functions of the user's own.
+        """
+        own = call.role is Role.ADJUSTABLE or call.kind in _KNOWN_SAVED or call.kind in PRECISIONS_BY_KIND
+        if not call.value.requires_grad or own or self._num_levels:
+            return None
+        found = counted(node)
+        if found is None:
+            return None
+        named = [segment.value_of.get(operand) for operand in named_operands(node)]
+        saved = {named[place] for place in found.operands}
+        return Derivative(
+            saved=tuple(k for k, name in enumerate((*call.read, *call.kept)) if name in saved),
+            saves_result=found.result,
+            besides=found.besides,
+            workspace_bytes=0 if call.kind in _KNOWN_BACKWARD else found.workspace_bytes,
+        )
 
     def _read_nested(self, outer: Segment, node: torch.fx.Node) -> None:
         """Read a recomputed graph: list its operators in place, with one `input` operator per tensor."""
@@ -415,10 +423,6 @@ class _Reader:
     def _unique(self, name: str) -> str:
         self.count[name] += 1
         return name if self.count[name] == 1 else f"{name}#{self.count[name]}"
-
-
-def _dtype(value: torch.Tensor) -> str:
-    return DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
 
 
 def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -34,8 +34,9 @@ from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
 from qsync.tracing.graph_sharing import SharedGraph
+from qsync.tracing.operator_table import DTYPES
 from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, forward_codes, untraced
-from qsync.tracing.segments import DTYPES, Segment, join, read_segment
+from qsync.tracing.segments import Segment, join, read_segment
 
 # Where a graph breaks it is traced once more: a model may change itself in its first call (Hugging Face's
 # install hooks, under a lock), and its graph then breaks in that call alone.

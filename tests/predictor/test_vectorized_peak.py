@@ -16,7 +16,7 @@ from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory import lifetimes
 from qsync.predictor.memory.peak import StepMemory
 from qsync.predictor.memory.vectorized_peak import VectorizedPeak, vectorized_peak_bytes
-from qsync.records.graph import OpGraph, Role
+from qsync.records.graph import Derivative, OpGraph, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import can_save_less, ops_that_save_less
 
@@ -88,8 +88,12 @@ def test_views_sums_and_what_all_blocks_read_take_the_same_memory_either_way():
 
 
 def test_calls_whose_derivatives_need_unlike_memory_are_told_apart():
-    graph, needs = mlp(5), {"act1": 1 << 12, "act3": 1 << 16}
-    ops = tuple(replace(op, backward_bytes=needs.get(op.name, 0)) for op in graph.ops)
+    graph = mlp(5)
+    needs = {
+        "act1": Derivative(saved=(0,), workspace_bytes=1 << 12),
+        "act3": Derivative(workspace_bytes=1 << 16),
+    }
+    ops = tuple(replace(op, derivative=needs.get(op.name)) for op in graph.ops)
     graph = replace(graph, ops=ops)
     for precision in (Precision.FP32, Precision.BF16):
         check(graph, {op.name: precision for op in graph.adjustable})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qsync.lowering.lowered_graph import AS_TRACED, EPILOGUES, FUSED, REPLACED
 from qsync.records.cluster import Cluster, DeviceClass, Link
-from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
+from qsync.records.graph import Derivative, Input, Op, OpGraph, Role, num_elements
 from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Cost, Profile, Sensitivity
 from qsync.records.save_less import FORMS, can_save_less
@@ -36,6 +36,19 @@ OMEGA = {
     "int8": 20.0,
     "int8_all": 90.0,
 }
+
+
+def _derivative(kind: str, shape: tuple[int, ...]) -> Derivative | None:
+    """What torch's derivative of such a call saves, as tracing would count it."""
+    if kind in ("relu", "tanh", "sigmoid", "softmax"):
+        return Derivative(saves_result=True)
+    if kind in ("add", "sub", "cat", "mean", "sum", "clone"):
+        return Derivative()
+    besides = {"max_pool2d": "int64", "cross_entropy": "fp32"}
+    if kind in besides:
+        saved = () if kind == "cross_entropy" else (0,)
+        return Derivative(saved, besides=((besides[kind], num_elements(shape)),))
+    return None
 
 
 class Builder:
@@ -82,6 +95,7 @@ class Builder:
                 magnitude,
                 depth,
                 exposed=exposed,
+                derivative=_derivative(kind, self.shape[inputs[0]] if inputs else out),
             )
         )
         self.shape[name], self.dtype[name] = out, dtype

@@ -627,8 +627,8 @@ def test_operators_inside_a_checkpoint_are_listed():
         (lambda m, x: x.to(torch.float32) * 2, "float"),
         (lambda m, x: F.softmax(x, dim=-1, dtype=torch.float32), "softmax"),
         (lambda m, x: x.double().float(), "float"),
-        (lambda m, x: torch.fft.rfft(x).abs().mean(-1, keepdim=True) + x, "other"),
-        (lambda m, x: torch.linalg.vector_norm(x) + x, "other"),
+        (lambda m, x: torch.fft.rfft(x).abs().mean(-1, keepdim=True) + x, "fft_rfft"),
+        (lambda m, x: torch.linalg.vector_norm(x) + x, "vector_norm"),
     ],
 )
 def test_types_an_author_asked_for_and_unknown_operators_are_fixed(body, name):

@@ -68,10 +68,11 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
 
 def _derivative(op: Op, run: Run, context: OpContext) -> int:
     """Return the bytes that torch's derivative needs in the type of this run; no product has any here."""
+    workspace = op.derivative.workspace_bytes if op.derivative is not None else 0
     if op.kind == "rms_norm":  # CUDA has a kernel; a CPU writes it out in FP32, after a cast of its input
         casts = _FP32 * op.num_elements if run.mode != Precision.FP32 else 0
-        return op.backward_bytes + casts if context.device == "cpu" else 0
-    return op.backward_bytes * type_bytes(run.mode, 1) // type_bytes(op.dtype, 1)
+        return workspace + casts if context.device == "cpu" else 0
+    return workspace * type_bytes(run.mode, 1) // type_bytes(op.dtype, 1)
 
 
 def _saving_less_forward(op: Op, run: Run) -> int:

@@ -1,0 +1,192 @@
+"""What torch's derivative of a call saves, and what it needs for a while: counted, not looked up.
+
+The derivative of `x ** 3` saves x, makes three tensors of its size, and two of them are gone when it ends. A
+call that no kernel of qsync replaces is run forward and backward on fake tensors, which take no memory. Hooks
+see what it saves, and what its ATen calls return is counted. What a kernel allocates inside itself is not
+seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qsync.tracing.operator_table import classify, is_torch, traced_shape, traced_size, traced_type
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a call saves for backward, and the bytes that its backward needs besides the gradients.
+
+    `operands` are those saved, by their place among the nodes that the call names; `besides` are the type and
+    number of elements of other tensors saved.
+    """
+
+    operands: frozenset[int]
+    result: bool
+    besides: tuple[tuple[str, int], ...]
+    workspace_bytes: int
+
+
+_aten = torch.ops.aten
+# Calls that torch's derivatives make in place, on zeros of their own, where tensors are no fake ones.
+_INTO_FIRST = (_aten.scatter, _aten.scatter_add, _aten.index_add, _aten.index_put, _aten.index_copy)
+_ALLOCATES_TWICE = (_aten.native_batch_norm_backward,)  # its first result, on CPUs
+
+_known: dict[
+    tuple[Any, str], Counted | None
+] = {}  # by call and operands: blocks, and graphs traced anew, have equal ones
+
+
+def counted(node: torch.fx.Node) -> Counted | None:
+    """Return what the derivative of a call saves and needs.
+
+    None of a call that needs its operands' numbers, as those that return as many elements as they find, and
+    of one that is not torch's own.
+    """
+    if not is_torch(node.target) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return None
+    order = {operand: k for k, operand in enumerate(node.all_input_nodes)}
+    shown = torch.fx.map_arg(
+        (node.args, node.kwargs), lambda given: (order[given], _shown(given.meta.get("example_value")))
+    )
+    key = (node.target, repr(shown))
+    if key not in _known:
+        _known[key] = _counted(node)
+    return _known[key]
+
+
+def named_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the nodes that a call names, in order, each as often as it is named."""
+    found: list[torch.fx.Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _counted(node: torch.fx.Node) -> Counted | None:
+    stand_ins: list[Any] = []  # one for each of `named_operands`
+    packed: list[torch.Tensor] = []
+    of_node: dict[torch.fx.Node, Any] = {}
+    is_product = classify(node)[0] == "mul"  # a square has two factors, which have two gradients
+
+    def stand_in(given: torch.fx.Node) -> Any:
+        if is_product or given not in of_node:
+            of_node[given] = _stand_in(given.meta.get("example_value"))
+        stand_ins.append(of_node[given])
+        return of_node[given]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    # A checkpoint around the model has hooks of its own, which count: these stand in for them.
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(), saving:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), stand_in)
+            call = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+            results = list(filter(_is_tensor, tree_leaves(call(*args, **kwargs))))
+            workspace_bytes = _backward_bytes(list(filter(_is_trained, results)), tree_leaves(stand_ins))
+    except Exception:  # whatever a call raises that needs numbers, or has no kernel for fake tensors
+        return None
+    places = {_storage(value): k for k, given in enumerate(stand_ins) for value in tree_leaves(given)
+              if _is_tensor(value)}  # fmt: skip
+    saved = {_storage(tensor): tensor for tensor in packed}
+    own = _storage(results[0])
+    return Counted(
+        operands=frozenset(places[storage] for storage in saved if storage in places),
+        result=own in saved and own not in places,
+        besides=tuple(
+            (traced_type(tensor), tensor.untyped_storage().nbytes() // tensor.itemsize)
+            for storage, tensor in saved.items() if storage not in places and storage != own
+        ),
+        workspace_bytes=workspace_bytes,
+    )  # fmt: skip
+
+
+def _backward_bytes(results: list[torch.Tensor], operands: list[Any]) -> int:
+    """Return the most bytes alive in backward, besides the gradients of results and operands."""
+    # Autograd lets go of a gradient that it made itself, here that of the negative, when it is read.
+    negatives = [value.neg() for value in results]
+    gradients = [torch.empty_like(value) for value in negatives]
+    with _Allocations() as allocations:
+        leaves = list(filter(_is_trained, operands))
+        found = torch.autograd.grad(negatives, leaves, gradients, allow_unused=True)
+    entered = dict(allocations.made[: len(results)])
+    storages = {_storage(each): each.untyped_storage() for each in found if each is not None}
+    kept: int = sum(each.nbytes() for storage, each in storages.items() if storage not in entered)
+    return max(0, int(allocations.peak_bytes) - kept - sum(entered.values()))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the library is untyped
+    """Count the bytes of the tensors that are made inside, while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self.made: list[tuple[int, int]] = []  # the storage and the bytes of each, in order
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(value) for value in tree_leaves((args, kwargs)) if _is_tensor(value)}
+        result = func(*args, **(kwargs or {}))
+        kind = getattr(func, "overloadpacket", None)
+        if kind in _INTO_FIRST:
+            self._alive.pop(_storage(args[0]), None)
+        for value in filter(_is_tensor, tree_leaves(result)):
+            storage = value.untyped_storage()
+            if storage._cdata not in self._alive and storage._cdata not in given:
+                self._alive[storage._cdata] = storage.nbytes()
+                self.made.append((storage._cdata, storage.nbytes()))
+                weakref.finalize(storage, self._alive.pop, storage._cdata, None)
+        hidden = result[0].nbytes if kind in _ALLOCATES_TWICE else 0
+        self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()) + hidden)
+        return result
+
+
+def _stand_in(value: Any) -> Any:
+    """Return what stands for an argument: of a tensor one like it, with memory of its own."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_stand_in, value))
+    if isinstance(value, torch.SymInt):
+        return traced_size(value)
+    if isinstance(value, (torch.SymFloat, torch.SymBool)):
+        return value.node.hint
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_functorch_wrapped_tensor(value):
+        raise TypeError("a tensor of torch.vmap has a hidden dimension")
+    strides = tuple(map(traced_size, value.stride()))
+    device = "cpu" if value.is_meta else value.device
+    made = torch.empty_strided(traced_shape(value), strides, dtype=value.dtype, device=device)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _shown(value: Any) -> Any:
+    """Return what of an argument decides how its derivative is computed."""
+    if isinstance(value, (tuple, list)):
+        return [_shown(each) for each in value]
+    if isinstance(value, torch.Tensor) and not is_functorch_wrapped_tensor(value):
+        strides = tuple(map(traced_size, value.stride()))
+        return traced_shape(value), strides, value.dtype, value.device, value.requires_grad
+    return traced_size(value) if isinstance(value, torch.SymInt) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
