@@ -127,8 +127,6 @@ def made_for_backward(
     elif op.kind == "conv2d" and mode == Precision.FP32_FAST and not op.channels_last:
         # Its weight, at the most, in the other order: few of those that are channels-last gain by leaving it.
         yield type_bytes("fp32", num_elements(shapes[op.inputs[1]]))
-    elif op.kind == "einsum":  # its operands, in the order of a product of matrices: at the most, copies
-        yield sum(type_bytes(mode, num_elements(shapes[value])) for value in op.inputs)
     elif op.kind == "linear" and op.copies and mode in PLAIN and requires_grad[op.inputs[1]]:
         yield type_bytes(mode, num_elements(shapes[op.inputs[0]]))
     elif op.kind == "matmul":

@@ -353,9 +353,10 @@ class _Reader:
     def _derivative(self, segment: Segment, node: torch.fx.Node, call: _Call) -> Derivative | None:
         """Return what torch's derivative of a call saves and needs; None where it is not counted.
 
-        The memory model has rules for products, dropout and functions of the user's own.
+        The memory model has rules for products with kernels, dropout and functions of the user's own.
         """
-        own = call.role is Role.ADJUSTABLE or call.kind in _KNOWN_SAVED or call.kind in PRECISIONS_BY_KIND
+        own = call.kind in PRECISIONS_BY_KIND and call.kind != "einsum"  # torch's in every precision
+        own |= call.kind in _KNOWN_SAVED
         if not call.value.requires_grad or own or self._num_levels:
             return None
         found = counted(node)
