@@ -208,13 +208,16 @@ def writes_scores(
 ) -> bool:
     """Return whether attention is torch's plain kernel, which holds all scores in FP32.
 
-    On a CPU no fused kernel of torch has dropout, heads that broadcast, masks of three dimensions, or masks
-    that are trained; qsync's BF16 and INT8 kernels have.
+    On a CPU no fused kernel of torch has other operands than four-dimensional ones of one width, dropout,
+    heads that broadcast, masks of three dimensions, or masks that are trained; qsync's BF16 and INT8 kernels
+    have.
     """
-    masks = (*op.inputs[3:], *op.kept)
+    masks, width = (*op.inputs[3:], *op.kept), shapes[op.inputs[0]][-1]
     is_plain = (
         op.dropout > 0
         or op.copies is True
+        or len(op.shape) != 4
+        or op.shape[-1] != width
         or any(requires_grad[mask] or len(shapes[mask]) == 3 for mask in masks)
     )
     return is_plain and device == "cpu" and mode not in ("int8", "bf16")

@@ -33,6 +33,7 @@ from qsync.tracing.replaced_forward import (
     compile_forward,
     replace_forward,
     restore_forward,
+    standing_forward,
     trace_again,
     untraced,
 )
@@ -187,6 +188,9 @@ def detach(model: torch.nn.Module) -> None:
 
 def program_of(model: torch.nn.Module) -> Program:
     """Return the program of a wrapped model; raise MismatchError if it was not wrapped."""
-    if model not in programs:
+    if model in programs:
+        return programs[model]
+    forward = standing_forward(model)  # that of a copy which was not called yet
+    if not isinstance(forward, PlannedForward):
         raise MismatchError(f"this {type(model).__name__} is not wrapped; call qsync.wrap(model, plan) first")
-    return programs[model]
+    return forward.program()

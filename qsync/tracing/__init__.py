@@ -5,7 +5,7 @@
 `operator_table`    the kinds of operators
 `module_names`      the names of operators, from the modules that call them
 `traced_tensors`    how example tensors lie in memory, and which calls copy
-`derivatives`       what torch's derivatives of calls save, and what they need for a while
+`counted_calls`     what calls multiply, and what torch's derivatives of them save and need for a while
 `inplace_calls`     calls that write to their operands
 `replaced_forward`  replace a module's forward on the instance
 """

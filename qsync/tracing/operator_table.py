@@ -30,7 +30,7 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "conv1d": ("conv1d", ("input", "weight", "bias")),
     "conv3d": ("conv3d", ("input", "weight", "bias")),
     **{f"conv_transpose{n}d": ("conv_transpose", ("input", "weight", "bias")) for n in (1, 2, 3)},
-    "matmul": ("matmul", ("input", "other")),
+    **{name: ("matmul", ("input", "other")) for name in ("matmul", "linalg_matmul", "__matmul__")},
     "bmm": ("matmul", ("input", "mat2")),
     "mm": ("matmul", ("input", "mat2")),
     "baddbmm": ("baddbmm", ("input", "batch1", "batch2")),
@@ -70,7 +70,7 @@ _ELEMENTWISE = (
 _GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # forward and backward
 UNSAVED_FUNCTION = "unsaved_function"  # one that saves nothing for backward
 
-# Products without a low-precision kernel: they run as traced, and `wrap` says so.
+# Products without a low-precision kernel, which run as traced, and whose operations torch does not count.
 UNWRITTEN_PRODUCTS = ("addbmm", "bilinear", "grouped_mm", "_grouped_mm")
 
 # Attributes that are views.
@@ -119,7 +119,7 @@ def call_name(node: torch.fx.Node) -> str:
     if node.op == "call_method":
         return str(node.target)
     name = getattr(node.target, "__name__", str(node.target))
-    return str(name)
+    return str(name).removesuffix(".default")  # of aten's operators, which have overloads
 
 
 def bare_name(node: torch.fx.Node) -> str:

@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from qsync.errors import UnsupportedError
 from qsync.records.graph import Derivative, Input, Op, OpGraph, Role
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS
-from qsync.tracing.derivatives import counted, named_operands
+from qsync.tracing.counted_calls import counted, counted_flops, named_operands
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.module_names import argument_name, module_place, operator_name, roots_of
 from qsync.tracing.operator_table import (
@@ -333,7 +333,7 @@ class _Reader:
         because = call.because
         if kind == "einsum" and len(read) > 1:
             count = flops_of_einsum(node, [self._shape[source] for source in read])
-        if kind == "other" and (unwritten := flops_of_unwritten(node)):
+        if kind == "other" and (unwritten := flops_of_unwritten(node) or counted_flops(node)):
             count, because = unwritten, f"qsync has no kernel for {bare_name(node)} in low precision"
         drops = dropped(node, kind) if kind == "attention" else 0.0
         dilated = is_dilated(node) if kind == "conv2d" else False

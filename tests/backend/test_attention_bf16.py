@@ -218,6 +218,28 @@ def test_long_sequences_run_the_kernel_that_was_faster(monkeypatch, torch_is_fas
     assert asked[2:] == [(128, False)] and ran == ([100] if torch_is_faster else [])
 
 
+@pytest.mark.parametrize(
+    "case", ["three dimensions", "five dimensions", "narrow values", "a trained mask", "a mask a batch"]
+)
+def test_what_torch_has_no_fused_kernel_for_is_not_handed_to_it(monkeypatch, case):
+    """Its plain kernel would save all scores, in FP32."""
+    monkeypatch.setattr(attention_bf16, "_torch_is_faster", lambda *_: True)
+    lead = {"three dimensions": (4,), "five dimensions": (1, 2, 2)}.get(case, (2, 2))
+    shapes = [(*lead, 300, 16)] * 2 + [(*lead, 300, 8 if case == "narrow values" else 16)]
+    masks = {"a trained mask": torch.randn(1, 2, 300, 300), "a mask a batch": torch.randn(2, 300, 300)}
+    mask = masks.get(case)
+    if case == "a trained mask":
+        mask.requires_grad_()
+
+    def attend(*args, **kwargs):
+        raise AssertionError("torch's kernel ran")
+
+    q, k, v = leaves(shapes)
+    got = attention_bf16.fastest_attention_bf16(attend, "bf16", q, k, v, attn_mask=mask)
+    expected = ATTENTION(q, k, v, attn_mask=mask)
+    assert (got.float() - expected.float()).norm() < 0.02 * expected.float().norm()
+
+
 def test_a_head_of_keys_that_broadcasts_is_handed_to_torch_as_a_group(monkeypatch):
     monkeypatch.setattr(attention_bf16, "_torch_is_faster", lambda *_: True)
     grouped = []

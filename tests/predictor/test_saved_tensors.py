@@ -42,6 +42,20 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(2, 24, 32))
 
 
+class Headed(nn.Module):
+    """Attention of these leading dimensions, whose values have a width of their own."""
+
+    def __init__(self, lead, width):
+        super().__init__()
+        self.lead, self.width = lead, width
+        self.qk, self.v, self.out = nn.Linear(16, 2 * 64), nn.Linear(16, 8 * width), nn.Linear(8 * width, 8)
+
+    def forward(self, x):
+        q, k = (t.reshape(*self.lead, 10, 8) for t in self.qk(x).chunk(2, -1))
+        y = F.scaled_dot_product_attention(q, k, self.v(x).reshape(*self.lead, 10, self.width))
+        return self.out(y.reshape(4, 10, 8 * self.width))
+
+
 class Grouped(nn.Module):
     """Attention that drops, whose keys and values several heads share; they lie with the heads in front."""
 
@@ -219,6 +233,9 @@ FORMS = {
         torch.randn(4, 3, 12, 12),
     ),
     "bags and a normalized weight": lambda: (Bags(), torch.arange(24).view(4, 6)),
+    "attention of three dimensions": lambda: (Headed((32,), 8), torch.randn(4, 10, 16)),
+    "attention of five dimensions": lambda: (Headed((4, 2, 4), 8), torch.randn(4, 10, 16)),
+    "attention to narrow values": lambda: (Headed((4, 8), 4), torch.randn(4, 10, 16)),
     "attention with a mask of three dimensions": lambda: (Attention(False), torch.randn(2, 24, 32)),
 }
 

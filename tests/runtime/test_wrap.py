@@ -135,6 +135,15 @@ def test_unwrapping_gives_the_plain_model_back():
         qsync.unwrap(model)
 
 
+def test_a_copy_that_was_never_called_is_unwrapped_alone():
+    model, batch = build("mlp")
+    plain, _ = step(model, batch)
+    low, _ = step(qsync.wrap(model, "int8", strict=True), batch)
+    copied = qsync.unwrap(copy.deepcopy(model))
+    assert torch.equal(step(copied, batch)[0], plain) and "forward" not in vars(copied)
+    assert torch.equal(step(model, batch)[0], low) and not torch.equal(low, plain)
+
+
 # --- Training ---
 
 

@@ -279,6 +279,38 @@ def test_products_without_a_kernel_are_named_and_counted():
     }
 
 
+class Counted(nn.Module):
+    """Calls that multiply inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.cell = nn.Linear(4, 4), nn.LSTMCell(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        chained = torch.linalg.multi_dot([x, self.fc.weight, self.fc.weight])
+        spelt = torch.ops.aten.mm.default(torch.linalg.matmul(x, self.fc.weight), self.fc.weight)
+        return (
+            self.cell(x)[0].sum()
+            + torch.tensordot(x, self.fc.weight, 1).sum()
+            + torch.inner(x, chained).sum()
+            + spelt.sum()
+        )
+
+
+def test_products_inside_of_calls_are_counted_and_named():
+    graph = qsync.capture(Counted(), torch.randn(3, 4))
+    found = {op.name: op.flops for op in graph.ops if op.role is Role.FIXED and op.flops}
+    assert found == {
+        "cell.lstm_cell": 2 * 3 * (4 + 6) * 24,
+        "linalg_multi_dot": 2 * (3 * 4 * 4) * 2,
+        "tensordot": 2 * 3 * 4 * 4,
+        "inner": 2 * 3 * 4 * 3,
+    }
+    assert all("no kernel for" in op.fixed_because for op in graph.ops if op.name in found)
+    assert [op.kind for op in graph.adjustable] == ["linear", "matmul", "matmul"]
+
+
 class Products(nn.Module):
     """Four spellings of one product."""
 
@@ -628,7 +660,7 @@ def test_operators_inside_a_checkpoint_are_listed():
         (lambda m, x: F.softmax(x, dim=-1, dtype=torch.float32), "softmax"),
         (lambda m, x: x.double().float(), "float"),
         (lambda m, x: torch.fft.rfft(x).abs().mean(-1, keepdim=True) + x, "fft_rfft"),
-        (lambda m, x: torch.linalg.vector_norm(x) + x, "vector_norm"),
+        (lambda m, x: torch.linalg.vector_norm(x) + x, "linalg_vector_norm"),
     ],
 )
 def test_types_an_author_asked_for_and_unknown_operators_are_fixed(body, name):

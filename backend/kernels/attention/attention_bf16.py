@@ -84,7 +84,8 @@ def fastest_attention_bf16(
     of a Zen 4 takes 0.7 times as long as torch for 128 keys, as long for 256 and 1.4 times for 2048. Without
     gradients one of a Xeon without AMX takes twice as long for 128. Both kernels save the same tensors.
     With dropout torch writes all scores out, in FP32, and saves them three times (25 MB in the place of 0.5
-    for a layer of 32 heads of 128x128), so it is not used. A head of keys that broadcasts to all queries' is
+    for a layer of 32 heads of 128x128); so it does where its fused kernel takes no such operands. It is not
+    used there. A head of keys that broadcasts to all queries' is
     handed to torch as a group: as it is, no kernel but torch's plain one takes it (3 times as long for 1024).
 
     >>> fastest_attention_bf16(F.scaled_dot_product_attention, "bf16", q, k, v)
@@ -93,7 +94,10 @@ def fastest_attention_bf16(
     one_head = query.ndim == 4 and key.shape[:2] == value.shape[:2] == (len(query), 1)
     enable_gqa = enable_gqa or one_head
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    if not dropout_p and key.numel() and (key.shape[-2] > _SHORT or not trains):
+    is_fused = query.ndim == 4 and query.shape[-1] == value.shape[-1] and not dropout_p
+    if attn_mask is not None:
+        is_fused &= attn_mask.ndim != 3 and not attn_mask.requires_grad
+    if is_fused and key.numel() and (key.shape[-2] > _SHORT or not trains):
         keys = 1 << (key.shape[-2] - 1).bit_length()
         if _torch_is_faster(keys, key.shape[-1], is_causal, trains, torch.get_num_threads()):
             y = target(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)

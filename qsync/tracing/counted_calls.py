@@ -1,4 +1,4 @@
-"""What torch's derivative of a call saves, and what it needs for a while: counted, not looked up.
+"""What a call multiplies, what torch's derivative of it saves, and what that needs: counted, not looked up.
 
 The derivative of `x ** 3` saves x, makes three tensors of its size, and two of them are gone when it ends. A
 call that no kernel of qsync replaces is run forward and backward on fake tensors, which take no memory. Hooks
@@ -9,6 +9,7 @@ seen.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from qsync.tracing.operator_table import classify, is_torch, traced_shape, traced_size, traced_type
 
@@ -46,22 +48,63 @@ _known: dict[
 ] = {}  # by call and operands: blocks, and graphs traced anew, have equal ones
 
 
+_known_flops: dict[tuple[Any, str], int] = {}
+
+
 def counted(node: torch.fx.Node) -> Counted | None:
     """Return what the derivative of a call saves and needs.
 
     None of a call that needs its operands' numbers, as those that return as many elements as they find, and
     of one that is not torch's own.
     """
-    if not is_torch(node.target) or isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not _can_run(node):
         return None
+    key = _key(node)
+    if key not in _known:
+        _known[key] = _counted(node)
+    return _known[key]
+
+
+def counted_flops(node: torch.fx.Node) -> int:
+    """Return the floating-point operations of the products that a call runs forward; 0 where none is seen.
+
+    An LSTM's cell and `torch.tensordot` run some. A multiply-add counts as two.
+    """
+    if not _can_run(node) or len(named_operands(node)) < 2:
+        return 0
+    key = _key(node)
+    if key not in _known_flops:
+        _known_flops[key] = _flops(node)
+    return _known_flops[key]
+
+
+def _flops(node: torch.fx.Node) -> int:
+    try:
+        with torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
+            _run(node, lambda given: _stand_in(given.meta.get("example_value")))
+    except Exception:  # as in `_counted`
+        return 0
+    return int(counter.get_total_flops())
+
+
+def _can_run(node: torch.fx.Node) -> bool:
+    return is_torch(node.target) and not isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _key(node: torch.fx.Node) -> tuple[Any, str]:
+    """Return what a call has in common with those that compute alike."""
     order = {operand: k for k, operand in enumerate(node.all_input_nodes)}
     shown = torch.fx.map_arg(
         (node.args, node.kwargs), lambda given: (order[given], _shown(given.meta.get("example_value")))
     )
-    key = (node.target, repr(shown))
-    if key not in _known:
-        _known[key] = _counted(node)
-    return _known[key]
+    return node.target, repr(shown)
+
+
+def _run(node: torch.fx.Node, stand_in: Callable[[torch.fx.Node], Any]) -> Any:
+    """Make a call on stand-ins of its operands."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), stand_in)
+    call = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    return call(*args, **kwargs)
 
 
 def named_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -91,9 +134,7 @@ def _counted(node: torch.fx.Node) -> Counted | None:
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     try:
         with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(), saving:
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), stand_in)
-            call = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-            results = list(filter(_is_tensor, tree_leaves(call(*args, **kwargs))))
+            results = list(filter(_is_tensor, tree_leaves(_run(node, stand_in))))
             workspace_bytes = _backward_bytes(list(filter(_is_trained, results)), tree_leaves(stand_ins))
     except Exception:  # whatever a call raises that needs numbers, or has no kernel for fake tensors
         return None
