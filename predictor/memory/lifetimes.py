@@ -340,17 +340,17 @@ class _ValueGroup:
             i = lives.layout.position.get(value)
             if value == self.root or i is None or not to[value]:
                 continue
-            op = lives.layout.ops[i]
-            parent = op.inputs[0]
-            above = lives.layout.position.get(parent)
-            of_split = parent != self.root and above is not None and lives.layout.ops[above].splits
-            if of_split or (lives.is_partial_view(i) and not op.splits):
-                part = type_bytes(lives.carried(value), lives.layout.elements[value])
-                yield from self._accumulated(to[value], part, end - (above if of_split else i))
-            if of_split or op.splits or lives.is_partial_view(i):
-                to[parent].append((end - (above if of_split else i), parent, False))
-            else:
+            splits, parent = lives.layout.ops[i].splits, lives.layout.ops[i].inputs[0]
+            above = lives.layout.position.get(parent, i)
+            of_split = parent != self.root and lives.layout.ops[above].splits
+            backward = end - (above if of_split else i)
+            if not (of_split or splits or lives.is_partial_view(i)):  # the same elements
                 to[parent] += [(time, parent, passed) for time, _, passed in to[value]]
+                continue
+            if not splits:
+                part = type_bytes(lives.carried(value), lives.layout.elements[value])
+                yield from self._accumulated(to[value], part, backward)
+            to[parent].append((backward, parent, False))
         self.contributions = to[self.root]
 
     def _shared_parameter(self, num_bytes: int) -> Iterator[Span]:
