@@ -168,7 +168,7 @@ def test_an_operand_is_kept_only_if_the_other_one_has_a_gradient():
 
 def test_attention_keeps_its_result_and_a_sum_per_row():
     builder = Builder()
-    x = builder.linear("fc", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    x = builder.linear("fc", builder.enter("x", (1, 1, ROWS, WIDTH)), WIDTH)
     y = builder.op("attention", "attention", Role.ADJUSTABLE, [x, x, x])
     builder.op("loss", "cross_entropy", Role.FIXED, [y], ())
     assert peak(builder).saved_by == {"attention": 2 * VALUE + 4 * ROWS, "loss": VALUE}

@@ -154,8 +154,12 @@ def encoder(num_layers: int = 2, width: int = 64, rows: int = 32, hidden: int = 
     for layer in range(num_layers):
         at = f"layer.{layer}."
         q, k, v = (builder.linear(at + name, x, width, bias=True) for name in ("query", "key", "value"))
-        views = [builder.op(at + f"view{j}", "view", Role.FOLLOWING, [y]) for j, y in enumerate((q, k, v))]
+        views = [
+            builder.op(at + f"view{j}", "view", Role.FOLLOWING, [y], (1, 1, rows, width))
+            for j, y in enumerate((q, k, v))
+        ]
         y = builder.op(at + "attention", "attention", Role.ADJUSTABLE, views, flops=4 * rows * rows * width)
+        y = builder.op(at + "heads", "view", Role.FOLLOWING, [y], (rows, width))
         y = builder.linear(at + "out", y, width, bias=True)
         x = builder.norm(
             at + "norm1", builder.follow(at + "add1", "add", builder.follow(at + "drop1", "dropout", y), x)
