@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync.tracing.operator_table import classify, is_torch, traced_shape, traced_size, traced_type
+from qsync.tracing.operator_table import bodies_of, classify, is_torch, traced_shape, traced_size, traced_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,16 @@ class Counted:
     """What a call saves for backward, and the bytes that its backward needs besides the gradients.
 
     `operands` are those saved, by their place among the nodes that the call names; `besides` are the type and
-    number of elements of other tensors saved.
+    number of elements of other tensors saved. A result without a gradient saves nothing, whatever the
+    operands. `is_view`: the result has the memory of an operand.
     """
 
     operands: frozenset[int]
     result: bool
     besides: tuple[tuple[str, int], ...]
     workspace_bytes: int
+    has_gradient: bool = True
+    is_view: bool = False
 
 
 _aten = torch.ops.aten
@@ -68,8 +71,10 @@ def counted(node: torch.fx.Node) -> Counted | None:
 def counted_flops(node: torch.fx.Node) -> int:
     """Return the floating-point operations of the products that a call runs forward; 0 where none is seen.
 
-    An LSTM's cell and `torch.tensordot` run some. A multiply-add counts as two.
+    An LSTM's cell, `torch.tensordot` and functions of the user's own run some. A multiply-add counts as two.
     """
+    if bodies := bodies_of(node):
+        return sum(counted_flops(inner) for inner in bodies[0].nodes if inner.op.startswith("call"))
     if not _can_run(node) or len(named_operands(node)) < 2:
         return 0
     key = _key(node)
@@ -135,9 +140,12 @@ def _counted(node: torch.fx.Node) -> Counted | None:
     try:
         with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(), saving:
             results = list(filter(_is_tensor, tree_leaves(_run(node, stand_in))))
-            workspace_bytes = _backward_bytes(list(filter(_is_trained, results)), tree_leaves(stand_ins))
+            trained = list(filter(_is_trained, results))
+            workspace_bytes = _backward_bytes(trained, tree_leaves(stand_ins)) if trained else 0
     except Exception:  # whatever a call raises that needs numbers, or has no kernel for fake tensors
         return None
+    if not trained:
+        return Counted(frozenset(), False, (), 0, has_gradient=False)
     places = {_storage(value): k for k, given in enumerate(stand_ins) for value in tree_leaves(given)
               if _is_tensor(value)}  # fmt: skip
     saved = {_storage(tensor): tensor for tensor in packed}
@@ -150,6 +158,7 @@ def _counted(node: torch.fx.Node) -> Counted | None:
             for storage, tensor in saved.items() if storage not in places and storage != own
         ),
         workspace_bytes=workspace_bytes,
+        is_view=own in places,
     )  # fmt: skip
 
 

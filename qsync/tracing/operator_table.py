@@ -124,6 +124,8 @@ def call_name(node: torch.fx.Node) -> str:
 
 def bare_name(node: torch.fx.Node) -> str:
     """Return the bare name of a call, without the library that registered it: `grouped_mm_fallback`."""
+    if isinstance(node.target, torch._ops.OpOverload):  # aten.slice.Tensor
+        return str(node.target.overloadpacket.__name__)
     return call_name(node).rpartition(".")[2]
 
 
@@ -141,7 +143,7 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
     """Kind and role of a call by its name alone; what its tensors are like can still make it fixed."""
     name = call_name(node)
     if name == _FUNCTION:
-        results, bodies = tree_leaves(node.meta.get("example_value")), _bodies(node)
+        results, bodies = tree_leaves(node.meta.get("example_value")), bodies_of(node)
         follows = len(results) == 1 and len(bodies) == _WAYS and all(map(_computes_elements, bodies))
         kind, role = ("function", Role.FOLLOWING) if follows else ("other", Role.FIXED)
         return (kind if len(bodies) < _WAYS or _saves_values(bodies[0]) else UNSAVED_FUNCTION), role
@@ -163,7 +165,7 @@ def _by_arguments(node: torch.fx.Node, kind: str) -> str:
     return kind
 
 
-def _bodies(node: torch.fx.Node) -> list[torch.fx.Graph]:
+def bodies_of(node: torch.fx.Node) -> list[torch.fx.Graph]:
     """Return the graphs of a user's function, forward and backward."""
     named = [
         argument

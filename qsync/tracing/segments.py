@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from qsync.errors import UnsupportedError
 from qsync.records.graph import Derivative, Input, Op, OpGraph, Role
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS
-from qsync.tracing.counted_calls import counted, counted_flops, named_operands
+from qsync.tracing.counted_calls import Counted, counted, counted_flops, named_operands
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.module_names import argument_name, module_place, operator_name, roots_of
 from qsync.tracing.operator_table import (
@@ -28,6 +28,7 @@ from qsync.tracing.operator_table import (
     PASSES_MAGNITUDE,
     UNSAVED_FUNCTION,
     bare_name,
+    bodies_of,
     call_name,
     classify,
     dropped,
@@ -335,14 +336,21 @@ class _Reader:
             count = flops_of_einsum(node, [self._shape[source] for source in read])
         if kind == "other" and (unwritten := flops_of_unwritten(node) or counted_flops(node)):
             count, because = unwritten, f"qsync has no kernel for {bare_name(node)} in low precision"
+            if bodies_of(node):
+                because = "a torch.autograd.Function runs as it is written"
+        # The example of `zeros` that are written to later has the gradient of what is written.
+        count_of = self._counted(node, call) if call.value.requires_grad else None
+        trained = call.value.requires_grad and (count_of is None or count_of.has_gradient)
+        is_view = kind == "other" and count_of is not None and count_of.is_view  # aten.slice
+        kind = "view" if is_view else kind
         drops = dropped(node, kind) if kind == "attention" else 0.0
         dilated = is_dilated(node) if kind == "conv2d" else False
         op = Op(
             name, kind, call.role, tuple(read), tuple(kept), traced_type(call.value), shape, count,
-            call.value.requires_grad, call.magnitude, depth, drops, dilated, because,
-            copies=copies(node, kind), channels_last=is_channels_last(call.value),
+            trained, call.magnitude, depth, drops, dilated, because,
+            copies=False if is_view else copies(node, kind), channels_last=is_channels_last(call.value),
             splits=kind == "view" and isinstance(node.meta.get("example_value"), (tuple, list)),
-            derivative=self._derivative(segment, node, call),
+            derivative=self._derivative(segment, node, call, count_of) if trained and count_of else None,
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
@@ -350,18 +358,17 @@ class _Reader:
         segment.op_of[node] = name
         segment.value_of[node] = name
 
-    def _derivative(self, segment: Segment, node: torch.fx.Node, call: _Call) -> Derivative | None:
+    def _counted(self, node: torch.fx.Node, call: _Call) -> Counted | None:
         """Return what torch's derivative of a call saves and needs; None where it is not counted.
 
         The memory model has rules for products with kernels, dropout and functions of the user's own.
         """
         own = call.kind in PRECISIONS_BY_KIND and call.kind != "einsum"  # torch's in every precision
-        own |= call.kind in _KNOWN_SAVED
-        if not call.value.requires_grad or own or self._num_levels:
-            return None
-        found = counted(node)
-        if found is None:
-            return None
+        return None if own or call.kind in _KNOWN_SAVED or self._num_levels else counted(node)
+
+    @staticmethod
+    def _derivative(segment: Segment, node: torch.fx.Node, call: _Call, found: Counted) -> Derivative:
+        """Return what was counted of a call, by the operator's operands."""
         named = [segment.value_of.get(operand) for operand in named_operands(node)]
         saved = {named[place] for place in found.operands}
         return Derivative(

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import qsync
 from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.lowering.incremental import lower
+from qsync.predictor.memory.layout import layout
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.graph import Derivative
 from qsync.records.precision import Precision
@@ -131,3 +132,59 @@ def test_in_bf16_it_is_half_but_where_torch_computes_in_fp32():
 def test_what_cannot_run_without_numbers_counts_nothing():
     _, graph = captured(lambda x: x * x.detach().nonzero().float().mean())
     assert all(op.derivative is None for op in graph.ops if "nonzero" in op.name)
+
+
+class Written(torch.nn.Module):
+    """Rows added up into zeros, and a part of them by the name of aten's operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        sums = torch.zeros_like(self.fc(x))
+        sums.index_add_(0, torch.arange(3), self.fc(x))
+        return torch.ops.aten.slice.Tensor(sums, 0, 0, 2).exp()
+
+
+def test_what_is_written_to_later_has_no_gradient_before_and_a_part_is_a_view():
+    graph = qsync.capture(Written(), torch.randn(3, 4))
+    found = {op.name: op for op in graph.ops}
+    assert not found["zeros_like"].requires_grad and found["index_add"].requires_grad
+    assert found["index_add"].derivative.saved == (1, 2)  # not what is added to
+    part = found["slice"]
+    assert (part.kind, part.copies, part.requires_grad) == ("view", False, True)
+    root = layout(graph).root
+    assert root["slice"] == "index_add" and root["exp"] == "exp"
+
+
+class Multiplying(torch.autograd.Function):
+    """A product of the user's own."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.mm(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient.mm(weight.t()), x.t().mm(gradient)
+
+
+class Multiplied(torch.nn.Module):
+    """A layer and a function with a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.weight = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x):
+        return Multiplying.apply(self.fc(x), self.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the tracer's doing
+def test_a_product_in_a_function_of_the_user_s_own_is_counted_and_named():
+    (function,) = (op for op in qsync.capture(Multiplied(), torch.randn(3, 4)).ops if "function" in op.name)
+    assert function.flops == 2 * 3 * 4 * 6
+    assert function.fixed_because == "a torch.autograd.Function runs as it is written"
