@@ -35,7 +35,7 @@ def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)  # up to eight processes, one after the other, beside other tests; kernels are emulated
+@pytest.mark.timeout(2400)  # up to eight processes in turn, beside other tests; kernels may be emulated
 @pytest.mark.parametrize(
     "group", [pytest.param(g, marks=[pytest.mark.dist] * (g in ("ranks", "demo"))) for g in GROUPS]
 )
