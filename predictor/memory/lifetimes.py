@@ -313,7 +313,8 @@ class _ValueGroup:
         position = lives.layout.position.get(self.root)
         for (value, taken), found in self.cast_contributions.items():
             made = lives.layout.end - lives.cast_time(value, taken)
-            yield from self._accumulated(found, type_bytes(taken, lives.layout.elements[value]), made)
+            num_bytes = type_bytes(taken, lives.layout.elements[value])
+            yield from self._accumulated(found, num_bytes, made, cast=True)
             self.contributions.append((made, value, False))
         if not lives.layout.has_gradient[self.root] or not self.contributions:
             return
@@ -382,15 +383,14 @@ class _ValueGroup:
                 yield Span(num_bytes, time, time)
 
     def _accumulated(
-        self, contributions: Sequence[tuple[int, str, bool]], num_bytes: int, death: int
+        self, contributions: Sequence[tuple[int, str, bool]], num_bytes: int, death: int, cast: bool = False
     ) -> Iterator[Span]:
         """Yield a gradient of so many bytes, and the terms that are added to it.
 
         A sum passes on its own gradient, and one operand takes over that tensor. The term of a later operator
-        lives, as a workspace, while it is added.
+        lives, as a workspace, while it is added. `cast`: the gradient is that of a cast.
         """
         lives = self.lives
-        cast = contributions in self.cast_contributions.values()
         birth: int | None = None
         for time, _, passed in sorted(contributions, key=lambda entry: entry[0]):
             if passed:

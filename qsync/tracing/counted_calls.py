@@ -46,11 +46,8 @@ _aten = torch.ops.aten
 _INTO_FIRST = (_aten.scatter, _aten.scatter_add, _aten.index_add, _aten.index_put, _aten.index_copy)
 _ALLOCATES_TWICE = (_aten.native_batch_norm_backward,)  # its first result, on CPUs
 
-_known: dict[
-    tuple[Any, str], Counted | None
-] = {}  # by call and operands: blocks, and graphs traced anew, have equal ones
-
-
+# By call and operands: blocks, and graphs traced anew, have equal ones.
+_known: dict[tuple[Any, str], Counted | None] = {}
 _known_flops: dict[tuple[Any, str], int] = {}
 
 
@@ -201,7 +198,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the l
                 self._alive[storage._cdata] = storage.nbytes()
                 self.made.append((storage._cdata, storage.nbytes()))
                 weakref.finalize(storage, self._alive.pop, storage._cdata, None)
-        hidden = result[0].nbytes if kind in _ALLOCATES_TWICE else 0
+        hidden = result[0].nbytes if kind in _ALLOCATES_TWICE and result[0].device.type == "cpu" else 0
         self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()) + hidden)
         return result
 

@@ -84,9 +84,9 @@ def fastest_attention_bf16(
     of a Zen 4 takes 0.7 times as long as torch for 128 keys, as long for 256 and 1.4 times for 2048. Without
     gradients one of a Xeon without AMX takes twice as long for 128. Both kernels save the same tensors.
     With dropout torch writes all scores out, in FP32, and saves them three times (25 MB in the place of 0.5
-    for a layer of 32 heads of 128x128); so it does where its fused kernel takes no such operands. It is not
-    used there. A head of keys that broadcasts to all queries' is
-    handed to torch as a group: as it is, no kernel but torch's plain one takes it (3 times as long for 1024).
+    for a layer of 32 heads of 128x128), and where its fused kernel takes no such operands: then it is not
+    used. A head of keys that broadcasts to all queries' is handed to torch as a group: as it is, no kernel
+    but torch's plain one takes it (3 times as long for 1024).
 
     >>> fastest_attention_bf16(F.scaled_dot_product_attention, "bf16", q, k, v)
     """
