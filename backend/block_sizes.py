@@ -15,8 +15,6 @@ _SCORES_PER_GPU_BLOCK = 2**24
 # for 1024x3072 against 10.3 in one piece (Zen 5, one thread).
 SLOPES_PER_BLOCK = 2**17
 
-_MOST_SAVED_KEYS = 64  # the width of a head: the weights of a query are as large as the query
-
 
 def scores_per_block(device: str) -> int:
     """Return how many scores of INT8 attention go through their passes together on a kind of device.
@@ -25,11 +23,3 @@ def scores_per_block(device: str) -> int:
     131072
     """
     return _SCORES_PER_GPU_BLOCK if device == "cuda" else SCORES_PER_BLOCK
-
-
-def saves_weights(keys: int, dropout_p: float) -> bool:
-    """Return whether attention in 16 bits saves its weights for backward, not its result.
-
-    One product in the place of three makes up for the bytes. Dropout would need the weights twice.
-    """
-    return keys <= _MOST_SAVED_KEYS and not dropout_p

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from qsync.backend.block_sizes import saves_weights
+from qsync.backend.kernels.attention.attention_strategy import saves_weights, torch_fuses
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.predictor.memory.expanded_operands import expanded
 from qsync.records.graph import Derivative, Op, OpGraph, num_elements
@@ -208,19 +208,13 @@ def writes_scores(
 ) -> bool:
     """Return whether attention is torch's plain kernel, which holds all scores in FP32.
 
-    On a CPU no fused kernel of torch has other operands than four-dimensional ones of one width, dropout,
-    heads that broadcast, masks of three dimensions, or masks that are trained; qsync's BF16 and INT8 kernels
-    have.
+    On a CPU its fused one takes no heads that broadcast, and no other operands that `torch_fuses` refuses;
+    qsync's BF16 and INT8 kernels take all.
     """
-    masks, width = (*op.inputs[3:], *op.kept), shapes[op.inputs[0]][-1]
-    is_plain = (
-        op.dropout > 0
-        or op.copies is True
-        or len(op.shape) != 4
-        or op.shape[-1] != width
-        or any(requires_grad[mask] or len(shapes[mask]) == 3 for mask in masks)
-    )
-    return is_plain and device == "cpu" and mode not in ("int8", "bf16")
+    if device != "cpu" or mode in ("int8", "bf16"):
+        return False
+    masks = ((len(shapes[mask]), requires_grad[mask]) for mask in (*op.inputs[3:], *op.kept))
+    return op.copies is True or not torch_fuses(shapes[op.inputs[0]], op.shape[-1], op.dropout, masks)
 
 
 def saves_weights_of(op: Op, mode: str, shapes: Mapping[str, tuple[int, ...]], device: str) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync
-from qsync.backend import block_sizes, reference_kernel, select
-from qsync.backend.kernels.attention import attention_int8
+from qsync.backend import reference_kernel, select
+from qsync.backend.kernels.attention import attention_int8, attention_strategy
 from qsync.lowering.lowered_graph import Run
 from qsync.records.precision import Precision
 from qsync.runtime.planned_forward import program_of
@@ -156,7 +156,7 @@ def test_it_saves_codes_and_scales_and_a_byte_per_dropped_score(length, case, mo
 
 @pytest.mark.parametrize("case", ["plain", "mask"])
 def test_few_keys_save_their_weights_and_no_mask(monkeypatch, case):
-    monkeypatch.setattr(attention_int8, "saves_weights", block_sizes.saves_weights)
+    monkeypatch.setattr(attention_int8, "saves_weights", attention_strategy.saves_weights)
     assert saved_bytes(16, case) == 3 * 6 * (16 * 8 + 4 * 16) + 2 * 6 * 256
 
 

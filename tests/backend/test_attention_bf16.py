@@ -8,9 +8,9 @@ from kernel_calls import agreement_db, assert_parity, sample
 from torch import Tensor
 from torch.nn import functional as F
 
-from qsync.backend import block_sizes, reference_kernel
+from qsync.backend import reference_kernel
 from qsync.backend.casts import cast_ops
-from qsync.backend.kernels.attention import attention_bf16, softmax
+from qsync.backend.kernels.attention import attention_bf16, attention_strategy, softmax
 from qsync.backend.selection.kernel_candidates import candidates
 from qsync.records.precision import Precision
 
@@ -164,7 +164,7 @@ def test_it_saves_what_torch_saves_and_a_byte_per_dropped_score():
 
 
 def test_few_keys_save_their_weights_in_the_place_of_the_result(monkeypatch):
-    monkeypatch.setattr(attention_bf16, "saves_weights", block_sizes.saves_weights)
+    monkeypatch.setattr(attention_bf16, "saves_weights", attention_strategy.saves_weights)
     for keys, more in ((64, 2 * 6 * 16 * 64), (65, 2 * 6 * 16 * 8 + 4 * 6 * 16)):
         saved: list[int] = []
         operands = leaves([(2, 3, 16, 8), (2, 3, keys, 8), (2, 3, keys, 8)])

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from qsync.backend.autograd import differentiable, once_differentiable
-from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights
+from qsync.backend.block_sizes import SCORES_PER_BLOCK
 from qsync.backend.devices.kernel_timing import least_s
 from qsync.backend.kernels.attention.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.attention.attention_short import attention_short
+from qsync.backend.kernels.attention.attention_strategy import saves_weights, torch_fuses
 from qsync.backend.kernels.attention.softmax import Scores, softmax, softmax_gradient
 from qsync.backend.kernels.dropout import draw_kept
 from qsync.backend.kernels.linear import DTYPES
@@ -94,9 +95,8 @@ def fastest_attention_bf16(
     one_head = query.ndim == 4 and key.shape[:2] == value.shape[:2] == (len(query), 1)
     enable_gqa = enable_gqa or one_head
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    is_fused = query.ndim == 4 and query.shape[-1] == value.shape[-1] and not dropout_p
-    if attn_mask is not None:
-        is_fused &= attn_mask.ndim != 3 and not attn_mask.requires_grad
+    masks = [] if attn_mask is None else [(attn_mask.ndim, attn_mask.requires_grad)]
+    is_fused = torch_fuses(query.shape, value.shape[-1], dropout_p, masks)
     if is_fused and key.numel() and (key.shape[-2] > _SHORT or not trains):
         keys = 1 << (key.shape[-2] - 1).bit_length()
         if _torch_is_faster(keys, key.shape[-1], is_causal, trains, torch.get_num_threads()):

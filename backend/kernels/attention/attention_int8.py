@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from qsync.backend.autograd import differentiable, once_differentiable
-from qsync.backend.block_sizes import saves_weights, scores_per_block
+from qsync.backend.block_sizes import scores_per_block
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.attention.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.attention.attention_short import attention_short
+from qsync.backend.kernels.attention.attention_strategy import saves_weights
 from qsync.backend.kernels.dropout import draw_kept
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.matmul import decode_matrices, scaled_products

@@ -32,7 +32,7 @@ def attention_short(
         dV = P' g,   dS = bf16(P (dP - sum(P dP))),   dP = bf16(g V'),   dQ = c dS K,   dK = c dS' Q
 
     `values` are q, k and v, in BF16, or whatever was `encoded` "row" in INT8. Saves q, k and v, or their
-    codes and scales, and P. There is no dropout (see `qsync.backend.block_sizes.saves_weights`).
+    codes and scales, and P. There is no dropout (see `saves_weights`).
 
     ms forward and backward of 256 heads of 36x32 with a learned mask, torch in BF16 and this: 5.2 and 2.8
     (one thread of an AMD EPYC).

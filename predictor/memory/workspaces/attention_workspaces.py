@@ -5,7 +5,8 @@ Bytes are counted as in op_workspaces.
 
 from __future__ import annotations
 
-from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights, scores_per_block
+from qsync.backend.block_sizes import SCORES_PER_BLOCK, scores_per_block
+from qsync.backend.kernels.attention.attention_strategy import saves_weights
 from qsync.lowering.lowered_graph import Run
 from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.records.graph import Op, num_elements
