@@ -7,7 +7,6 @@ a busy machine have hung for minutes in oneDNN's conv1d (torch 2.13).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,17 +34,6 @@ def fast_products() -> None:
 
     if note := emulation_note(torch.device("cpu")):
         pytest.skip(note)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skip a test that is told that this processor has no convolutions in INT8: it has no VNNI."""
-    try:
-        return (yield)
-    except Exception as told:  # a UserWarning, or qsync's UnsupportedError
-        if "it has no VNNI" in str(told):
-            pytest.skip(str(told))
-        raise
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qsync.backend import cutlass
+from qsync.backend.devices.onednn import has_onednn, sums_int8_exactly
 from qsync.backend.kernels.attention.attention_bf16 import fastest_attention_bf16
 from qsync.backend.kernels.attention.attention_int8 import attention_int8
 from qsync.backend.kernels.convolution.convolution_bf16 import conv2d_bf16
@@ -21,7 +22,6 @@ from qsync.backend.kernels.convolution.convolution_int8 import (
     conv1d_int8,
     conv2d_int8,
     conv2d_int8_all,
-    sums_are_cut_off,
 )
 from qsync.backend.kernels.convolution.image_order import find_channels_last
 from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
@@ -129,8 +129,10 @@ def _torch_candidates(
     if precision is Precision.FP8:
         return (_candidate("scaled_mm", _FP8_KERNELS[kind], reason),)
     if (kind, precision) in _CONVOLUTIONS:
-        reason = reason or _why_no_int8_convolution(device)
-        return (_candidate("windows or oneDNN", _CONVOLUTIONS[kind, precision], reason),)
+        if device.type != "cpu":
+            reason = reason or "torch has no INT8 convolution on GPUs"
+        name = "windows or oneDNN" if sums_int8_exactly() else "windows or FP32 sums"
+        return (_candidate(name, _CONVOLUTIONS[kind, precision], reason),)
     # torch has no batched INT8 product on GPUs: codes are multiplied in 16 bits, and the sums are still
     # exact.
     batched = device.type == "cuda" and kind in ("matmul", "attention")
@@ -149,19 +151,6 @@ def _cutlass_candidate(
 
 def _candidate(name: str, kernel: Kernel, reason: str | None) -> Candidate:
     return Candidate(name, None if reason else kernel, reason)
-
-
-def has_onednn() -> bool:
-    """Return whether this build of torch has oneDNN."""
-    built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return built and hasattr(torch.ops.onednn, "qconv_pointwise")
-
-
-def _why_no_int8_convolution(device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return "torch has no INT8 convolution on GPUs"
-    cut_off = "oneDNN cuts INT8 sums off at 16 bits on this processor: it has no VNNI"
-    return _why_no_onednn() or (cut_off if sums_are_cut_off() else None)
 
 
 def _why_no_onednn() -> str | None:

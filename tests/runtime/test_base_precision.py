@@ -10,7 +10,6 @@ from models import build, step
 from torch import nn
 
 import qsync
-from qsync.backend.kernels.convolution.convolution_int8 import sums_are_cut_off
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
@@ -110,9 +109,8 @@ def test_int8_over_a_base_falls_to_the_next_precision_up_and_not_to_the_base():
     model(ids)
     modes = {n.op: n.mode for part in program_of(model).lowered for n in part.nodes if hasattr(n, "op")}
     kinds = {op.name: op.kind for op in program_of(model).graph.adjustable}
-    expected = {"linear": "int8_all", "conv1d": "bf16" if sums_are_cut_off() else "int8"}
     for name, kind in kinds.items():
-        assert modes[name] == expected.get(kind, "int8"), (name, kind)
+        assert modes[name] == ("int8_all" if kind == "linear" else "int8"), (name, kind)
 
 
 def test_autocast_of_another_type_is_refused_whenever_it_is_switched_on():

@@ -1,4 +1,4 @@
-"""Convolutions in INT8 on CPUs: products of unfolded windows, or oneDNN.
+"""Convolutions in INT8 on CPUs: products of unfolded windows, or oneDNN (FP32 where its sums are cut off).
 
 With INT8 gradients, both of their products are of windows.
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from qsync.backend.casts.cast_ops import (
     transpose_last,
     unfold,
 )
-from qsync.backend.devices.kernel_timing import apart
+from qsync.backend.devices.onednn import sums_int8_exactly
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.int8_products import scaled_product
 from qsync.backend.kernels.convolution.conv_geometry import Geometry, geometry_of, single
@@ -184,7 +183,7 @@ class _Int8Convolution(torch.autograd.Function):
         x_scale = call.x.code_scale.reshape(-1)
         pixels = pixels_of(x_codes.shape, weight.shape, geometry)
         windows_pay = int8_windows_pay(pixels, weight.shape, geometry.groups)
-        out = (_unfolded if windows_pay else _through_onednn)(
+        out = (_unfolded if windows_pay else _convolved)(
             x_codes, x_scale, call.weight, bias, call.dtype, geometry
         )
         need_x, need_w = ctx.needs_input_grad[:2]
@@ -292,7 +291,7 @@ def _unfolded(
     return out.view(n, p, q, outputs).permute(0, 3, 1, 2)
 
 
-def _through_onednn(
+def _convolved(
     x_codes: Tensor,
     x_scale: Tensor,
     weight: Encoded,
@@ -300,7 +299,13 @@ def _through_onednn(
     dtype: torch.dtype,
     geometry: Geometry,
 ) -> Tensor:
-    """Convolve by oneDNN, with activations of zero point 128, and scale per image afterwards."""
+    """Convolve codes by oneDNN where its sums are exact, else by torch in FP32; scale sums per image."""
+    sums = (_sums_of_onednn if sums_int8_exactly() else _sums_in_fp32)(x_codes, weight, geometry)
+    return scale_images(sums, x_scale, bias, dtype)
+
+
+def _sums_of_onednn(x_codes: Tensor, weight: Encoded, geometry: Geometry) -> Tensor:
+    """Return sums (n, c, p, q) of activations of zero point 128 with the weight's codes, times its scale."""
     shape = tuple(x_codes.shape)
     key = ("qconv", shape, geometry.groups, *geometry.stride, *geometry.padding, *geometry.dilation)
     arguments = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
@@ -309,27 +314,16 @@ def _through_onednn(
         # Packing reads every scale in turn, and packs the same with one: 0.06 ms, not 0.48, for 960 channels.
         prepacked = torch.ops.onednn.qconv_prepack(weight.data, scale[:1], 1.0, 128, *arguments, list(shape))
         weight.packed[key] = (prepacked, scale, torch.zeros_like(scale, dtype=torch.int64))
-    sums = torch.ops.onednn.qconv_pointwise(
+    sums: Tensor = torch.ops.onednn.qconv_pointwise(
         x_codes, 1.0, 128, *weight.packed[key], None, *arguments, 1.0, 0, torch.float32, "none", [], ""
     )
-    return scale_images(sums, x_scale, bias, dtype)
+    return sums
 
 
-@cache
-def sums_are_cut_off() -> bool:
-    """Return whether oneDNN cuts sums of two products off at 16 bits: on processors without VNNI it does."""
-    return apart(_cuts_off)  # outside of a trace, in which this may be asked
-
-
-def _cuts_off() -> bool:
-    images = torch.full((1, 16, 1, 1), 255, dtype=torch.uint8)
-    filters = torch.full((16, 16, 1, 1), 127, dtype=torch.int8)
-    one, zero, once = torch.ones(1), torch.zeros(1, dtype=torch.int64), ([1, 1], [0, 0], [1, 1], 1)
-    packed = torch.ops.onednn.qconv_prepack(filters, one, 1.0, 0, *once, list(images.shape))
-    sums = torch.ops.onednn.qconv_pointwise(
-        images, 1.0, 0, packed, one, zero, None, *once, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return bool((sums != 16 * 255 * 127).any())
+def _sums_in_fp32(x_codes: Tensor, weight: Encoded, geometry: Geometry) -> Tensor:
+    """Compute `_sums_of_onednn` in FP32, of which integers are exact up to 2^24."""
+    sums = torch.conv2d(x_codes.float().sub_(128), weight.data.float(), None, *geometry[:4])
+    return sums.mul_(weight.code_scale.reshape(-1, 1, 1))
 
 
 def _images_to_bf16(g: Tensor) -> tuple[Tensor, Tensor]:
