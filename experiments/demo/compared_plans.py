@@ -8,6 +8,7 @@ from typing import Any
 
 from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, search, uniform
+from qsync.experiments.allocation.methods import next_up
 from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
 from qsync.experiments.speedup.ways import every_share, has_int8_all, shared_by_speed
 from qsync.records.levers import SHARE
@@ -63,7 +64,7 @@ def planned_runs(
     no share can change, there are no such runs.
     """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
-    lowest, precision = "weak_bf16", sixteen_bit(basis.cluster)
+    lowest, precision = "weak_bf16", next_up(basis.cluster, WEAK, Precision.BF16)
     if base not in (Precision.FP32, Precision.FP32_FAST):
         lowest, precision = "weak_int8_all", Precision.INT8_ALL
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
@@ -120,11 +121,6 @@ def _priced(basis: Basis, plan: Plan, other: Sized | None) -> Mapping[str, Profi
     if plan.levers is None:
         return basis.profiles
     return profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers, other)
-
-
-def sixteen_bit(cluster: Cluster) -> Precision:
-    """Return the weak class's 16-bit precision: BF16 where it has it, else FP16."""
-    return Precision.BF16 if Precision.BF16 in cluster[WEAK].precisions else Precision.FP16
 
 
 def lowered_fractions(graph: OpGraph, plan: Plan, cluster: Cluster) -> dict[str, float]:

@@ -101,7 +101,9 @@ def main(
         list[str] | None, typer.Option(help=f"A section: {', '.join(SECTIONS)}. Repeatable.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of every case.")] = None,
-    quick: Annotated[bool, typer.Option(help=f"{QUICK_ROUNDS} rounds of everything, no Inductor.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help=f"{QUICK_ROUNDS} rounds of one shape of each layer, no Inductor.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of operands, weights and batches.")] = 0,
     beside: Beside = False,
@@ -122,7 +124,8 @@ def main(
     experiment = Experiment("kernels", out, seed=seed, settings=settings, fresh=fresh)
     page = _PAGE.beside() if beside else _PAGE
     with experiment.progress():
-        run(experiment, only or SECTIONS, page=page if publish else None)
+        cases = partial(standard_cases, shapes=1) if quick else standard_cases
+        run(experiment, only or SECTIONS, cases=cases, page=page if publish else None)
 
 
 def run(
@@ -176,8 +179,8 @@ def _measured(make: Callable[[], Case], rounds: int, device: torch.device) -> di
     return {"case": case_json(case, samples), "rows": bar_rows(case, samples)}
 
 
-def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
-    """Yield the cases of a section, each to be made when its turn comes."""
+def standard_cases(bench: Bench, section: str, *, shapes: int | None = None) -> Iterator[Callable[[], Case]]:
+    """Yield the cases of a section, each to be made when its turn comes; of each layer so many shapes."""
     if section in STEPS:
         yield partial(_step_case, bench, section)
         return
@@ -186,7 +189,8 @@ def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
         return
     kinds = ("linear", "conv") if section == "quantize" else (section.split()[0],)
     for kind in kinds:
-        yield from (partial(layer_case, bench, section, kind, shape) for shape in _LAYERS[kind][1])
+        of_kind = _LAYERS[kind][1][:shapes]
+        yield from (partial(layer_case, bench, section, kind, shape) for shape in of_kind)
 
 
 def layer_case(bench: Bench, section: str, kind: str, shape: tuple[int, ...]) -> Case:

@@ -15,7 +15,7 @@ from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.harness.planned_steps import PlannedSteps, plans_of_first_rank
 from qsync.experiments.harness.ranks import FAST, WEAK, Place
 from qsync.experiments.speedup.report import row
-from qsync.experiments.speedup.ways import ALONE, ways
+from qsync.experiments.speedup.ways import ALONE, first_alike, ways
 from qsync.experiments.workloads.subjects import subject
 from qsync.experiments.workloads.workload import make_optimizer
 from qsync.replayer import Sized
@@ -26,7 +26,8 @@ _WARM = 2  # steps of a turn that are left out
 def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     """Profile and plan on this rank's share; return a row for each way, which takes turns with the others.
 
-    The fast rank alone has the machine to itself: the weak one waits, at rest.
+    The fast rank alone has the machine to itself: the weak one waits, at rest. Ways whose plans run alike
+    share their turns: between two measurements of one plan there is noise alone.
     """
     rank, share = dist.get_rank(), place.measured_share()
     name, workload = WEAK if rank else FAST, subject(config["model"])
@@ -41,9 +42,10 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     smaller = job.form_graph(job.TrainingStep(model, tuple(t[: len(t) // 2] for t in batch), workload.loss))
     base = Precision.parse(config["base"])
     plans = plans_of_first_rank(lambda: ways(basis, Sized(smaller, {}), base))
-    turns: dict[str, list[float]] = {way: [] for way in plans}
+    taken_by = {way: first_alike(way, plans) for way in plans}
+    turns: dict[str, list[float]] = {way: [] for way in taken_by.values()}
     for _ in range(config["turns"]):
-        for way, plan in plans.items():
+        for way, plan in ((way, plans[way]) for way in turns):
             if way != ALONE or rank == 0:
                 steps = PlannedSteps(model, plan, name, batch, workload.loss, optimizer, way != ALONE)
                 taken = [steps.timed() for _ in range(config["steps"] + _WARM)]
@@ -52,4 +54,4 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     if rank:
         return {}
     samples = len(batch[0])
-    return {way: row(plan, basis.cluster, samples, turns[way]) for way, plan in plans.items()}
+    return {way: row(plan, basis.cluster, samples, turns[taken_by[way]]) for way, plan in plans.items()}

@@ -40,15 +40,15 @@ _SLACK, _ROUNDING, _MOST_SHARES = 0.02, 1e-6, 30
 def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
     """Return each way as a plan; the basis has two classes, the fast one first.
 
-    `other` is the model captured with another number of samples. A class without INT8 takes the next one up.
-    LB-BSP takes the shares whose predicted step is least. With shares too, qsync adds least variance at the
-    better step of LB-BSP and of its own plan without shares; fastest, it adds least at the least step that
-    any shares reach. Both try every share. INT8 is in all three products where those were profiled.
+    `other` is the model captured with another number of samples. A class without BF16 or INT8 takes the next
+    one up. LB-BSP takes the shares whose predicted step is least. With shares too, qsync adds least variance
+    at the better step of LB-BSP and of its own plan without shares; fastest, it adds least at the least step
+    that any shares reach. Both try every share. INT8 is in all three products where those were profiled.
     """
     fast, weak = basis.cluster.classes
     at = (basis.graph, basis.profiles)
     kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True}
-    sixteen = Precision.BF16 if Precision.BF16 in weak.precisions else Precision.FP16
+    sixteen = next_up(basis.cluster, weak.name, Precision.BF16)
     offered = Precision.INT8_ALL in weak.precisions and has_int8_all(basis.profiles[weak.name])
     lowest = Precision.INT8_ALL if offered else Precision.INT8
     int8 = {c.name: next_up(basis.cluster, c.name, lowest) for c in (fast, weak)}
@@ -129,6 +129,16 @@ def every_share(basis: Basis, other: Sized) -> Iterator[dict[str, Profile]]:
 def samples_of(plan: Plan, samples: int) -> dict[str, int]:
     """Return the samples that each rank of a class takes; so many were profiled."""
     return {name: plan.levers_of(name).samples or samples for name in plan.classes}
+
+
+def first_alike(way: str, plans: Mapping[str, Plan]) -> str:
+    """Return the first way whose plan runs as this one does: the same precisions, buckets and levers."""
+
+    def runs(plan: Plan) -> Any:
+        classes = [(name, own.assignment, plan.levers_of(name)) for name, own in plan.classes.items()]
+        return classes, plan.bucket_cap_bytes
+
+    return next(other for other, plan in plans.items() if runs(plan) == runs(plans[way]))
 
 
 def rate(plan: Plan, cluster: Cluster, samples: int, step_s: float | None = None) -> float:

@@ -27,6 +27,7 @@ from qsync.experiments.speedup.ways import (
     WEAK_16,
     WEAK_INT8,
     every_share,
+    first_alike,
     rate,
     samples_of,
     ways,
@@ -138,7 +139,7 @@ def test_the_fast_rank_alone_steps_without_ddp():
     assert all(not torch.equal(old, new) for old, new in zip(before, found, strict=True))
 
 
-def test_a_class_without_int8_takes_the_next_one_up():
+def test_a_class_without_a_precision_takes_the_next_one_up():
     basis = basis_of()
     fast, weak = basis.cluster.classes
     without = replace(fast, precisions=(Precision.FP32, Precision.BF16))
@@ -147,6 +148,25 @@ def test_a_class_without_int8_takes_the_next_one_up():
     )
     assert set(found[ALL_INT8]["train"].assignment.values()) == {Precision.BF16}
     assert set(found[ALL_INT8]["infer"].assignment.values()) == {Precision.INT8}
+
+
+def test_cards_with_fp32_alone_have_every_way_in_fp32():
+    basis = basis_of()
+    classes = tuple(replace(c, precisions=(Precision.FP32,)) for c in basis.cluster.classes)
+    found = ways(replace(basis, cluster=replace(basis.cluster, classes=classes)), OTHER, Precision.FP32)
+    assert {p for plan in found.values() for c in plan.classes for p in plan[c].assignment.values()} == {
+        Precision.FP32
+    }
+    assert found[QSYNC_SHARE].step_s == pytest.approx(found[LB_BSP].step_s)
+    assert {way: first_alike(way, found) for way in found} == {
+        ALONE: ALONE, **dict.fromkeys((DDP, WEAK_16, WEAK_INT8, ALL_INT8, QSYNC), DDP),
+        **dict.fromkeys((LB_BSP, QSYNC_SHARE, QSYNC_FASTEST), LB_BSP),
+    }  # fmt: skip
+
+
+def test_ways_that_run_unlike_are_measured_apart(plans):
+    unlike = {way: plan for way, plan in plans.items() if way in (DDP, WEAK_16, WEAK_INT8, LB_BSP)}
+    assert all(first_alike(way, unlike) == way for way in unlike)
 
 
 def problem(**rates: float) -> dict:
