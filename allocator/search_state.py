@@ -51,6 +51,7 @@ class ClassState:
                 optimizer_bytes=part.profile.optimizer_bytes,
                 num_ranks=self._num_ranks,
                 device=part.device_class.device,
+                residuals=part.profile.memory_residuals,
             )
         else:
             self.lowering = like.lowering.copy(part.device_class.carried_16bit)
@@ -121,6 +122,7 @@ class ClassState:
                 optimizer_bytes=self.part.profile.optimizer_bytes,
                 num_ranks=self._num_ranks,
                 device=device.device,
+                residuals=self.part.profile.memory_residuals,
             )
         elif self._peak_bytes is None:
             self._update_memory()
@@ -259,6 +261,8 @@ def _start_equal(one: ClassProblem, other: ClassProblem) -> bool:
     if mine.device != theirs.device or one.graph is not other.graph or one.highest != other.highest:
         return False
     if one.saving_less != other.saving_less:
+        return False
+    if one.profile.memory_residuals is not other.profile.memory_residuals:
         return False
     # Only 8-bit operators hand on the device's 16-bit float.
     return mine.carried_16bit == theirs.carried_16bit or not set(EIGHT_BIT) & set(one.highest.values())

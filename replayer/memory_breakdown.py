@@ -64,7 +64,11 @@ def peaks(
 
 def _peak(lowered: LoweredGraph, profile: Profile, num_ranks: int, device_class: DeviceClass) -> Peak:
     step = StepMemory(
-        lowered, optimizer_bytes=profile.optimizer_bytes, num_ranks=num_ranks, device=device_class.device
+        lowered,
+        optimizer_bytes=profile.optimizer_bytes,
+        num_ranks=num_ranks,
+        device=device_class.device,
+        residuals=profile.memory_residuals,
     )
     memory, curve = step.at_peak(), step.curve()
     totals = [sum(parts) for parts in zip(*curve.values(), strict=True)]

@@ -92,6 +92,7 @@ def replay(
                 optimizer_bytes=profiles[name].optimizer_bytes,
                 num_ranks=cluster.num_ranks,
                 device=cluster[name].device,
+                residuals=profiles[name].memory_residuals,
             ),
             num_ranks=cluster[name].count,
             nodes=OnAccess(lambda entry=entry: entry.lowered.lowered().nodes),  # type: ignore[misc]

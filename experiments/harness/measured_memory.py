@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+
+from qsync.predictor.profiling.allocator_events import allocator_events
 
 
 def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
@@ -23,15 +22,9 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with allocator_events() as events:
         step()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return max(accumulate((num_bytes for _, num_bytes in events), initial=0))
 
 
 def saved_bytes(
@@ -68,17 +61,3 @@ def bucket_bytes(model: torch.nn.Module) -> list[int]:
     """Return the bytes of each bucket of gradients, as DDP holds them after a backward pass."""
     storages = [p.grad.untyped_storage() for p in model.parameters() if p.grad is not None]
     return list({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-@contextlib.contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Silence file descriptor 2, to which the profiler writes start, stop and blocks it did not see."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from qsync.errors import UnsupportedError
-from qsync.experiments.harness.measured_memory import quiet_stderr
+from qsync.predictor.profiling.allocator_events import quiet_profiler
 
 # The operators that multiply matrices, as a profiler names them.
 PRODUCTS = (
@@ -188,7 +188,7 @@ def operators_run(run: Callable[[], object], device: torch.device) -> dict[str, 
 def profiled(run: Callable[[], object], device: torch.device) -> Any:
     """Run a call under the profiler, and return the profiler."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with quiet_stderr(), profile(activities=activities) as profiler:
+    with quiet_profiler(), profile(activities=activities) as profiler:
         run()
     return profiler
 

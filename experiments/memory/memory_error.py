@@ -62,6 +62,12 @@ SAVED_BAR, PEAK_BAR = 0.01, 0.05
 HEADINGS = (
     "", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "of its budget", "holds",
 )  # fmt: skip
+PROFILED_HEADINGS = ("peak, with a profile", "plans", "median", "95th", "worst")
+# What is predicted of each: bytes saved, and the peak, by the model alone and with a profile's residuals.
+_MEASURED = {"saved": "saved_bytes", "peak": "peak_bytes", "profiled": "peak_bytes"}
+_PREDICTED = {
+    "saved": "predicted_saved_bytes", "peak": "predicted_peak_bytes", "profiled": "profiled_peak_bytes",
+}  # fmt: skip
 ALL = "all"
 
 
@@ -105,7 +111,7 @@ def main(
     }  # fmt: skip
     content = experiment.finish(
         figures, bars=[one for name, of in found.items() for one in _bars(name, of["models"][ALL])],
-        tables=[table(found)], picture=partial(draw, rows, curve) if curve else None,
+        tables=[table(found), profiled_table(found)], picture=partial(draw, rows, curve) if curve else None,
     )  # fmt: skip
     if state:
         _state({key: value for key, value in content.items() if key not in ("plans", "curve", "bars")})
@@ -152,15 +158,23 @@ def random_plans(name: str, num: int, part: str, seed: int) -> dict[str, Any]:
 def make(name: str) -> Trained:
     """Return a model in training."""
     torch._dynamo.reset()
-    return Trained(*parts_of(name))
+    trained = Trained(*parts_of(name))
+    trained.measure_residuals()
+    return trained
 
 
 def _bars(part: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the worst errors of some plans, and how many went over their budget, beside the limits."""
-    worst = {what: max(abs(entry[what]["lowest"]), abs(entry[what]["highest"])) for what in ("saved", "peak")}
+    worst = {
+        what: max(abs(entry[what]["lowest"]), abs(entry[what]["highest"]))
+        for what in _MEASURED
+        if what in entry
+    }
+    with_profile = f"{part}: worst error of peak bytes, with a profile"
     return [
         bar(f"{part}: worst error of saved bytes", worst["saved"], SAVED_BAR),
         bar(f"{part}: worst error of peak bytes", worst["peak"], PEAK_BAR),
+        *([bar(with_profile, worst["profiled"], PEAK_BAR)] if "profiled" in worst else []),
         bar(f"{part}: plans over their budget", entry["over_budget"], 0),
     ]
 
@@ -197,8 +211,8 @@ def errors(rows: Rows) -> dict[str, Any]:
     An error is predicted / measured - 1.
     """
     found: dict[str, Any] = {"plans": len(rows)}
-    for what in ("saved", "peak"):
-        errors = [row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"] - 1 for row in rows]
+    for what in (what for what, predicted in _PREDICTED.items() if predicted in rows[0]):
+        errors = [row[_PREDICTED[what]] / row[_MEASURED[what]] - 1 for row in rows]
         p95 = sorted(map(abs, errors))[max(0, -(-95 * len(errors) // 100) - 1)]
         found[what] = {
             "median": statistics.median(errors), "p95": p95, "lowest": min(errors), "highest": max(errors),
@@ -234,13 +248,33 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> Table:
     return table_of("Predicted over measured bytes (measured)", HEADINGS, rows)
 
 
+def profiled_table(parts: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the errors of peaks that a profile corrects, in percent."""
+    rows = [
+        row
+        for part, of in parts.items()
+        for name, entry in of["models"].items()
+        for row in _profiled_cells(f"{part}, {name}", entry)
+    ]
+    return table_of("Predicted over measured peaks, with a profile (measured)", PROFILED_HEADINGS, rows)
+
+
 def cells_of(name: str, entry: Mapping[str, Any]) -> list[str]:
     """Return one row of text: the same for the terminal and for the page of results."""
     cells = [name, str(entry["plans"])]
-    for errors in (entry["saved"], entry["peak"]):
-        worst = max(errors["lowest"], errors["highest"], key=abs)
-        cells += [f"{errors['median']:+.2%}", f"{errors['p95']:.2%}", f"{worst:+.2%}"]
+    for what in ("saved", "peak"):
+        cells += _cells(entry[what])
     return [*cells, f"{entry['of_budget']:.2%}", yes(holds(entry))]
+
+
+def _cells(errors: Mapping[str, float]) -> list[str]:
+    worst = max(errors["lowest"], errors["highest"], key=abs)
+    return [f"{errors['median']:+.2%}", f"{errors['p95']:.2%}", f"{worst:+.2%}"]
+
+
+def _profiled_cells(name: str, entry: Mapping[str, Any]) -> list[list[str]]:
+    """Return a row of the errors of peaks that a profile corrects; none in results from before."""
+    return [[name, str(entry["plans"]), *_cells(entry["profiled"])]] if "profiled" in entry else []
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -263,6 +297,8 @@ def markdown(content: Mapping[str, Any]) -> str:
             f"; for accepted ones what `qsync.plan` was given: {percent} % of FP32's peak "
             f"({sum(refused.values())} such plans were refused{which and ': ' + which})"
         )
+    cells = [row for name, entry in rows for row in _profiled_cells(name, entry)]
+    profiled = [*markdown_table(PROFILED_HEADINGS, cells), ""] if cells else []
     return "\n".join([
         f"Predicted over measured bytes - 1; one thread of an {machine['processor']}, torch "
         f"{machine['torch']}; measured, commit {', '.join(content['commits_of_pieces'])}. *of its "
@@ -271,6 +307,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "",
         *markdown_table(HEADINGS, [cells_of(name, entry) for name, entry in rows]),
         "",
+        *profiled,
         "![Every plan, predicted against measured, and against its budget; one step's memory by part]"
         "(../figures/memory_error.png)",
     ])  # fmt: skip

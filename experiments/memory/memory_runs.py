@@ -39,10 +39,13 @@ from qsync.experiments.workloads.workload import Batch, make_optimizer, seeded
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.memory import peak
+from qsync.predictor.profiling.memory_trace import measure_residuals
 from qsync.progress import shown_on_rank_zero
+from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.records.save_less import can_save_less
 from qsync.runtime import choosers, planned_forward
+from qsync.runtime.choosers import Chooser
 
 SEED = 0
 DROPPING = "bert-dropout"  # Hugging Face's, with a mask, and dropout in attention as elsewhere
@@ -84,6 +87,7 @@ class Trained:
         self.ddp = in_ddp(model, bucket_cap_mb)
         self.optimizer = make_optimizer(1e-3)(list(model.parameters()))
         self._chosen = Choice({})
+        self._residuals = MemoryResiduals()
         self.buckets: list[int] = []  # bytes of each, as the last step had them
         for _ in range(2):  # the first step traces, and DDP builds its buckets anew after it
             self.step()
@@ -96,6 +100,22 @@ class Trained:
         self.optimizer.step()
         self.buckets = bucket_bytes(self.model)
         self.optimizer.zero_grad(set_to_none=True)
+
+    def measure_residuals(self) -> None:
+        """Measure what a profile of all precisions states beyond the memory model."""
+
+        def assignments() -> Iterator[Chooser]:
+            for precision in PRECISIONS:
+                choose = choosers.uniform(precision)
+                self._choose(Choice(choose(self.graph)), None)
+                self.step()
+                yield choose
+
+        self._residuals = measure_residuals(
+            self.program, assignments(), lambda: self.loss_fn(self.model(self.batch[0]), self.batch[1]),
+            list(self.model.parameters()),
+        )  # fmt: skip
+        self.step()  # gradients are DDP's buckets again
 
     @property
     def _inputs(self) -> list[torch.Tensor]:
@@ -118,23 +138,26 @@ class Trained:
         self._choose(choice, None)
         self.step()  # its end lets go of the copies of weights, so that the next one is seen to make them
         measured = self._throughout() + step_peak_bytes(self.step, next(self.model.parameters()).device)
-        found = self.predicted().at_peak()
+        found, profiled = (self.predicted(residuals).at_peak() for residuals in (None, self._residuals))
         return {
             "saved_bytes": saved,
             "predicted_saved_bytes": sum(found.saved_by.values()),
             "peak_bytes": measured,
             "predicted_peak_bytes": found.estimate_bytes,
+            "profiled_peak_bytes": profiled.estimate_bytes,
             "throughout_bytes": self._throughout(),
             "budget_bytes": found.peak_bytes,
             "buckets": len(self.buckets),
         }
 
-    def predicted(self) -> peak.StepMemory:
-        """Return the memory model's prediction of the step, for a rank of several."""
+    def predicted(self, residuals: MemoryResiduals | None = None) -> peak.StepMemory:
+        """Return the prediction of the step, for a rank of several: by the memory model, and residuals."""
         chosen, sixteen_bit = self._chosen, self.program.kernels.sixteen_bit
         lowered = lower(self.graph, chosen.assignment, sixteen_bit, chosen.saving_less)
         device = self.program.device.type
-        return peak.StepMemory(lowered, optimizer_bytes=self.optimizer_bytes, num_ranks=2, device=device)
+        return peak.StepMemory(
+            lowered, optimizer_bytes=self.optimizer_bytes, num_ranks=2, device=device, residuals=residuals
+        )
 
     def _choose(self, choice: Choice, observer: Any) -> None:
         self._chosen = choice
@@ -240,6 +263,7 @@ def rows_of(name: str, num_plans: int, seed: int) -> Iterator[dict[str, Any]]:
     planned = accepted(name, rank)
     torch._dynamo.reset()
     trained = Trained(*parts_of(name, rank), BUCKET_CAP_MB)
+    trained.measure_residuals()
     about = {"model": name, "rank": rank, "seed": seed}
     for number in range(num_plans):
         choice = drawn(trained.graph, 2 * number + rank, seed)

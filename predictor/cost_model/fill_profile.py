@@ -17,6 +17,7 @@ from qsync.predictor.cost_model.op_calls import Call, calls, cast_call, modes, v
 from qsync.predictor.cost_model.samples import Sample, samples_of, sheet_of
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import Op, OpGraph, Role
+from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 from qsync.records.profiles import CARRIED, DEVICE_MEASURED, LEARNED, Cost, Profile
 
@@ -71,6 +72,7 @@ def fill(
         origin=_origin(profile, LEARNED) if added else profile.origin,
         filled={**profile.filled, **added}, error=profile.error if same else _error(profile, model),
         loading_s=profile.loading_s * grown, launches=None if added or not same else profile.launches,
+        memory_residuals=profile.memory_residuals if same else profile.memory_residuals.scaled(grown),
     )  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def carry(
         batch=graph.batch_shapes, ops=ops, casts=filled.casts(),
         outside=Cost(profile.outside.forward_s * outside, profile.outside.backward_s * outside),
         step_s={}, origin=_origin(profile, CARRIED), filled=added, error=_error(profile, model),
-        launches=None,
+        launches=None, memory_residuals=MemoryResiduals(),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qsync.predictor.memory.recomputation import RecomputedBlocks
 from qsync.predictor.memory.saved_tensors import storage_roots
-from qsync.records.graph import Input, Op, OpGraph
+from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.identity_cache import IdentityCache
 
 
@@ -25,6 +25,7 @@ class Layout:
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.root = storage_roots(graph, self.dtype)
         self.users = self._list_users()
+        self.product, self.followers = self._list_followers()
         # The operator before which a value that an earlier traced graph made enters.
         self.entered = {v.name: self._entry(v.name) for v in graph.inputs if v.passed_on}
         self.loss_inside = any(op.kind in ("cross_entropy", "loss") for op in graph.ops)
@@ -46,6 +47,17 @@ class Layout:
             entry > i and (self.shape[name], self.dtype[name]) == (self.shape[value], self.dtype[value])
             for name, entry in self.entered.items()
         )
+
+    def _list_followers(self) -> tuple[list[int], dict[int, list[int]]]:
+        """Return for each operator the product at or before it, else the first; and the other way round."""
+        product, followers = [], dict[int, list[int]]()
+        products = [i for i, op in enumerate(self.ops) if op.role is Role.ADJUSTABLE]
+        last = products[0] if products else 0
+        for i, op in enumerate(self.ops):
+            last = i if op.role is Role.ADJUSTABLE else last
+            product.append(last)
+            followers.setdefault(last, []).append(i)
+        return product, followers
 
     def _list_users(self) -> dict[str, list[int]]:
         """List for every storage the operators that make it or read it or one of its views, in order."""

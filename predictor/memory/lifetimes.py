@@ -27,6 +27,7 @@ from qsync.predictor.memory.spans import Span
 from qsync.predictor.memory.workspaces.op_context import Mask, OpContext
 from qsync.predictor.memory.workspaces.op_workspaces import backward_workspace, forward_workspace
 from qsync.records.graph import Op, num_elements
+from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
 
 # Kinds that pass their result's gradient on as that of their first so many inputs.
@@ -53,6 +54,7 @@ class Lifetimes:
     """The tensors of one lowered graph; with `in_buckets` parameters' gradients are copied to DDP's buckets.
 
     `saved` caches the tensors that operators save, by position, form and mode: it holds for every assignment.
+    `residuals` are what operators were measured to need beyond these.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class Lifetimes:
         device: str,
         in_buckets: bool,
         saved: dict[tuple[int, str, str], Saved] | None = None,
+        residuals: MemoryResiduals | None = None,
     ) -> None:
         self.layout, self.runs, self.casts = layout, runs, casts
         self.device, self.in_buckets = device, in_buckets
         self._saved = {} if saved is None else saved
+        self._residuals = residuals or None
 
     def spans_of(self, what: str | int) -> list[Span]:
         """Return the tensors of a value (no view) by name, or those of an operator by position."""
@@ -84,6 +88,11 @@ class Lifetimes:
     def op_spans(self, i: int) -> Iterator[Span]:
         """Yield the tensors that operator `i` makes for backward besides its result, and its workspaces."""
         op, run, time = self.layout.ops[i], self.runs[i], self.layout.end - i
+        if self._residuals is not None:
+            residual = self._residuals.of(op.name, self.runs[self.layout.product[i]].mode)
+            yield Span(residual.saved, i, time, "saved", op.name)
+            yield Span(residual.forward, i, i)
+            yield Span(residual.backward, time, time)
         if op.kind == "output" and not self.layout.loss_inside:  # the loss, outside, saves an FP32 copy
             copy = 0
             for value in op.inputs:

@@ -27,6 +27,7 @@ from qsync.predictor.memory.layout import layout
 from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes
 from qsync.predictor.memory.spans import Span
 from qsync.records.graph import OpGraph
+from qsync.records.memory_residuals import MemoryResiduals
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +76,19 @@ def peak_memory(
     optimizer_bytes: int = 0,
     num_ranks: int = 1,
     device: str = "cpu",
+    residuals: MemoryResiduals | None = None,
 ) -> Memory:
     """Predict the memory peak of one training step of this lowered graph on one rank, in bytes.
 
     `optimizer_bytes` is the size of the optimizer's state. With several ranks DDP's buckets are the gradients
-    themselves. Gradients count in full throughout, as after the first step.
+    themselves. Gradients count in full throughout, as after the first step. `residuals` are what steps on
+    the device were measured to need beyond the prediction (`Profile.memory_residuals`).
 
     >>> peak_memory(lower(graph, assignment), optimizer_bytes=profile.optimizer_bytes).peak_bytes
     """
-    memory = StepMemory(lowered, optimizer_bytes=optimizer_bytes, num_ranks=num_ranks, device=device)
-    return memory.at_peak()
+    return StepMemory(
+        lowered, optimizer_bytes=optimizer_bytes, num_ranks=num_ranks, device=device, residuals=residuals
+    ).at_peak()
 
 
 class StepMemory:
@@ -95,7 +99,13 @@ class StepMemory:
     """
 
     def __init__(
-        self, lowered: LoweredGraph, *, optimizer_bytes: int = 0, num_ranks: int = 1, device: str = "cpu"
+        self,
+        lowered: LoweredGraph,
+        *,
+        optimizer_bytes: int = 0,
+        num_ranks: int = 1,
+        device: str = "cpu",
+        residuals: MemoryResiduals | None = None,
     ) -> None:
         self.graph: OpGraph = lowered.graph
         self.optimizer_bytes, self.num_ranks, self.device = optimizer_bytes, num_ranks, device
@@ -103,11 +113,21 @@ class StepMemory:
         self.end = self.layout.last
         self._persistent = optimizer_bytes + bytes_throughout(self.graph)
         self._list_nodes(lowered)
-        self._lives = Lifetimes(self.layout, self._runs, self._casts, device, num_ranks > 1)
+        self._residuals = residuals or MemoryResiduals()
+        self._lives = self._lifetimes()
         # Bytes by which each time differs from the one before.
         self._change = np.zeros(self.end + 2, dtype=np.int64)
         self._spans: dict[str | int, list[Span]] = {}
         self._refresh((*self.layout.users, *range(len(self.graph.ops))))
+        num, of_loss = len(self.graph.ops), self._residuals.loss.forward
+        self._spans[num] = [Span(of_loss, num, num)]
+        self._change[num : num + 2] += (of_loss, -of_loss)
+
+    def _lifetimes(self) -> Lifetimes:
+        in_buckets = self.num_ranks > 1
+        return Lifetimes(
+            self.layout, self._runs, self._casts, self.device, in_buckets, residuals=self._residuals
+        )
 
     def copy(self, optimizer_bytes: int) -> StepMemory:
         """Return an independent copy of the same step with an optimizer's state of another size."""
@@ -117,7 +137,7 @@ class StepMemory:
         other._runs, other._spans = list(self._runs), dict(self._spans)
         other._casts = {value: list(casts) for value, casts in self._casts.items()}
         other._change = self._change.copy()
-        other._lives = Lifetimes(self.layout, other._runs, other._casts, self.device, self.num_ranks > 1)
+        other._lives = other._lifetimes()
         return other
 
     @property
@@ -140,6 +160,18 @@ class StepMemory:
         margin = np.ceil(share * most).astype(np.int64) + constant
         found: npt.NDArray[np.int64] = self._persistent + most + margin
         return found
+
+    def come_and_go(self) -> npt.NDArray[np.int64]:
+        """Return the bytes at each time that come and go in the step, without the margin."""
+        return self._change.cumsum()[:-1]
+
+    def staying(self) -> npt.NDArray[np.int64]:
+        """Return those of them that are alive at each time and at the next."""
+        change = np.zeros_like(self._change)
+        for span in self.spans():
+            change[span.birth] += span.num_bytes
+            change[span.death] -= span.num_bytes
+        return change.cumsum()[:-1]
 
     def curve(self) -> dict[str, list[int]]:
         """Return the bytes in use at each time by part: `throughout`, `casts`, `saved`, `transient`."""
@@ -165,6 +197,8 @@ class StepMemory:
             values = [self.layout.root[name] for name in (op.name, *op.inputs, *op.kept)]
             # Readers of its result may cast from another type now, though they run as before.
             stale |= dict.fromkeys([i, *values, *self.layout.users[values[0]]])
+            if self._residuals:
+                stale |= dict.fromkeys(self.layout.followers.get(i, ()))
             # The other operand of a sum may need a gradient of its own now.
             stale |= dict.fromkeys(
                 self.layout.root[name]

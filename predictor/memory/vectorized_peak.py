@@ -24,6 +24,8 @@ from qsync.predictor.memory.saved_tensors import Saved
 from qsync.predictor.memory.spans import Span
 from qsync.records.graph import OpGraph
 from qsync.records.identity_cache import IdentityCache
+from qsync.records.memory_residuals import MemoryResiduals
+from qsync.records.precision import Precision
 
 Ints = npt.NDArray[np.int64]
 
@@ -42,6 +44,7 @@ class VectorizedPeak:
         self.throughout = bytes_throughout(graph)
         self._num_ops = len(graph.ops)
         self._saved: dict[tuple[int, str, str], Saved] = {}
+        self._residuals: IdentityCache[_ResidualRows] = IdentityCache()
         # By neighbourhood: bytes saved for backward, in forward, in backward, and between them.
         self._op_bytes: list[tuple[int, int, int, int] | None] = []
         self._list_groups()
@@ -148,18 +151,25 @@ class VectorizedPeak:
                 self._aspects[view, number] = known.setdefault(aspect, len(known))
         return self._aspects[self._view_of, numbers]
 
-    def peak_bytes(self, lowered: Tabulated, optimizer_bytes: int) -> int:
+    def peak_bytes(
+        self, lowered: Tabulated, optimizer_bytes: int, residuals: MemoryResiduals | None = None
+    ) -> int:
         """Return the most bytes in use at any time of the step, margin included: `StepMemory.peak_bytes`."""
-        most = max(0, int(self.in_use(lowered).max()))
+        most = max(0, int(self.in_use(lowered, residuals).max()))
         return optimizer_bytes + self.throughout + most + margin_bytes(self.device, most)
 
-    def in_use(self, lowered: Tabulated) -> Ints:
+    def in_use(self, lowered: Tabulated, residuals: MemoryResiduals | None = None) -> Ints:
         """Return the bytes that come and go, at each time of the step."""
         change = np.zeros(2 * self._num_ops + 2, dtype=np.int64)
         runs, casts = _Runs(lowered), _Casts(lowered)
         lives = Lifetimes(self.layout, runs, casts, self.device, self.in_buckets, self._saved)
         self._add_ops(change, lowered, lives)
         self._add_groups(change, lowered, lives)
+        if residuals:
+            rows = self._residuals.of(residuals, lambda: _ResidualRows(self.layout, residuals)).of(lowered)
+            self._add_rows(change, np.column_stack((rows, np.zeros(len(rows), dtype=np.int64))))
+            of_loss = residuals.loss.forward
+            change[self._num_ops : self._num_ops + 2] += (of_loss, -of_loss)
         found: Ints = change.cumsum()
         return found
 
@@ -170,7 +180,11 @@ class VectorizedPeak:
         for number in new:
             i = int(np.flatnonzero(numbers == number)[0])
             self._op_bytes[number] = self._sum_by_time(i, lives.spans_of(i))
-        rows = np.array([row or (0, 0, 0, 0) for row in self._op_bytes], dtype=np.int64)[numbers]
+        rows = np.array([row or (0, 0, 0, 0) for row in self._op_bytes], dtype=np.int64)
+        self._add_rows(change, rows[numbers])
+
+    def _add_rows(self, change: Ints, rows: Ints) -> None:
+        """Add what operators save, take in forward and in backward, and between these: a row for each."""
         saved, forward, backward, middle = rows.T
         n = self._num_ops
         end = 2 * n
@@ -244,6 +258,22 @@ class VectorizedPeak:
         return self._arrays
 
 
+class _ResidualRows:
+    """The residuals of one graph, a row for each operator by precision."""
+
+    def __init__(self, layout: Layout, residuals: MemoryResiduals) -> None:
+        self._rows: Ints = np.array(
+            [[residuals.of(op.name, precision) for op in layout.ops] for precision in Precision],
+            dtype=np.int64,
+        )
+        self._product = np.array(layout.product, dtype=np.int64)
+
+    def of(self, lowered: Tabulated) -> Ints:
+        """Return (saved, forward, backward) of every operator."""
+        found: Ints = self._rows[lowered.precision[self._product], np.arange(len(self._product))]
+        return found
+
+
 class _Runs:
     """The runs of operators, made on demand."""
 
@@ -274,19 +304,27 @@ _PEAKS: IdentityCache[dict[tuple[str, bool], VectorizedPeak]] = IdentityCache()
 
 
 def vectorized_peak_bytes(
-    lowered: Tabulated, *, optimizer_bytes: int = 0, num_ranks: int = 1, device: str = "cpu"
+    lowered: Tabulated,
+    *,
+    optimizer_bytes: int = 0,
+    num_ranks: int = 1,
+    device: str = "cpu",
+    residuals: MemoryResiduals | None = None,
 ) -> int:
     """Predict the memory peak of one training step on one rank, in bytes: `peak_memory(...).peak_bytes`.
 
     >>> vectorized_peak_bytes(Tabulated(graph, assignment), optimizer_bytes=profile.optimizer_bytes)
     """
     if lowered.graph.recomputed:  # tensors live twice, at times that depend on no base
-        step = StepMemory(
-            lowered.lowered(), optimizer_bytes=optimizer_bytes, num_ranks=num_ranks, device=device
-        )
-        return step.peak_bytes
+        return StepMemory(
+            lowered.lowered(),
+            optimizer_bytes=optimizer_bytes,
+            num_ranks=num_ranks,
+            device=device,
+            residuals=residuals,
+        ).peak_bytes
     of_graph = _PEAKS.of(lowered.graph, dict)
     key = (device, num_ranks > 1)
     if key not in of_graph:
         of_graph[key] = VectorizedPeak(lowered.graph, *key)
-    return of_graph[key].peak_bytes(lowered, optimizer_bytes)
+    return of_graph[key].peak_bytes(lowered, optimizer_bytes, residuals)

@@ -26,9 +26,10 @@ from qsync.predictor.profiling.clocks import Clock, CudaClock, KernelClock, Laun
 from qsync.predictor.profiling.launches import Launches
 from qsync.predictor.profiling.loader_wait import TimedLoader
 from qsync.predictor.profiling.machine_drift import drift_factors, label_error, walk_rate
+from qsync.predictor.profiling.memory_trace import measure_residuals
 from qsync.predictor.profiling.mixed_assignments import RoundStep, num_round_steps, round_steps
 from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes, timing_hook_s
-from qsync.predictor.profiling.runner import Runner, check_finite, check_scalar
+from qsync.predictor.profiling.runner import Choose, Runner, check_finite, check_scalar
 from qsync.predictor.profiling.step_statistics import (
     fit_casts,
     leave_one_out_error,
@@ -39,6 +40,7 @@ from qsync.predictor.profiling.step_statistics import (
     timer_seconds,
 )
 from qsync.records.graph import OpGraph
+from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
@@ -137,6 +139,7 @@ class Profiler:
         self._optimizer = _made(options.make_optimizer, self._parameters)
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
         self._typical_s = self._warm_up()
+        self._memory_residuals = self._measure_memory()
         self._optimizer_s.clear()
         self.graph = runner.graph
         self._warmed_up_s = time.perf_counter() - self._began_s
@@ -162,6 +165,17 @@ class Profiler:
             typical_s.append(self._timed_step(step).total_s)
             self._put_weights_back()
         return typical_s
+
+    def _measure_memory(self) -> MemoryResiduals:
+        """Return how the memory of a step of each uniform precision differs from the prediction."""
+
+        def assignments() -> Iterator[Choose]:
+            for step in self._round[: len(self._precisions)]:
+                self._progress(f"profile {step.label}, memory")
+                yield step.choose
+
+        with _without_collection():
+            return measure_residuals(self._runner, assignments(), self._loss, self._parameters)
 
     @property
     def num_choices(self) -> int:
@@ -287,6 +301,7 @@ class Profiler:
             compiled=self._runner.compiles_islands,
             held_down=tuple(dict.fromkeys(filter(None, self._held_down))),
             launches=self._launches.profile(device_class, self.graph) if self._launches else None,
+            memory_residuals=self._memory_residuals,
         )
 
     def fill(self, seconds: float) -> None:

@@ -18,6 +18,7 @@ from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph, digest
 from qsync.records.json_files import check_fields, check_header, field, read_record, write_json
 from qsync.records.levers import Setting
+from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.precision import Precision
 
 PROFILE_VERSION = 1
@@ -50,6 +51,7 @@ _SHOWN = {
 # Fields that are left out of a file while they are empty, as in files from before them: plans bear its hash.
 _ADDED_LATER = (
     "refused", "loading_s", "model", "batch", "compiled", "switch_s", "held_down", "launches",
+    "memory_residuals",
 )  # fmt: skip
 # The device itself was measured, whatever the model was.
 DEVICE_MEASURED = (MEASURED, LEARNED, CARRIED)
@@ -99,6 +101,9 @@ class Profile:
     `launches` prices the launches of the kernels, which the host makes while the device runs earlier ones (a
     GPU): the same costs, in seconds of the host. None where a call returns when its work is done.
 
+    `memory_residuals` are bytes of steps as measured beyond those that the memory model predicts; none on
+    GPUs, for compiled models, and for losses that call the model several times.
+
     `setting` is what it was carried over to where a plan uses levers (`replayer.levers.apply`). It is in no
     file.
     """
@@ -135,6 +140,7 @@ class Profile:
     switch_s: Mapping[str, Cost] = record_field(default_factory=dict)
     held_down: tuple[str, ...] = ()
     launches: Profile | None = None
+    memory_residuals: MemoryResiduals = record_field(default_factory=MemoryResiduals)
 
     @property
     def device(self) -> str | None:
@@ -253,13 +259,17 @@ class Profile:
         """Return this profile as if it had been measured for `graph`; all that is shown says so."""
         return replace(
             self, origin=WHAT_IF, graph_hash=graph.hash, shapes_hash=graph.shapes_hash,
-            model=graph.model, batch=graph.batch_shapes,
+            model=graph.model, batch=graph.batch_shapes, memory_residuals=MemoryResiduals(),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as a JSON object."""
         # Without what is written in another way below: of a large graph that is nearly everything.
-        body = asdict(replace(self, setting=None, launches=None, ops={}, casts={}, cast_fit={}, switch_s={}))
+        elsewhere = replace(
+            self, setting=None, launches=None, ops={}, casts={}, cast_fit={}, switch_s={},
+            memory_residuals=MemoryResiduals(),
+        )  # fmt: skip
+        body = asdict(elsewhere)
         del body["setting"]
         if self.setting:
             body["levers"] = asdict(self.setting.levers)
@@ -274,6 +284,7 @@ class Profile:
         body["outside"] = _numbers(self.outside)
         body["switch_s"] = {mode: _numbers(cost) for mode, cost in self.switch_s.items()}
         body["launches"] = self.launches.to_json() if self.launches else None
+        body["memory_residuals"] = self.memory_residuals.to_json()
         for name in _ADDED_LATER:
             if not body[name]:
                 del body[name]
@@ -297,6 +308,7 @@ class Profile:
             body["batch"] = tuple(tuple(shape) for shape in value.get("batch", ()))
             body["held_down"] = tuple(value.get("held_down", ()))
             body["launches"] = cls.from_json(value["launches"]) if value.get("launches") else None
+            body["memory_residuals"] = MemoryResiduals.from_json(value.get("memory_residuals", {}))
             profile = cls(**body)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(

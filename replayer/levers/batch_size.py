@@ -177,6 +177,7 @@ def at_samples(
     law = PROPORTIONAL if second is None else INTERPOLATED
     return replace(
         found, shapes_hash=at.shapes_hash, batch=at.batch_shapes, step_s={},
+        memory_residuals=profile.memory_residuals.scaled(samples / first),
         origin=law if profile.origin == MEASURED else profile.origin,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
 from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.predictor.memory.workspaces.op_workspaces import backward_workspace, forward_workspace
 from qsync.records.graph import Op, Role
+from qsync.records.memory_residuals import MemoryResiduals, Residual
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 
@@ -127,6 +129,31 @@ def test_following_changes_of_precision_where_some_save_less_equals_starting_ane
         lowering.undo(change)
         memory.update(lowering, change.touched)
     assert memory.peak_bytes == before
+
+
+@given(graphs(), st.data())
+def test_residuals_follow_changes_of_precision(graph, data):
+    """An operator without a precision of its own has those of the product before it."""
+    assume(graph.adjustable)
+    rng = random.Random(data.draw(st.integers(0, 999)))
+    ops = {
+        op.name: {str(p): Residual(*(rng.randint(-500, 2000) for _ in range(3))) for p in Precision}
+        for op in graph.ops
+    }
+    residuals = MemoryResiduals(ops, Residual(forward=rng.randint(-500, 2000)))
+    lowering = Lowering(graph, data.draw(assignments_for(graph)))
+    memory = StepMemory(lowering.lowered(), residuals=residuals)
+    before = memory.come_and_go().tolist()
+    made = [lowering.assign(*data.draw(precisions_for(graph))) for _ in range(3)]
+    for change in made:
+        memory.update(lowering, change.touched)
+    anew = StepMemory(lowering.lowered(), residuals=residuals)
+    assert memory.come_and_go().tolist() == anew.come_and_go().tolist()
+    assert memory.copy(8).come_and_go().tolist() == anew.come_and_go().tolist()
+    for change in reversed(made):
+        lowering.undo(change)
+        memory.update(lowering, change.touched)
+    assert memory.come_and_go().tolist() == before
 
 
 def test_a_value_kept_by_three_operators_counts_once():

@@ -17,21 +17,24 @@ from qsync.predictor.memory import lifetimes
 from qsync.predictor.memory.peak import StepMemory
 from qsync.predictor.memory.vectorized_peak import VectorizedPeak, vectorized_peak_bytes
 from qsync.records.graph import Derivative, OpGraph, Role
+from qsync.records.memory_residuals import MemoryResiduals, Residual
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import can_save_less, ops_that_save_less
 
 DEVICES = ("cpu", "cuda", "other")
 
 
-def check(graph: OpGraph, assignment, less=(), device="cpu", num_ranks=2) -> None:
+def check(graph: OpGraph, assignment, less=(), device="cpu", num_ranks=2, residuals=None) -> None:
     """The same bytes at every time, and the same peak."""
     lowered = Tabulated(graph, assignment, "bf16", less)
-    options = {"optimizer_bytes": 1000, "num_ranks": num_ranks, "device": device}
+    options = {
+        "optimizer_bytes": 1000, "num_ranks": num_ranks, "device": device, "residuals": residuals,
+    }  # fmt: skip
     memory = StepMemory(lower(graph, assignment, "bf16", less), **options)
     assert vectorized_peak_bytes(lowered, **options) == memory.peak_bytes
     curve = memory.curve()
     expected = np.sum([curve[part] for part in ("casts", "saved", "transient")], axis=0)
-    found = VectorizedPeak(graph, device, num_ranks > 1).in_use(lowered)
+    found = VectorizedPeak(graph, device, num_ranks > 1).in_use(lowered, residuals)
     assert np.array_equal(found[: len(expected)], expected)
 
 
@@ -62,6 +65,28 @@ def test_blocks_take_the_same_memory_either_way(graph, device):
     for seed in range(12):
         less = ops_that_save_less(graph, ["*"]) if seed % 3 == 0 else ()
         check(graph, drawn(graph, seed), less, device)
+
+
+def drawn_residuals(graph: OpGraph, seed: int) -> MemoryResiduals:
+    """Bytes of either sign for some of the operators, each in some precisions, and for the loss."""
+    rng = random.Random(seed)
+
+    def residual() -> Residual:
+        return Residual(*(rng.randint(-500, 2000) for _ in range(3)))
+
+    ops = {
+        op.name: {str(p): residual() for p in Precision if rng.random() < 0.7}
+        for op in graph.ops
+        if rng.random() < 0.7
+    }
+    return MemoryResiduals(ops, Residual(forward=rng.randint(-500, 2000)))
+
+
+@pytest.mark.parametrize("graph", [mlp(3), encoder(4), images(4)], ids=["mlp", "encoder", "images"])
+def test_residuals_are_added_either_way(graph):
+    for seed in range(12):
+        less = ops_that_save_less(graph, ["*"]) if seed % 3 == 0 else ()
+        check(graph, drawn(graph, seed), less, residuals=drawn_residuals(graph, seed))
 
 
 def views_and_sums(num_blocks: int) -> OpGraph:

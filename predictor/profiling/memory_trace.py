@@ -1,0 +1,180 @@
+"""The memory of one running step, measured at each operator, and how it differs from the prediction.
+
+The prediction knows what operators save; it does not know the scratch of every kernel on every processor, a
+loss outside the graph, or code that was not traced. What one step of each precision shows beyond the
+prediction is added to that of every plan (`MemoryResiduals`).
+
+A time is that of `qsync.predictor.memory.lifetimes`: operator i of n runs forward at i and backward at
+2n - i, the loss at n. With M the most bytes in use at a time, E those at its end, U the predicted most, and P
+the predicted that stay:
+
+    residual saved by i   = (E - P at i) - (E - P at i - 1)
+    residual of forward   = (M - U at i) - saved by operators up to i
+    residual of backward  = (M - U at 2n - i) - saved by operators up to i
+
+So the prediction of a uniform precision becomes what was measured, and a mixed plan adds up what each of its
+operators showed in its own precision. Source: the events of torch's allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.profiler import record_function
+
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
+from qsync.predictor.memory.layout import layout
+from qsync.predictor.memory.peak import StepMemory
+from qsync.predictor.profiling.allocator_events import ALLOCATOR, allocator_events
+from qsync.predictor.profiling.runner import Choose, Runner
+from qsync.records.graph import OpGraph
+from qsync.records.memory_residuals import MemoryResiduals, Residual
+
+Ints = npt.NDArray[np.int64]
+
+_MARK = "qsync: time "  # events of this name part the allocator's
+
+
+@dataclass(slots=True)
+class StepBytes:
+    """Bytes in use in a step beyond those it began with, at each time: the most, and those at its end.
+
+    Times at which nothing was seen to run have those of the time before.
+    """
+
+    most: Ints
+    at_end: Ints
+
+
+@dataclass(slots=True)
+class TimeMarks:
+    """An Observer (see qsync.runtime.node_calls) that writes the times of a step among torch's events."""
+
+    only_times: ClassVar[bool] = True
+    graph: OpGraph
+    repeats: bool = False  # whether an operator ran twice: the loss calls the model several times
+    _position: dict[str, int] = field(init=False)
+    _seen: set[str] = field(default_factory=set)
+    _hooked: set[int] = field(default_factory=set)  # sequence numbers of autograd's functions
+    _in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        self._position = {op.name: i for i, op in enumerate(self.graph.ops)}
+
+    def began(self) -> None:
+        """Note nothing: what ran since the last operator belongs to the next."""
+
+    def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
+        """Mark that an operator has run, and later that its backward begins.
+
+        A checkpointed graph runs again in backward, and there counts as backward of what needs it.
+        """
+        if self._in_backward or not isinstance(node, Run):
+            return
+        i = self._position[node.op]
+        self.repeats |= node.op in self._seen
+        self._seen.add(node.op)
+        mark(i + 1)
+        tensor = result[0] if isinstance(result, (tuple, list)) and result else result
+        function = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+        if function is not None and (number := function._sequence_nr()) not in self._hooked:
+            self._hooked.add(number)
+            function.register_prehook(lambda _: mark(2 * len(self.graph.ops) - i))
+
+    def loss_ready(self) -> None:
+        """Note that forward has ended."""
+        self._in_backward = True
+
+
+def measure_residuals(
+    runner: Runner,
+    assignments: Iterable[Choose],
+    loss: Callable[[], torch.Tensor],
+    parameters: Sequence[torch.nn.Parameter],
+) -> MemoryResiduals:
+    """Take a step of each assignment, and return how its memory differs from the prediction.
+
+    The model has run before, and its optimizer has stepped since it ran the assignment. Nothing is measured
+    on a GPU, of a model whose islands are compiled, inside a profiler of the user's, and of a loss that calls
+    the model several times.
+    """
+    graph, found = runner.graph, []
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+    if (
+        not on_cpu
+        or not graph.adjustable
+        or runner.compiles_islands
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return MemoryResiduals()
+    for choose in assignments:
+        marks = TimeMarks(graph)
+        runner.choose(choose, marks)
+        traced = trace_memory(marks, loss, parameters)
+        if marks.repeats:
+            return MemoryResiduals()
+        found.append(residuals_of(traced, lower(graph, choose(graph))))
+    return MemoryResiduals.joined(found)
+
+
+def mark(time: int) -> None:
+    """Let the events that follow belong to this time."""
+    with record_function(f"{_MARK}{time}"):
+        pass
+
+
+def trace_memory(
+    marks: TimeMarks, loss: Callable[[], torch.Tensor], parameters: Sequence[torch.nn.Parameter]
+) -> StepBytes:
+    """Run forward and backward under the marks, and return the bytes in use; gradients are there before.
+
+    As in DDP, whose buckets hold them, a gradient is made and then added to what is there.
+    """
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        with allocator_events(_MARK) as events:
+            value = loss()
+            marks.loss_ready()
+            value.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    return _by_time(events, 2 * len(marks.graph.ops) + 1)
+
+
+def _by_time(events: Sequence[tuple[str, int]], num_times: int) -> StepBytes:
+    most, at_end = np.full((2, num_times), np.iinfo(np.int64).min)
+    time = in_use = most[0] = at_end[0] = 0
+    for name, num_bytes in events:
+        if name == ALLOCATOR:
+            in_use += num_bytes
+        else:
+            time = int(name.removeprefix(_MARK))
+        most[time], at_end[time] = max(most[time], in_use), in_use
+    seen = at_end > np.iinfo(np.int64).min
+    last = np.maximum.accumulate(np.where(seen, np.arange(num_times), 0))
+    return StepBytes(np.where(seen, most, at_end[last]), at_end[last])
+
+
+def residuals_of(found: StepBytes, lowered: LoweredGraph) -> MemoryResiduals:
+    """Return by how much a step's bytes differ from those that are predicted of its lowered graph."""
+    predicted, num = StepMemory(lowered, num_ranks=2), len(lowered.graph.ops)
+    most, staying = predicted.come_and_go(), predicted.staying()
+    beyond = found.most - most
+    kept = (found.at_end - staying)[:num]  # residual saved by all operators up to each
+    saved = np.diff(kept, prepend=0)
+    forward, backward = beyond[:num] - kept, beyond[:num:-1] - kept
+    modes = [node.mode for node in lowered.nodes if isinstance(node, Run)]
+    ops = {
+        op.name: {modes[product]: Residual(int(saved[i]), int(forward[i]), int(backward[i]))}
+        for i, (op, product) in enumerate(zip(lowered.graph.ops, layout(lowered.graph).product, strict=True))
+        if saved[i] or forward[i] or backward[i]
+    }
+    return MemoryResiduals(ops, Residual(forward=int(beyond[num] - kept[-1])))

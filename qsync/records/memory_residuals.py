@@ -1,0 +1,87 @@
+"""The bytes by which the measured memory of a step differs from the predicted, operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from qsync.errors import shortened
+
+
+class Residual(NamedTuple):
+    """Bytes of one operator, measured less predicted.
+
+    `saved` stay from its forward to its backward; `forward` and `backward` are beside them while it runs.
+    """
+
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+
+    def scaled(self, factor: float) -> Residual:
+        """Return so many times the bytes."""
+        return Residual(*(round(factor * num_bytes) for num_bytes in self))
+
+
+NOTHING = Residual()
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class MemoryResiduals:
+    """The residuals of a graph on a device: `ops` maps operator -> precision -> bytes.
+
+    The precision of an operator that has none to choose is that of the product before it (`Layout.product`).
+    Of the `loss`, outside the graph, only `forward` is used.
+
+    >>> MemoryResiduals({"fc1": {"bf16": Residual(0, 4096, 0)}}).of("fc1", "bf16")
+    Residual(saved=0, forward=4096, backward=0)
+    """
+
+    ops: Mapping[str, Mapping[str, Residual]] = field(default_factory=dict)
+    loss: Residual = NOTHING
+
+    def __bool__(self) -> bool:
+        return bool(self.ops) or self.loss != NOTHING
+
+    def of(self, op: str, precision: str) -> Residual:
+        """Return the residual of an operator; nothing where it was not measured in this precision."""
+        return self.ops.get(op, {}).get(precision, NOTHING)
+
+    def scaled(self, factor: float) -> MemoryResiduals:
+        """Return the residuals of a batch with so many times the samples."""
+        ops = {op: {p: found.scaled(factor) for p, found in own.items()} for op, own in self.ops.items()}
+        return MemoryResiduals(ops, self.loss.scaled(factor))
+
+    @classmethod
+    def joined(cls, parts: Iterable[MemoryResiduals]) -> MemoryResiduals:
+        """Return what several steps show: of operators the first in each precision, of the loss the most."""
+        ops: dict[str, dict[str, Residual]] = {}
+        losses: list[Residual] = []
+        for part in parts:
+            losses.append(part.loss)
+            for op, own in part.ops.items():
+                ops[op] = {**own, **ops.get(op, {})}
+        return cls(ops, max(losses, key=lambda loss: loss.forward, default=NOTHING))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the residuals as a JSON object, empty where there are none."""
+        if not self:
+            return {}
+        ops = {op: {p: list(found) for p, found in own.items()} for op, own in self.ops.items()}
+        return {"ops": ops, "loss": list(self.loss)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> MemoryResiduals:
+        """Read residuals; TypeError, KeyError or AttributeError where they are malformed."""
+        if not value:
+            return cls()
+        ops = {op: {p: _residual(found) for p, found in own.items()} for op, own in value["ops"].items()}
+        return cls(ops, _residual(value["loss"]))
+
+
+def _residual(value: Any) -> Residual:
+    """Read three whole numbers of either sign; TypeError for anything else."""
+    if not isinstance(value, list) or any(type(num_bytes) is not int for num_bytes in value):
+        raise TypeError(f"residuals are three whole numbers, found {shortened(value)}")
+    return Residual(*value)
