@@ -462,8 +462,7 @@ def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) ->
                 f"{type(model).__name__} returns no .loss; "
                 "pass loss_fn=lambda model, batch: ... that returns a scalar"
             )
-        loss: torch.Tensor = found
-        return loss
+        return leaving_gradients(found)
 
     return own_loss
 

@@ -62,10 +62,7 @@ def plan(
     """
     _check_records(graph, profiles, cluster)
     check_kind(sensitivity, Sensitivity, "sensitivity", "qsync.sensitivity")
-    check_options(options)
-    for name in ("other", "trials", "storage"):
-        if name in options and not levers:
-            raise FormatError(f"{name} is an option of a search over levers; name levers, too")
+    check_options({**options, "levers": levers})
     if levers:
         return search(graph, profiles, sensitivity, cluster, levers=levers, **options)
     return allocate(graph, profiles, sensitivity, cluster, **options)

@@ -30,12 +30,11 @@ def write_trace(timeline: Timeline, path: str | Path, measured: MeasuredSteps | 
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     """Return the trace events of a timeline: names of processes and threads, then the events."""
-    label = "simulated" if timeline.simulated else "measured"
     process = {name: number for number, name in enumerate(timeline.classes)}
     entries: list[dict[str, Any]] = []
     for name, pid in process.items():
         entries += _titles(
-            pid, f"{shown(name, timeline[name].origin)} x {timeline[name].num_ranks} ({label})"
+            pid, f"{shown(name, timeline[name].origin)} x {timeline[name].num_ranks} (simulated)"
         )
     entries += [_slice(process[event.device_class], event) for event in timeline.events]
     return entries

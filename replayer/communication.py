@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from qsync.errors import FormatError
@@ -78,9 +79,9 @@ def _gradient_bytes(graph: OpGraph) -> dict[int, int]:
 def buckets(graph: OpGraph, bucket_cap_bytes: int | None = None) -> tuple[Bucket, ...]:
     """Return the buckets as DDP rebuilds them after its first step, in the order of their reduction.
 
-    Buckets take gradients in the order they become ready, and close once their size reaches the cap (torch,
-    compute_bucket_assignment_by_size). By default the first cap is 1 MiB and the others are 25 MiB. A given
-    cap holds for all buckets, as with `DistributedDataParallel(bucket_cap_mb=...)`.
+    Buckets take gradients of one type in the order they become ready, and close once their size reaches the
+    cap (torch, compute_bucket_assignment_by_size). By default the first cap of a type is 1 MiB and the others
+    are 25 MiB. A given cap holds for all buckets, as with `DistributedDataParallel(bucket_cap_mb=...)`.
 
     >>> [bucket.num_bytes for bucket in buckets(graph)]
     """
@@ -97,17 +98,18 @@ def _buckets(graph: OpGraph, bucket_cap_bytes: int | None) -> tuple[Bucket, ...]
     parameters = {value.name: value for value in graph.parameters}
     positions = ready_positions(graph)
     closed: list[Bucket] = []
-    names: list[str] = []
-    num_bytes = 0
+    filling: dict[str, Bucket] = {}  # by type
+    num_closed: Counter[str] = Counter()
     for name, ready in positions.items():
-        names.append(name)
-        num_bytes += parameters[name].num_bytes
-        if num_bytes >= caps[min(len(closed), len(caps) - 1)]:
-            closed.append(Bucket(tuple(names), num_bytes, ready))
-            names, num_bytes = [], 0
-    if names:
-        closed.append(Bucket(tuple(names), num_bytes, ready))
-    return tuple(closed)
+        dtype, num_bytes = parameters[name].dtype, parameters[name].num_bytes
+        bucket = filling.pop(dtype, Bucket((), 0, ready))
+        bucket = Bucket((*bucket.parameters, name), bucket.num_bytes + num_bytes, ready)
+        if bucket.num_bytes >= caps[min(num_closed[dtype], len(caps) - 1)]:
+            closed.append(bucket)
+            num_closed[dtype] += 1
+        else:
+            filling[dtype] = bucket
+    return (*closed, *filling.values())
 
 
 def all_reduce_s(link: Link, num_bytes: int, num_ranks: int | None = None) -> float:

@@ -15,10 +15,9 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
-from qsync.replayer.check_records import checked_lowerings
-from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.explanation.comparison import percentile
-from qsync.replayer.synchronous_step import Exchange, step_time
+from qsync.replayer.simulate import simulate_step
+from qsync.replayer.synchronous_step import step_time
 
 _MOST_STEPS = 1_000_000
 
@@ -60,21 +59,20 @@ def vary(
 
     The work of a rank takes exp(noise z) times its usual time, z normal. Of the n ranks of a class only the
     latest counts. Its z is drawn as the largest of n, Phi^-1(u^(1/n)), so thousands of ranks cost no more
-    than one. The same seed gives the same steps.
+    than one. The same seed gives the same steps. Without `bucket_cap_bytes` the plan's own counts, or DDP's.
 
     >>> vary(graph, plan, profiles, cluster, num_steps=1000, seed=0).lost
     """
     if not 1 <= num_steps <= _MOST_STEPS:
         raise FormatError(f"the number of steps must be 1 to {_MOST_STEPS}, found {num_steps}")
-    lowerings = checked_lowerings(graph, plan, profiles, cluster)
-    exchange = Exchange(graph, cluster, bucket_cap_bytes)
-    works = [exchange.work(ClassCosts(lowering, profiles[name])) for name, lowering in lowerings.items()]
+    found = simulate_step(graph, plan, profiles, cluster, bucket_cap_bytes)
+    exchange, works = found.exchange, found.works
     uniform = 1.0 - np.random.default_rng(seed).random((num_steps, len(works)))  # in (0, 1]
     latest = [
-        [_latest(float(u), cluster[name].count) for u, name in zip(row, lowerings, strict=True)]
+        [_latest(float(u), cluster[name].count) for u, name in zip(row, found.costs, strict=True)]
         for row in uniform
     ]
-    noise = [profiles[name].noise for name in lowerings]
+    noise = [profiles[name].noise for name in found.costs]
     steps = tuple(
         step_time(
             [work.slower(math.exp(s * z)) for work, s, z in zip(works, noise, row, strict=True)], exchange

@@ -73,7 +73,6 @@ class Timeline:
     step_s: float
     classes: Mapping[str, ClassTimeline]
     events: Sequence[Event]
-    simulated: bool = True
     interval_s: tuple[float, float] | None = None
 
     def __getitem__(self, device_class: str) -> ClassTimeline:
@@ -96,7 +95,7 @@ class Timeline:
             }
             classes[name] = {**numbers, "nodes": [_node_to_json(node) for node in entry.nodes]}
         body = {
-            "simulated": self.simulated,
+            "simulated": True,
             "step_s": self.step_s,
             "interval_s": list(self.interval_s) if self.interval_s else None,
             "classes": classes,
@@ -124,7 +123,7 @@ class Timeline:
         except (TypeError, ValueError, KeyError) as error:
             raise FormatError(f"the timeline file cannot be read ({error}); replay the plan again") from error
         interval = tuple(value["interval_s"]) if value.get("interval_s") else None
-        return cls(float(step_s), classes, events, bool(value.get("simulated", True)), interval)
+        return cls(float(step_s), classes, events, interval)
 
     def save(self, path: str | Path) -> Path:
         """Write the timeline to a file, whole or not at all."""

@@ -170,6 +170,7 @@ def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
 
     `also` are more names that the caller has, to suggest for a misspelt one. Where `levers` are among the
     options, they are checked as far as they can be without a basis: MismatchError for a lack of `other`.
+    Without them there is no search to have options.
     """
     own = [p.name for p in inspect.signature(search).parameters.values() if p.kind is p.KEYWORD_ONLY]
     of_planner = [field.name for field in fields(Options)]
@@ -183,6 +184,9 @@ def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
                 f"{name} must be a whole number from {least} to {most}, found {shortened(number)}"
             )
     _check_names(levers := options.get("levers") or ())
+    alone = [name for name in own if name in options and name != "levers" and options[name] is not None]
+    if alone and not levers:
+        raise FormatError(f"{alone[0]} is an option of a search over levers; name levers, too")
     if options.get("other") is None and not {SHARE, ACCUMULATE}.isdisjoint(levers):
         raise MismatchError(
             "shares and passes take other numbers of samples than the batch; give other=qsync.replayer.Sized("

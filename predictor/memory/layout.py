@@ -12,7 +12,7 @@ class Layout:
     """The shapes and types of a graph's values, their storages, and the operators that read these."""
 
     def __init__(self, graph: OpGraph) -> None:
-        self.ops, self.inputs = graph.ops, graph.inputs
+        self.ops = graph.ops
         self.end = 2 * len(graph.ops)
         self.num_calls = graph.num_calls
         entries: list[Input | Op] = [*graph.inputs, *graph.ops]

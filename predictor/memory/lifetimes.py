@@ -285,8 +285,7 @@ class _ValueGroup:
         for time, cast in self.lives.casts[value]:
             storage = self._make((value, cast.target), time)
             # A view is made contiguous before it is rounded, and so are images in another order.
-            i = self.lives.layout.position.get(value)
-            in_order = cast.channels_last or (i is not None and self.lives.layout.ops[i].channels_last)
+            in_order = cast.channels_last or value in self.lives.layout.in_order
             if value != self.root or (cast.target == "int8_image" and not in_order):
                 self.workspaces.append(
                     Span(storage_bytes(cast.source, self.lives.layout.shape[value]), time, time)

@@ -150,7 +150,7 @@ def made_for_backward(
         masks = [value for value in (*op.inputs[3:], *op.kept) if dtypes[value] == "bool"]
         yield sum(type_bytes(mode, num_elements(shapes[value])) for value in masks)
     elif op.kind == "rnn":
-        yield from _recurrent(op, mode, [shapes[value] for value in op.inputs], device)
+        yield from _recurrent(mode, [shapes[value] for value in op.inputs], device)
     elif op.kind == "rms_norm":
         yield FP32_BYTES * _rows(op)  # deviation
         if device == "cpu":  # where it is written out in FP32: what the weight multiplies, and the input
@@ -172,7 +172,7 @@ def copied_operands(
                 yield each.operand, each.num_elements
 
 
-def _recurrent(op: Op, mode: str, shapes: list[tuple[int, ...]], device: str) -> Iterator[int]:
+def _recurrent(mode: str, shapes: list[tuple[int, ...]], device: str) -> Iterator[int]:
     """Yield what the layers of a recurrence make for backward.
 
     Each but the last hands its result to the next. The workspace of oneDNN's LSTM holds gates, states and the

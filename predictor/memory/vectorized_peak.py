@@ -92,7 +92,8 @@ class VectorizedPeak:
         if first is None:
             value = self.tables.wiring.inputs[self.tables.wiring.number[root]]
             entry = layout.entered.get(root)
-            entered = (value.kind, value.dtype, value.shape, None if entry is None else (entry, base))
+            enters = None if entry is None else (entry, base)
+            entered = (value.kind, value.dtype, value.shape, value.channels_last, enters)
         # An activation runs in backward when its product does, which may be the first operator.
         starts = not base or any(self.tables.wiring.product[i] == 0 for i in users)
         ends = starts or any(layout.ops[i].kind == "output" for i in users)

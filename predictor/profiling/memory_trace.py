@@ -13,7 +13,9 @@ the predicted that stay:
     residual of backward  = (M - U at 2n - i) - saved by operators up to i
 
 So the prediction of a uniform precision becomes what was measured, and a mixed plan adds up what each of its
-operators showed in its own precision. Source: the events of torch's allocator.
+operators showed in its own precision. A precision whose peak was predicted to within `_EXACT` has no
+residuals: the model then knows more of its kernels than one step shows, which attributes bytes to times.
+Source: the events of torch's allocator.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from qsync.records.memory_residuals import MemoryResiduals, Residual
 
 Ints = npt.NDArray[np.int64]
 
+_EXACT = 0.01  # of the peak
 _MARK = "qsync: time "  # events of this name part the allocator's
 
 
@@ -58,7 +61,8 @@ class TimeMarks:
 
     only_times: ClassVar[bool] = True
     graph: OpGraph
-    repeats: bool = False  # whether an operator ran twice: the loss calls the model several times
+    # Whether the step runs an operator twice, as a loss that calls the model several times, or another one.
+    differs: bool = False
     _position: dict[str, int] = field(init=False)
     _seen: set[str] = field(default_factory=set)
     _hooked: set[int] = field(default_factory=set)  # sequence numbers of autograd's functions
@@ -77,8 +81,10 @@ class TimeMarks:
         """
         if self._in_backward or not isinstance(node, Run):
             return
-        i = self._position[node.op]
-        self.repeats |= node.op in self._seen
+        i = self._position.get(node.op)
+        if i is None or node.op in self._seen:
+            self.differs = True
+            return
         self._seen.add(node.op)
         mark(i + 1)
         tensor = result[0] if isinstance(result, (tuple, list)) and result else result
@@ -101,8 +107,8 @@ def measure_residuals(
     """Take a step of each assignment, and return how its memory differs from the prediction.
 
     The model has run before, and its optimizer has stepped since it ran the assignment. Nothing is measured
-    on a GPU, of a model whose islands are compiled, inside a profiler of the user's, and of a loss that calls
-    the model several times.
+    on a GPU, of a model whose islands are compiled, inside a profiler of the user's, of a loss that calls the
+    model several times, and where steps run unlike operators.
     """
     graph, found = runner.graph, []
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
@@ -117,7 +123,7 @@ def measure_residuals(
         marks = TimeMarks(graph)
         runner.choose(choose, marks)
         traced = trace_memory(marks, loss, parameters)
-        if marks.repeats:
+        if marks.differs:
             return MemoryResiduals()
         found.append(residuals_of(traced, lower(graph, choose(graph))))
     return MemoryResiduals.joined(found)
@@ -164,9 +170,11 @@ def _by_time(events: Sequence[tuple[str, int]], num_times: int) -> StepBytes:
 
 
 def residuals_of(found: StepBytes, lowered: LoweredGraph) -> MemoryResiduals:
-    """Return by how much a step's bytes differ from those that are predicted of its lowered graph."""
+    """Return by how much a step's bytes differ from those predicted of its graph, if the peak does."""
     predicted, num = StepMemory(lowered, num_ranks=2), len(lowered.graph.ops)
     most, staying = predicted.come_and_go(), predicted.staying()
+    if abs(int(found.most.max()) - int(most.max())) <= _EXACT * int(most.max()):
+        return MemoryResiduals()
     beyond = found.most - most
     kept = (found.at_end - staying)[:num]  # residual saved by all operators up to each
     saved = np.diff(kept, prepend=0)

@@ -37,6 +37,7 @@ from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedErro
 from qsync.records.cluster import Link
 from qsync.records.graph import digest
 from qsync.records.plans import Plan
+from qsync.tracing.buffers import BuffersBefore
 
 logger = logging.getLogger("qsync")
 
@@ -124,7 +125,7 @@ class ElasticJob:
         self._failures_in_a_row = 0
         self._has_left, self._is_relieved, self._patient_until = False, False, 0.0
         self._has_stepped = True  # the optimizer, since gradients arrived
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # as a step began with them
+        self._buffers = BuffersBefore(model)  # as a step began with them
         encode(self._training.without_weights())  # raises while no other card depends on it
         self._released = threading.Event()
         states["optimizer"].register_step_pre_hook(self._check_order)
@@ -407,7 +408,7 @@ class ElasticJob:
             self._server.withdraw("state/", "begin/")
         self._before = self._training.marked() if is_behind else []
         self._loader.turn(self.step, share)
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        self._buffers = BuffersBefore(self.model)
         self._present = ElasticStep(self, self.step, share, is_behind)
         return self._present
 
@@ -431,9 +432,7 @@ class ElasticJob:
             # Some are the group's already: the step that is taken again must not add to them.
             for parameter in self.model.parameters():
                 parameter.grad = None
-            with torch.no_grad():  # nor must what forward counts
-                for buffer, before in self._buffers:
-                    buffer.copy_(before)
+            self._buffers.restore()  # nor must what forward counts
             self._go_alone()
             return False
         self.step += 1

@@ -211,8 +211,9 @@ class PlanBook:
         for membership in [present, *ahead]:
             if self._wake.is_set():
                 return
-            if membership not in self._plans and all(name in self._classes for name, _, _ in membership):
-                self._plans[membership] = self._planned(membership)
+            plans = self._plans  # a link that is measured meanwhile starts another book
+            if membership not in plans and all(name in self._classes for name, _, _ in membership):
+                plans[membership] = self._planned(membership)
 
     def _copy(self) -> None:
         leader = self._cards[0]

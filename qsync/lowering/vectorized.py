@@ -100,6 +100,7 @@ class Tables:
                 entries[v].dtype,
                 entries[v].shape,
                 entries[v].requires_grad,
+                entries[v].channels_last,
                 v in parameters,
                 op.inputs.index(v),
             )

@@ -40,7 +40,7 @@ class Input:
     """
 
     name: str
-    kind: str  # "parameter", "buffer", "batch", or "alias": a parameter once more, in a checkpointed graph
+    kind: str  # "parameter", "buffer", "batch", or "alias": one of them once more, in a graph of its own
     dtype: str
     shape: tuple[int, ...]
     requires_grad: bool = False

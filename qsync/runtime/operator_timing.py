@@ -61,7 +61,8 @@ class _Value:
         if dtype.is_floating_point:
             value = torch.randn(shape).to(dtype)
         else:
-            value = torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.randint(num_rows, shape)
+            is_mask = dtype is torch.bool
+            value = torch.ones(shape, dtype=dtype) if is_mask else torch.randint(num_rows, shape, dtype=dtype)
         back = sorted(range(len(shape)), key=self.order.__getitem__)
         return value.permute(back).to(device).requires_grad_(self.requires_grad)
 

@@ -37,6 +37,7 @@ from qsync.runtime.weight_cache import (
     forget_copies,
     note_copies,
 )
+from qsync.tracing.buffers import BuffersBefore
 from qsync.tracing.graph_sharing import SharedGraph
 from qsync.tracing.operator_table import call_name
 from qsync.tracing.replaced_forward import plain_forward, trace_again, untraced
@@ -299,13 +300,11 @@ class Program:
             return result
         # The first call with gradients shows whether the plan fits the model: evaluation, which may come
         # first, has other operators. If it fails, running statistics are restored.
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        buffers = BuffersBefore(model)
         try:
             result = self._run(compiled, args, kwargs)
             if self._is_past_limit():
-                with torch.no_grad():
-                    for buffer, saved in buffers:
-                        buffer.copy_(saved)
+                buffers.restore()
                 trace_again(model)
                 result = self._run(compiled, args, kwargs)
             if not self._is_part and not _has_products(self._ran):
@@ -314,9 +313,7 @@ class Program:
             if self._check is not None and not is_evaluation:
                 self._check(self.graph, self._chosen_by_data())
         except QSyncError:
-            with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)
+            buffers.restore()
             raise
         self._checked, self._has_run = not is_evaluation, True
         self._report_new_graphs()

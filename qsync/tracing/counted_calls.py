@@ -21,7 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync.tracing.operator_table import bodies_of, classify, is_torch, traced_shape, traced_size, traced_type
+from qsync.tracing.operator_table import (
+    bodies_of,
+    classify,
+    is_torch,
+    named_operands,
+    traced_shape,
+    traced_size,
+    traced_type,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +117,11 @@ def _run(node: torch.fx.Node, stand_in: Callable[[torch.fx.Node], Any]) -> Any:
     return call(*args, **kwargs)
 
 
-def named_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the nodes that a call names, in order, each as often as it is named."""
-    found: list[torch.fx.Node] = []
-    torch.fx.map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
 def _counted(node: torch.fx.Node) -> Counted | None:
     stand_ins: list[Any] = []  # one for each of `named_operands`
     packed: list[torch.Tensor] = []
     of_node: dict[torch.fx.Node, Any] = {}
-    is_product = classify(node)[0] == "mul"  # a square has two factors, which have two gradients
+    is_product = classify(node)[0] in ("mul", "einsum")  # a square has two factors, which have two gradients
 
     def stand_in(given: torch.fx.Node) -> Any:
         if is_product or given not in of_node:

@@ -67,6 +67,11 @@ _ELEMENTWISE = (
     "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "add", "sub",
     "mul", "div", "neg", "pow", "where", "clone",
 )  # fmt: skip
+# Calls that compute with the whole numbers among their arguments.
+_TAKES_NUMBERS = (
+    "add", "sub", "rsub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_",
+    "div_", "where", "masked_fill", "masked_fill_", "fill_", "full", "full_like", "new_full",
+)  # fmt: skip
 _GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # forward and backward
 UNSAVED_FUNCTION = "unsaved_function"  # one that saves nothing for backward
 
@@ -196,17 +201,32 @@ def _computes_elements(body: torch.fx.Graph) -> bool:
 def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
     """Return the nodes that an operator computes on, in the order of Op.inputs."""
     names = PRODUCTS.get(call_name(node), (None, ()))[1]
-    if kind == "mul":  # a square has two factors
-        return [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.fx.Node)]
+    if kind in ("mul", "einsum"):  # a square has two factors
+        return named_operands(node)
     if not names:
         return list(node.all_input_nodes)
     found = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in enumerate(names)]
     return [argument for argument in found if isinstance(argument, torch.fx.Node)]
 
 
+def named_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the nodes that a call names, in order, each as often as it is named."""
+    found: list[torch.fx.Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
 def large_constants(node: torch.fx.Node) -> list[float]:
-    """Return the magnitudes of the finite numbers among a call's arguments that FP16 cannot hold."""
-    numbers = (value for value in tree_leaves((node.args, node.kwargs)) if isinstance(value, float))
+    """Return the magnitudes of the finite numbers that a call computes with and FP16 cannot hold.
+
+    Whole numbers are sizes and places in most calls.
+    """
+    name, arguments = bare_name(node), (node.args, node.kwargs)
+    if name in ("full", "new_full"):
+        place = 1 if name == "full" else 2
+        arguments = ((_argument(node, place, "fill_value", 0.0),), {})
+    types = (int, float) if name in _TAKES_NUMBERS else (float,)
+    numbers = [float(v) for v in tree_leaves(arguments) if isinstance(v, types) and not isinstance(v, bool)]
     return [abs(number) for number in numbers if LARGEST["fp16"] < abs(number) < math.inf]
 
 
@@ -252,7 +272,7 @@ def why_traced_as_is(node: torch.fx.Node, kind: str) -> str:
     """Return why a product or an embedding so called runs as it was traced; empty if it need not."""
     if kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
         return "it scales its operands (alpha, beta)"
-    if kind == "einsum" and len(node.all_input_nodes) < 2:
+    if kind == "einsum" and len(named_operands(node)) < 2:
         return "it multiplies no two values"
     if kind == "embedding":
         if node.target is not torch.nn.functional.embedding:
@@ -288,10 +308,23 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
 
 
 def flops_of_einsum(node: torch.fx.Node, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the forward operations of a call of einsum on operands of these shapes."""
-    terms = str(node.args[0]).replace(" ", "").partition("->")[0].split(",")
-    known = {index: size for term, shape in zip(terms, shapes, strict=False) for index, size in
-             zip(reversed(term), reversed(shape), strict=False)}  # fmt: skip
+    """Return the forward operations of a call of einsum on operands of these shapes.
+
+    Each dimension that `...` stands for is an index of its own, counted from the last.
+    """
+    equation = node.args[0]
+    if isinstance(equation, str):
+        texts = equation.replace(" ", "").partition("->")[0].split(",")
+        terms: list[Sequence[Any]] = [list(text.replace("...", ".")) for text in texts]
+    else:  # operands, each before a list of its indices
+        terms = [["." if i is Ellipsis else i for i in own] for own in node.args[1::2]]  # type: ignore[union-attr]
+    known: dict[Any, int] = {}
+    for term, shape in zip(terms, shapes, strict=False):
+        at = list(term).index(".") if "." in term else len(term)
+        num_others = len(shape) - len(term[:at]) - len(term[at + 1 :])
+        others = [(".", k) for k in reversed(range(num_others))]
+        for index, size in zip([*term[:at], *others, *term[at + 1 :]], shape, strict=False):
+            known[index] = max(size, known.get(index, 1))
     return 2 * num_elements(known.values())
 
 

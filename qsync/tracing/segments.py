@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from qsync.errors import UnsupportedError
 from qsync.records.graph import Derivative, Input, Op, OpGraph, Role
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS
-from qsync.tracing.counted_calls import Counted, counted, counted_flops, named_operands
+from qsync.tracing.counted_calls import Counted, counted, counted_flops
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.module_names import argument_name, module_place, operator_name, roots_of
 from qsync.tracing.operator_table import (
@@ -37,6 +37,7 @@ from qsync.tracing.operator_table import (
     flops_of_unwritten,
     is_dilated,
     large_constants,
+    named_operands,
     names_a_type,
     operands,
     traced_shape,
@@ -302,7 +303,7 @@ class _Reader:
         # Kernels do not see torch.vmap's hidden dimension, and torch refuses their autograd functions there,
         # also on values that have none.
         if self._num_levels or is_functorch_wrapped_tensor(value):
-            return "it runs under torch.vmap"
+            return "it runs under a transform of torch.func, as torch.vmap"
         if role is not Role.ADJUSTABLE:
             return ""
         # finfo(float32).min, which masks are made of, is -inf in BF16: a row of it has no softmax.

@@ -33,6 +33,7 @@ from qsync.backend.devices.device_detection import device_of
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
+from qsync.tracing.buffers import BuffersBefore
 from qsync.tracing.graph_sharing import SharedGraph
 from qsync.tracing.operator_table import DTYPES
 from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, forward_codes, untraced
@@ -274,7 +275,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     outside: dict[torch.Tensor, torch.Tensor | None] = {}
     token = _gradients_outside.set((*_gradients_outside.get(), outside))
     drawn, numpy_drawn = random.getstate(), np.random.get_state(legacy=False)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    buffers = BuffersBefore(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
@@ -283,9 +284,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
                 parameter.grad = None
             yield
         finally:
-            with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)
+            buffers.restore()
             for tensor, gradient in (*outside.items(), *gradients):
                 tensor.grad = gradient
             _gradients_outside.reset(token)

@@ -18,7 +18,7 @@ from qsync.records.profiles import Profile
 from qsync.replayer.costs.class_costs import cast_cost, run_cost
 from qsync.replayer.timeline import Timeline
 
-_PRODUCTS_OF_ACTIVATIONS = ("matmul", "bmm", "baddbmm")
+_PRODUCTS_OF_ACTIVATIONS = ("matmul", "baddbmm")
 _NUM_HALVINGS = 40  # of the interval in which the least time lies
 
 

@@ -34,7 +34,7 @@ def in_passes(profile: Profile, graph: OpGraph, passes: int, casts_once: bool = 
     def once(cost: Cost) -> Cost:
         return Cost(cost.forward_s + (passes - 1) * cost.backward_s, cost.backward_s, cost.spread_s)
 
-    weights = {value.name: value for value in graph.inputs if value.kind in ("parameter", "alias")}
+    weights = {value.name: value for value in graph.inputs if value.kind == "parameter"}
     weights = weights if casts_once else {}
     casts = {key: once(cost) if key[0] in weights else each(cost) for key, cost in profile.casts.items()}
     for (source, target), (base, slope) in profile.cast_fit.items():

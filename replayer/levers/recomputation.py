@@ -118,8 +118,7 @@ def with_recomputation(profile: Profile, graph: OpGraph, keeps_casts: bool = Tru
     casts = dict(profile.casts)
     elements = {value.name: value.num_elements for value in graph.inputs}
     elements |= {op.name: op.num_elements for op in graph.ops}
-    kept = ("parameter", "alias") if keeps_casts else ()
-    weights = {value.name for value in graph.inputs if value.kind in kept}
+    weights = {value.name for value in graph.inputs if keeps_casts and value.kind == "parameter"}
     cast_in_block: set[str] = set()
     for i in twice:
         op = graph.ops[i]

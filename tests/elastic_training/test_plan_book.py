@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -11,9 +12,34 @@ from qsync.allocator import allocate
 from qsync.elastic_training.healing import Server
 from qsync.elastic_training.plan_book import ClassCosts, PlanBook, membership_of
 from qsync.elastic_training.rendezvous import Card
+from qsync.records.cluster import Link
 
 GRAPH, ONE = mlp(), cluster_of({"cpu": 1})
 COSTS = ClassCosts(ONE.classes[0], GRAPH, profile_of(GRAPH, "cpu"), sensitivity_of(GRAPH))
+
+
+def test_a_plan_that_was_begun_before_the_link_was_measured_is_made_again(monkeypatch):
+    server = Server("127.0.0.1", 10.0)
+    book, card = PlanBook(COSTS, server, {}), Card("first", "cpu", 0.0, {}, server=server.address)
+    begun, measured = threading.Event(), threading.Event()
+
+    def planned(membership):
+        link = book.link
+        begun.set()
+        measured.wait(30)
+        return f"planned with {link.bytes_per_s:g}"
+
+    monkeypatch.setattr(book, "_planned", planned)
+    book.attend([card], "first")
+    assert begun.wait(30)
+    book.note_link(Link(1e-4, 1e8))
+    measured.set()
+    end = time.monotonic() + 30
+    while membership_of([card]) not in book._plans and time.monotonic() < end:
+        time.sleep(0.01)
+    book.close()
+    server.close()
+    assert set(book._plans.values()) == {"planned with 1e+08"}
 
 
 def test_a_card_with_as_many_plans_as_the_first_copies_the_one_that_it_lacks():

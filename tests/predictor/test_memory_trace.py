@@ -19,7 +19,7 @@ from qsync.errors import FormatError, InfeasibleError
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import StepMemory, peak_memory
 from qsync.predictor.profiling.allocator_events import ALLOCATOR, allocator_events
-from qsync.predictor.profiling.memory_trace import TimeMarks, residuals_of, trace_memory
+from qsync.predictor.profiling.memory_trace import StepBytes, TimeMarks, residuals_of, trace_memory
 from qsync.records.memory_residuals import MemoryResiduals, Residual
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile
@@ -113,31 +113,36 @@ def test_a_profile_makes_the_peak_of_each_precision_the_measured_one(name):
         assert int(step.come_and_go().max()) == pytest.approx(measured, rel=0.01), precision
 
 
-def test_what_an_operator_leaves_and_what_it_takes_are_told_apart():
-    """By hand: two operators, of which the first saves 100 bytes more than predicted, and takes 40 more."""
-    graph = mlp(1)
-    lowered = lower(graph, {})
-    memory, num = StepMemory(lowered, num_ranks=2), len(graph.ops)
+def differing(lowered, i: int, saved: int, forward=0, backward=0, loss=0) -> tuple[str, StepBytes]:
+    """The bytes of a step whose `i`-th operator needs so many more than predicted, and its name."""
+    memory, num = StepMemory(lowered, num_ranks=2), len(lowered.graph.ops)
     most, staying = memory.come_and_go(), memory.staying()
-    first = graph.ops[1]
-    i = next(k for k, op in enumerate(graph.ops) if op.name == first.name)
-    most[i : 2 * num - i + 1] += 100
-    staying[i : 2 * num - i] += 100
-    most[i] += 40
-    most[2 * num - i] += 7
-    most[num] += 13
+    most[i : 2 * num - i + 1] += saved
+    staying[i : 2 * num - i] += saved
+    for time, num_bytes in ((i, forward), (2 * num - i, backward), (num, loss)):
+        most[time] += num_bytes
+    return lowered.graph.ops[i].name, StepBytes(most, staying)
 
-    class Found:
-        pass
 
-    found = Found()
-    found.most, found.at_end = most, staying
+def test_what_an_operator_leaves_and_what_it_takes_are_told_apart():
+    lowered = lower(mlp(1), {})
+    name, found = differing(lowered, 1, 100_000, 40_000, 7_000, 13_000)
     residuals = residuals_of(found, lowered)
-    assert residuals.loss == Residual(forward=13)
-    assert list(residuals.ops) == [first.name]
-    assert list(residuals.ops[first.name].values()) == [Residual(100, 40, 7)]
+    assert residuals.loss == Residual(forward=13_000)
+    assert {op: list(own.values()) for op, own in residuals.ops.items()} == {
+        name: [Residual(100_000, 40_000, 7_000)]
+    }
     again = StepMemory(lowered, num_ranks=2, residuals=residuals)
-    assert again.come_and_go().tolist() == most.tolist()
+    assert again.come_and_go().tolist() == found.most.tolist()
+
+
+def test_a_peak_that_was_predicted_leaves_nothing_to_state():
+    lowered = lower(mlp(1), {})
+    peak = int(StepMemory(lowered, num_ranks=2).come_and_go().max())
+    cases = {peak // 200: False, -peak // 200: False, peak // 50: True, -peak // 50: True}
+    for more, states in cases.items():
+        _, found = differing(lowered, 0, more)
+        assert bool(residuals_of(found, lowered)) is states
 
 
 def test_times_at_which_nothing_is_seen_have_the_bytes_of_the_time_before():

@@ -7,14 +7,16 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from graphs import cluster_of, mlp, profile_of
+from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
+from qsync.allocator import allocate
 from qsync.errors import FormatError
 from qsync.records.cluster import Cluster, Link
 from qsync.replayer import all_reduce_s, cluster_all_reduce_s, replay, vary
 
 GRAPH = mlp(4)
 PLAN = {"train": {}, "infer": {}}
+CAP = {"bucket_cap_bytes": 2**30}
 
 
 def profiles(noise: float):
@@ -36,6 +38,15 @@ def test_without_noise_every_step_is_the_steady_one():
     varied = vary(GRAPH, PLAN, profiles(0.0), cluster_of(), num_steps=5)
     steady = replay(GRAPH, PLAN, profiles(0.0), cluster_of()).step_s
     assert varied.steps_s == pytest.approx([steady] * 5) and varied.lost == pytest.approx(0.0)
+
+
+def test_a_plan_varies_with_its_own_buckets():
+    graph = mlp(4, width=256)
+    measured = {name: profile_of(graph, name) for name in PLAN}
+    plan = allocate(graph, measured, sensitivity_of(graph), cluster_of(), bucket_cap_bytes=2**16)
+    steady = [replay(graph, plan, measured, cluster_of(), **cap).step_s for cap in ({}, CAP)]
+    varied = [vary(graph, plan, measured, cluster_of(), num_steps=1, **cap).steady_s for cap in ({}, CAP)]
+    assert varied == steady and steady[0] != steady[1]
 
 
 def test_noise_costs_waiting_and_more_so_with_more_ranks():

@@ -279,6 +279,51 @@ def test_products_without_a_kernel_are_named_and_counted():
     }
 
 
+class Sums(nn.Module):
+    """The same product of heads, written in every way that einsum takes."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        found = torch.einsum("bhqd,bhkd->bhqk", y, y) + torch.einsum("...qd,...kd->...qk", y, y)
+        found = found + torch.einsum(y, [0, 1, 2, 3], y, [0, 1, 4, 3], [0, 1, 2, 4])
+        return found + torch.einsum(y, [..., 2, 3], y, [..., 4, 3], [..., 2, 4])
+
+
+def test_einsum_is_counted_however_it_is_written():
+    graph = qsync.capture(nn.Sequential(nn.Linear(6, 6), Sums()), torch.randn(2, 3, 5, 6))
+    found = [(op.role, op.flops) for op in graph.ops if op.kind == "einsum"]
+    assert found == [(Role.ADJUSTABLE, 2 * 2 * 3 * 5 * 5 * 6)] * 4
+
+
+WHOLE = {
+    "mul": lambda mask: mask * -(10**9),
+    "add": lambda mask: mask + 100_000,
+    "where": lambda mask: torch.where(mask > 0, -(10**9), 0.0),
+    "masked_fill": lambda mask: mask.masked_fill(mask > 0, -(10**9)),
+    "full_like": lambda mask: torch.full_like(mask, -(10**9)),
+    "full": lambda mask: torch.full((70_000, 1), 0.0)[: mask.shape[0]] + torch.full((1,), -(10**9)),
+}
+
+
+@pytest.mark.parametrize("how", list(WHOLE))
+def test_whole_constants_that_16_bits_may_not_hold_keep_what_reads_them(how):
+    class Masked(nn.Linear):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(super().forward(x) + WHOLE[how](mask), x.transpose(0, 1))
+
+    graph = qsync.capture(Masked(8, 8), (torch.randn(8, 8), torch.ones(8, 8)))
+    (product,) = (op for op in graph.ops if op.kind == "matmul")
+    assert product.magnitude >= 100_000 and "which 16 bits may not hold" in product.fixed_because
+
+
+def test_large_sizes_are_no_constants():
+    class Long(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(super().forward(x).expand(70_000, 8), torch.full((8, 70_000), 0.5))
+
+    (product,) = (op for op in qsync.capture(Long(8, 8), torch.randn(1, 8)).ops if op.kind == "matmul")
+    assert not product.magnitude and not product.fixed_because
+
+
 class Counted(nn.Module):
     """Calls that multiply inside."""
 
@@ -968,6 +1013,44 @@ def test_capture_leaves_buffers_gradients_and_random_state():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
     assert "forward" not in vars(model) and model.training
+
+
+class Averaging(nn.Module):
+    """A model that puts another tensor in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
+def test_what_runs_a_model_leaves_the_buffers_that_forward_replaces():
+    model, x = Averaging(), torch.randn(3, 4)
+    buffer = model.mean
+    qsync.capture(model, x)
+    qsync.sensitivity(model, [x], lambda model, x: model(x).square().mean(), precisions=["bf16"])
+    qsync.profile(model, x, lambda model, x: model(x).square().mean(), precisions=["fp32"], rounds=1)
+    assert model.mean is buffer and not buffer.any()
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, prompt: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.fc(prompt).square().mean()}
+
+
+def test_a_model_s_own_loss_leaves_no_gradient_outside_of_it():
+    prompt = torch.randn(3, 4, requires_grad=True)
+    qsync.sensitivity(OwnLoss(), [{"prompt": prompt}], precisions=["bf16"])
+    assert prompt.grad is None
 
 
 def test_capture_does_not_change_how_the_model_runs():
