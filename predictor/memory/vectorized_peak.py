@@ -157,7 +157,7 @@ class VectorizedPeak:
     ) -> int:
         """Return the most bytes in use at any time of the step, margin included: `StepMemory.peak_bytes`."""
         most = max(0, int(self.in_use(lowered, residuals).max()))
-        return optimizer_bytes + self.throughout + most + margin_bytes(self.device, most)
+        return optimizer_bytes + self.throughout + most + margin_bytes(self.device, most, corrected=bool(residuals))
 
     def in_use(self, lowered: Tabulated, residuals: MemoryResiduals | None = None) -> Ints:
         """Return the bytes that come and go, at each time of the step."""

@@ -40,7 +40,7 @@ from qsync.records.memory_residuals import MemoryResiduals, Residual
 
 Ints = npt.NDArray[np.int64]
 
-_EXACT = 0.01  # of the peak
+_EXACT = 0.02  # of the peak
 _MARK = "qsync: time "  # events of this name part the allocator's
 
 

@@ -139,7 +139,7 @@ def test_what_an_operator_leaves_and_what_it_takes_are_told_apart():
 def test_a_peak_that_was_predicted_leaves_nothing_to_state():
     lowered = lower(mlp(1), {})
     peak = int(StepMemory(lowered, num_ranks=2).come_and_go().max())
-    cases = {peak // 200: False, -peak // 200: False, peak // 50: True, -peak // 50: True}
+    cases = {peak // 200: False, -peak // 200: False, peak // 20: True, -peak // 20: True}
     for more, states in cases.items():
         _, found = differing(lowered, 0, more)
         assert bool(residuals_of(found, lowered)) is states
