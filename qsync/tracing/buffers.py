@@ -24,6 +24,6 @@ class BuffersBefore:
             for buffer, numbers in self._numbers:
                 buffer.copy_(numbers)
         for module, own in self._places:
-            for name, buffer in own.items():
-                if name in module._buffers and module._buffers[name] is not buffer:
-                    module._buffers[name] = buffer
+            for name, before in own.items():
+                if name in module._buffers and module._buffers[name] is not before:
+                    module._buffers[name] = before
