@@ -27,7 +27,7 @@ from qsync.predictor.memory.spans import Span
 from qsync.predictor.memory.workspaces.op_context import Mask, OpContext
 from qsync.predictor.memory.workspaces.op_workspaces import backward_workspace, forward_workspace
 from qsync.records.graph import Op, num_elements
-from qsync.records.memory_residuals import MemoryResiduals
+from qsync.records.memory_residuals import MemoryResiduals, Residual
 from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
 
 # Kinds that pass their result's gradient on as that of their first so many inputs.
@@ -88,8 +88,7 @@ class Lifetimes:
     def op_spans(self, i: int) -> Iterator[Span]:
         """Yield the tensors that operator `i` makes for backward besides its result, and its workspaces."""
         op, run, time = self.layout.ops[i], self.runs[i], self.layout.end - i
-        if self._residuals is not None:
-            residual = self._residuals.of(op.name, self.runs[self.layout.product[i]].mode)
+        if residual := self.residual(i):
             yield Span(residual.saved, i, time, "saved", op.name)
             yield Span(residual.forward, i, i)
             yield Span(residual.backward, time, time)
@@ -116,6 +115,13 @@ class Lifetimes:
             yield Span(num_bytes, i, time, "saved", op.name)
         if backward := backward_workspace(op, run, context):
             yield Span(backward, time, time)
+
+    def residual(self, i: int) -> Residual | None:
+        """Return what operator `i` was measured to need beyond the prediction as it runs now, if anything."""
+        if self._residuals is None:
+            return None
+        found = self._residuals.of(self.layout.ops[i].name, self.runs[self.layout.product[i]].mode)
+        return found if any(found) else None
 
     def _context(self, i: int) -> OpContext:
         op, run = self.layout.ops[i], self.runs[i]

@@ -157,7 +157,8 @@ class VectorizedPeak:
     ) -> int:
         """Return the most bytes in use at any time of the step, margin included: `StepMemory.peak_bytes`."""
         most = max(0, int(self.in_use(lowered, residuals).max()))
-        return optimizer_bytes + self.throughout + most + margin_bytes(self.device, most, corrected=bool(residuals))
+        corrected = residuals is not None and bool(self._rows_of(residuals, lowered).any())
+        return optimizer_bytes + self.throughout + most + margin_bytes(self.device, most, corrected=corrected)
 
     def in_use(self, lowered: Tabulated, residuals: MemoryResiduals | None = None) -> Ints:
         """Return the bytes that come and go, at each time of the step."""
@@ -167,12 +168,15 @@ class VectorizedPeak:
         self._add_ops(change, lowered, lives)
         self._add_groups(change, lowered, lives)
         if residuals:
-            rows = self._residuals.of(residuals, lambda: _ResidualRows(self.layout, residuals)).of(lowered)
+            rows = self._rows_of(residuals, lowered)
             self._add_rows(change, np.column_stack((rows, np.zeros(len(rows), dtype=np.int64))))
             of_loss = residuals.loss.forward
             change[self._num_ops : self._num_ops + 2] += (of_loss, -of_loss)
         found: Ints = change.cumsum()
         return found
+
+    def _rows_of(self, residuals: MemoryResiduals, lowered: Tabulated) -> Ints:
+        return self._residuals.of(residuals, lambda: _ResidualRows(self.layout, residuals)).of(lowered)
 
     def _add_ops(self, change: Ints, lowered: Tabulated, lives: Lifetimes) -> None:
         numbers = lowered.neighbourhood

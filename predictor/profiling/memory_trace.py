@@ -13,9 +13,9 @@ the predicted that stay:
     residual of backward  = (M - U at 2n - i) - saved by operators up to i
 
 So the prediction of a uniform precision becomes what was measured, and a mixed plan adds up what each of its
-operators showed in its own precision. A precision whose peak was predicted to within `_EXACT` has no
-residuals: the model then knows more of its kernels than one step shows, which attributes bytes to times.
-Source: the events of torch's allocator.
+operators showed in its own precision. A precision whose peak was predicted has no residuals: the model then
+knows more of its kernels than one step, which attributes bytes to times. Source: the events of torch's
+allocator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from qsync.records.memory_residuals import MemoryResiduals, Residual
 
 Ints = npt.NDArray[np.int64]
 
-_EXACT = 0.02  # of the peak
+# A peak that was predicted to within these parts of it, too small or too large, is left as it was predicted.
+_TOO_SMALL, _TOO_LARGE = 0.01, 0.05
 _MARK = "qsync: time "  # events of this name part the allocator's
 
 
@@ -91,7 +92,12 @@ class TimeMarks:
         function = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
         if function is not None and (number := function._sequence_nr()) not in self._hooked:
             self._hooked.add(number)
-            function.register_prehook(lambda _: mark(2 * len(self.graph.ops) - i))
+            function.register_prehook(lambda _: self._begins(2 * len(self.graph.ops) - i))
+
+    def _begins(self, time: int) -> None:
+        """Mark a backward, unless it is of a gradient that the loss itself takes."""
+        if self._in_backward:
+            mark(time)
 
     def loss_ready(self) -> None:
         """Note that forward has ended."""
@@ -173,7 +179,8 @@ def residuals_of(found: StepBytes, lowered: LoweredGraph) -> MemoryResiduals:
     """Return by how much a step's bytes differ from those predicted of its graph, if the peak does."""
     predicted, num = StepMemory(lowered, num_ranks=2), len(lowered.graph.ops)
     most, staying = predicted.come_and_go(), predicted.staying()
-    if abs(int(found.most.max()) - int(most.max())) <= _EXACT * int(most.max()):
+    highest, measured = int(most.max()), int(found.most.max())
+    if (1 - _TOO_SMALL) * measured <= highest <= (1 + _TOO_LARGE) * measured:
         return MemoryResiduals()
     beyond = found.most - most
     kept = (found.at_end - staying)[:num]  # residual saved by all operators up to each

@@ -117,7 +117,12 @@ class NodeTimer:
             # A call that returned its input (contiguous) has no function of its own, and no backward time.
             self._hooked.add(number)
             index = len(self._marks)
-            function.register_prehook(lambda _, index=index: self._backward.append((index, self.clock.now())))
+
+            def begins(_: Any, index: int = index) -> None:
+                if self._in_backward:  # and in no gradient that the loss itself takes
+                    self._backward.append((index, self.clock.now()))
+
+            function.register_prehook(begins)
         self._marks.append((shares, end, self.clock.now()))
 
     def loss_ready(self) -> None:

@@ -37,7 +37,7 @@ from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedErro
 from qsync.records.cluster import Link
 from qsync.records.graph import digest
 from qsync.records.plans import Plan
-from qsync.tracing.buffers import BuffersBefore
+from qsync.tracing.forward_writes import BuffersBefore
 
 logger = logging.getLogger("qsync")
 

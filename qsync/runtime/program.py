@@ -37,7 +37,7 @@ from qsync.runtime.weight_cache import (
     forget_copies,
     note_copies,
 )
-from qsync.tracing.buffers import BuffersBefore
+from qsync.tracing.forward_writes import BuffersBefore
 from qsync.tracing.graph_sharing import SharedGraph
 from qsync.tracing.operator_table import call_name
 from qsync.tracing.replaced_forward import plain_forward, trace_again, untraced

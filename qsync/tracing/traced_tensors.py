@@ -10,7 +10,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.records.graph import num_elements
 from qsync.tracing.inplace_calls import traced_storages
-from qsync.tracing.operator_table import call_name, operands, traced_shape
+from qsync.tracing.operator_table import call_name, operands, traced_shape, traced_size
 
 
 def copies(node: torch.fx.Node, kind: str) -> bool | None:
@@ -45,7 +45,7 @@ def _lies_apart(value: torch.Tensor | None, kept: int) -> bool:
     if value is None or is_functorch_wrapped_tensor(value):
         return False
     outer = [
-        (size, stride)
+        (size, traced_size(stride))  # a comparison of symbols would be a guard on this very size
         for size, stride in zip(traced_shape(value)[:-kept], value.stride()[:-kept], strict=True)
         if size != 1
     ]

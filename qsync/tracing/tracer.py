@@ -33,7 +33,7 @@ from qsync.backend.devices.device_detection import device_of
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
-from qsync.tracing.buffers import BuffersBefore
+from qsync.tracing.forward_writes import BuffersBefore, FrozenBefore
 from qsync.tracing.graph_sharing import SharedGraph
 from qsync.tracing.operator_table import DTYPES
 from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, forward_codes, untraced
@@ -269,13 +269,13 @@ def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Run the model inside without a trace: buffers, gradients and random states are as before afterwards.
 
-    Also gradients of tensors outside of the model, where the loss is one of `leaving_gradients`; not buffers
-    outside of it.
+    Also frozen parameters that forward writes (`FrozenBefore`), and gradients of tensors outside of the
+    model, where the loss is one of `leaving_gradients`; not buffers outside of it.
     """
     outside: dict[torch.Tensor, torch.Tensor | None] = {}
     token = _gradients_outside.set((*_gradients_outside.get(), outside))
     drawn, numpy_drawn = random.getstate(), np.random.get_state(legacy=False)
-    buffers = BuffersBefore(model)
+    buffers, frozen = BuffersBefore(model), FrozenBefore(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
@@ -285,6 +285,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
             yield
         finally:
             buffers.restore()
+            frozen.restore()
             for tensor, gradient in (*outside.items(), *gradients):
                 tensor.grad = gradient
             _gradients_outside.reset(token)

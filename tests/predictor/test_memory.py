@@ -148,6 +148,7 @@ def test_residuals_follow_changes_of_precision(graph, data):
     for change in made:
         memory.update(lowering, change.touched)
     anew = StepMemory(lowering.lowered(), residuals=residuals)
+    assert memory.peak_bytes == anew.peak_bytes
     assert memory.come_and_go().tolist() == anew.come_and_go().tolist()
     assert memory.copy(8).come_and_go().tolist() == anew.come_and_go().tolist()
     for change in reversed(made):

@@ -45,6 +45,20 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss that takes a gradient itself, as WGAN-GP's."""
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+def test_a_gradient_that_the_loss_takes_is_no_backward():
+    model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 1))
+    profile = qsync.profile(model, torch.randn(4, 8), penalized, precisions=["fp32"], seconds=0.1, rounds=2)
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.outside.forward_s > 0 and profile.outside.backward_s >= 0
+
+
 class Ticks:
     """A clock that moves one second a reading, or `tick_s`."""
 

@@ -57,6 +57,25 @@ def test_a_last_batch_of_any_shape_runs_as_planned(precision):
         assert Precision.FP32 not in program_of(low).assignment().values() or precision == "fp32_fast"
 
 
+class Reader(nn.Module):
+    """A linear layer on sequences, as a transformer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.out = nn.Embedding(11, 16), nn.LayerNorm(16), nn.Linear(16, 11)
+
+    def forward(self, ids):
+        return self.out(self.norm(self.table(ids)))
+
+
+def test_lengths_after_the_second_are_not_traced_again():
+    model = qsync.wrap(Reader(), "bf16", strict=True)
+    torch._dynamo.utils.counters.clear()
+    for length in (13, 11, 10, 12, 9, 8):
+        model(torch.randint(11, (3, length))).square().sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
 class OnlyEvenRows(Kernels):
     """The CPU's kernels, of which those of linear layers in INT8 want an even number of rows."""
 

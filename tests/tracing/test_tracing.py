@@ -1038,6 +1038,34 @@ def test_what_runs_a_model_leaves_the_buffers_that_forward_replaces():
     assert model.mean is buffer and not buffer.any()
 
 
+class Momentum(nn.Module):
+    """A frozen copy of a layer that follows it, written in place or put in its place (as MoCo's)."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.in_place = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                if self.in_place:
+                    key.mul_(0.5).add_(query, alpha=0.5)
+                else:
+                    key.data = 0.5 * key.data + 0.5 * query.data
+        return self.query(x) - self.key(x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_runs_a_model_leaves_the_frozen_parameters_that_forward_writes(in_place):
+    model, x = Momentum(in_place), torch.randn(3, 4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    qsync.profile(model, x, lambda model, x: model(x).square().mean(), precisions=["fp32"], rounds=1)
+    qsync.sensitivity(model, [x], lambda model, x: model(x).square().mean(), precisions=["bf16"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
 class OwnLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
