@@ -403,7 +403,8 @@ class Profiler:
             raise UnsupportedError(
                 f"{self._runner.graph.model} runs {shortened(one)} in one step and not in another, and a "
                 "plan is for the same operators in all: switch off what skips layers at random (the "
-                "layerdrop of a Hugging Face config); where data chooses, give a batch that reaches all"
+                "layerdrop of a Hugging Face config); where data chooses, give a batch that reaches all, and "
+                "where the model draws (teacher forcing), let loss_fn draw nothing"
             )
 
     def _plain_step(self, choice: RoundStep) -> float:
@@ -440,7 +441,15 @@ class Profiler:
         self._runner.choose(choice.choose, observer, _all_that_can if choice.saves_less else None)
 
     def _optimizer_step(self) -> None:
-        self._optimizer.step()
+        """Step; CalibrationError for an optimizer that needs a closure, or takes no sparse gradients."""
+        try:
+            self._optimizer.step()
+        except (RuntimeError, TypeError) as error:
+            raise CalibrationError(
+                f"a step of make_optimizer's {type(self._optimizer).__name__} failed "
+                f"({shortened(error, 200, quote=False)}); give another for the profile, for example "
+                "make_optimizer=functools.partial(torch.optim.SGD, lr=0.1)"
+            ) from error
         self._optimizer.zero_grad(set_to_none=True)
 
     def _next_batch(self) -> None:

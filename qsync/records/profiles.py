@@ -371,7 +371,7 @@ def _some(names: Sequence[str]) -> str:
     return shortened(names[0]) + (f" and {len(names) - 1} others" if names[1:] else "")
 
 
-def shown_shapes(batch: tuple[tuple[int, ...], ...]) -> str:
+def shown_shapes(batch: Sequence[tuple[int, ...]]) -> str:
     """Return the shapes of a batch's tensors as a message shows them."""
     return shortened(", ".join("x".join(map(str, shape)) or "a number" for shape in batch), quote=False)
 

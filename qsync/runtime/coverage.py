@@ -68,7 +68,7 @@ def products(
             if op.role is not Role.ADJUSTABLE:
                 because = op.fixed_because
             elif wanted is None:
-                because = "the plan does not name it: it was made for another graph"
+                because = "the plan does not name it: plan again with a batch that reaches it"
             elif runs != wanted:
                 because = reasons(wanted).get(op.name, "")
                 if not because and wanted not in PRECISIONS_BY_KIND[op.kind]:
@@ -133,7 +133,8 @@ def warn_once(text: str) -> None:
 
 
 def listed(names: list[str]) -> str:
-    """Name operators that run as they were not asked to: all if they are few."""
+    """Name operators that run as they were not asked to, each once: all if they are few."""
+    names = list(dict.fromkeys(names))
     if len(names) == 1:
         return f"{names[0]} runs"
     some = ", ".join(names[:_MAX_NAMED])

@@ -147,6 +147,7 @@ class Program:
         self._tensor_names: dict[int, str] | None = None  # in this call, once somebody asked
         self._num_given_up = num_skipped_frames()  # by the tracer, when code was last to be traced anew
         self.num_calls = 0  # with gradients, so far
+        self.met_other_shapes = False  # than the plan's: it is said once
         self.skipped = ""  # why the tracer gave up a frame, whose layers alone are lowered
         self.broken = ""  # what the tracer stopped at in the first call
         self.device = device_of(model)

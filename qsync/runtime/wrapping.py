@@ -200,10 +200,13 @@ class Wrapping:
 
         Say once that a plan was made for a batch of other shapes.
         """
-        planned, found = self._batch, program.graph.batch_shapes
+        planned, found = (
+            [shape for shape in of if shape] for of in (self._batch, program.graph.batch_shapes)
+        )
         if program.skipped:  # the data decides what reaches its layers, beyond the first
             planned, found = planned[:1], found[:1]
-        if planned and found != planned and torch.is_grad_enabled():
+        if planned and found != planned and torch.is_grad_enabled() and not program.met_other_shapes:
+            program.met_other_shapes = True
             coverage.say_once(
                 f"a batch of {shown_shapes(found)} was never profiled: it runs as planned for "
                 f"{shown_shapes(planned)}, and its time and memory are not known",

@@ -45,6 +45,22 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "sparse", "said"),
+    [
+        (torch.optim.LBFGS, False, "LBFGS failed .*closure.*; give another"),
+        (torch.optim.Adam, True, "Adam failed .*sparse gradients.*SparseAdam.*; give another"),
+    ],
+)
+def test_an_optimizer_that_cannot_step_is_one_sentence(optimizer, sparse, said):
+    model = nn.Sequential(nn.Embedding(8, 8, sparse=sparse), nn.Linear(8, 8))
+    with pytest.raises(CalibrationError, match=said):
+        qsync.profile(
+            model, torch.arange(4), lambda model, x: model(x).square().mean(),
+            make_optimizer=optimizer, precisions=["fp32"],
+        )  # fmt: skip
+
+
 def penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A loss that takes a gradient itself, as WGAN-GP's."""
     x = x.detach().requires_grad_()

@@ -70,7 +70,7 @@ def test_a_graph_that_the_plan_was_not_made_for_is_a_warning():
     qsync.wrap(model, Plan(graph.model, graph.hash, {"infer": ClassPlan(low)}))
     model(x)
     model.second = True
-    with pytest.warns(UserWarning, match="two runs in fp32 because the plan does not name it"):
+    with pytest.warns(UserWarning, match="two runs in fp32 because the plan does not name it: plan again"):
         model(x)
 
 
