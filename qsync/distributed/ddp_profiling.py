@@ -41,7 +41,7 @@ from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
-from qsync.records.profiles import Profile, Sensitivity
+from qsync.records.profiles import Profile, Sensitivity, shown_shapes
 from qsync.replayer.exchange_calibration import MeasuredStep, with_exchange_in_use
 from qsync.runtime.program import Program
 
@@ -120,6 +120,7 @@ def form_basis(
             save_less=options.save_less, loader=options.loader, compile=options.compile,
         )  # fmt: skip
         profiles = {rank.device_class.name: profile}
+    agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
     options.progress("sensitivity")
     found = agree("sensitivity", lambda: api.sensitivity(step.model, [step.batch], step.loss_fn).to_json())
     return Basis(graph, cluster, profiles, mean_sensitivity(found))
@@ -158,6 +159,16 @@ def _profile_together(
     del profiler
     gc.collect()  # a DDP that is gone takes its hooks along
     return cluster, profiles
+
+
+def _check_stateless(graph: OpGraph, profile: Profile) -> None:
+    """Raise UnsupportedError where profiled calls take other tensors than the first did of the same batch."""
+    if graph.batch_shapes != profile.batch:
+        sides = [shown_shapes(batch) for batch in (graph.batch_shapes, profile.batch)]
+        raise UnsupportedError(
+            f"{graph.model} takes other tensors in a later call ({sides[1]}) than in the first ({sides[0]}), "
+            "of one batch: it keeps state from call to call; let loss_fn reset that state"
+        )
 
 
 class DdpProfiler:

@@ -7,6 +7,7 @@ assignment rewrites the segments without tracing again. `planned_forward` makes 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +59,7 @@ from qsync.tracing.tracer import (
 )
 
 _MANY_TRACES = 32  # of one model: torch traces lengths that its code does not depend on once
+_MANY_ALIKE = 8  # as many as torch.compile makes by itself
 # What torch.compile makes of nn.MultiheadAttention and of layers with it, unless qsync sets the tracer up.
 _WHOLE_ATTENTION = {
     "multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
@@ -142,6 +144,7 @@ class Program:
         self._checked = self._has_run = False  # against the plan; at all
         self.names: dict[str, str] = {}  # in the joined graph, of the segment that runs now, where others
         self._entries: list[_Entry] = []
+        self._times_alike: Counter[str] = Counter()  # that a graph of the same shapes was traced
         self._ran: list[_Entry] = []
         self._copies: list[WeightCopy] = []  # of all that was rewritten
         self._tensor_names: dict[int, str] | None = None  # in this call, once somebody asked
@@ -249,6 +252,7 @@ class Program:
         lowered, slower = self._lower(segment, graph)
         entry = _Entry(segment, graph, lowered, slower, self._rewrite(segment, lowered))
         self._entries.append(entry)
+        self._times_alike[graph.hash + graph.shapes_hash] += 1
         return entry
 
     def exported(
@@ -339,6 +343,14 @@ class Program:
         if self._report is not None and len(self._entries) > self._num_reported:
             self._report(self, self._num_reported < 0)
         self._num_reported = len(self._entries)
+        if max(self._times_alike.values(), default=0) >= _MANY_ALIKE:
+            warn_once(
+                f"{type(self._model()).__name__} was traced {_MANY_ALIKE} times for the same shapes: Python "
+                "state that forward or a hook reads changes from call to call, as the length of a list does "
+                "that it appends to; a trace takes seconds and its memory stays: keep that state outside of "
+                "the model (TORCH_LOGS=recompiles names it)"
+            )
+            return
         num_traces = self._num_reported // max(len(self._ran), 1)
         if num_traces >= _MANY_TRACES:
             warn_once(

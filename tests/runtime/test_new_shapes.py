@@ -76,6 +76,30 @@ def test_lengths_after_the_second_are_not_traced_again():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+class Noting(nn.Module):
+    """A model that appends to a list in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.means = nn.Linear(8, 8), []
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.means.append(y.detach().mean())
+        return y
+
+
+def test_state_that_changes_at_every_call_is_named_and_more_shapes_are_not_blamed():
+    model = qsync.wrap(Noting(), "bf16", strict=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            model(torch.randn(2, 8))
+    said = [str(one.message) for one in caught if "traced" in str(one.message)]
+    assert len(said) == 1 and "8 times for the same shapes: Python state" in said[0]
+    assert len(model.means) == 10
+
+
 class OnlyEvenRows(Kernels):
     """The CPU's kernels, of which those of linear layers in INT8 want an even number of rows."""
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import qsync
 from qsync import hybrid_training
-from qsync.errors import CalibrationError, FormatError
+from qsync.errors import CalibrationError, FormatError, UnsupportedError
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +125,28 @@ def test_a_plan_that_finds_no_room_is_trained_by_and_no_half_of_it_is_kept(tmp_p
     assert caplog.text.count("the plan is not kept in") == 1 and "next start profiles again" in caplog.text
     assert caplog.text.count("the report is not written") == 1
     assert not (folder / "plan.json").exists()
+
+
+class Stateful(nn.Module):
+    """A recurrence that goes on from the state of the call before."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrence, self.state = nn.LSTM(16, 8, batch_first=True), None
+
+    def forward(self, x):
+        state = self.state and tuple(each.detach() for each in self.state)
+        y, self.state = self.recurrence(x, state)
+        return y
+
+
+def test_state_that_a_model_keeps_between_calls_is_to_be_reset():
+    x = torch.randn(2, 3, 16)
+    with pytest.raises(UnsupportedError, match="other tensors in a later call .* let loss_fn reset that"):
+        planned(Stateful(), x, lambda model, x: model(x).square().mean())
+
+    def loss_fn(model, x):
+        model.state = None
+        return model(x).square().mean()
+
+    assert planned(Stateful(), x, loss_fn)(x).shape == (2, 3, 8)
