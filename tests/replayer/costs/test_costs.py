@@ -220,15 +220,15 @@ def test_the_first_default_bucket_has_1_mib_and_the_others_25():
     assert found == [2**20, 25 * 2**20, 25 * 2**20, 4]
 
 
-@pytest.mark.parametrize("in_bf16", ["", "weight", "0.weight"])
+@pytest.mark.parametrize("in_bf16", [(), ("weight",), ("1.weight", "3.weight", "5.weight", "7.weight")])
 @pytest.mark.parametrize("cap", [None, 100_000, 700_000])
 def test_buckets_are_those_of_torch(cap, in_bf16):
     """Each type has buckets of its own."""
     torch = pytest.importorskip("torch")
     import torch.distributed as dist
 
-    graph = mlp(12, width=300)
-    inputs = [replace(v, dtype="bf16") if in_bf16 and v.name.endswith(in_bf16) else v for v in graph.inputs]
+    graph = mlp(12, width=700)
+    inputs = [replace(v, dtype="bf16") if v.name.endswith(in_bf16) else v for v in graph.inputs]
     graph = replace(graph, inputs=tuple(inputs))
     order = ready_positions(graph)
     shapes = {value.name: value.shape for value in graph.parameters}
