@@ -262,7 +262,7 @@ def _start_equal(one: ClassProblem, other: ClassProblem) -> bool:
         return False
     if one.saving_less != other.saving_less:
         return False
-    if one.profile.memory_residuals is not other.profile.memory_residuals:
+    if one.profile.memory_residuals != other.profile.memory_residuals:
         return False
     # Only 8-bit operators hand on the device's 16-bit float.
     return mine.carried_16bit == theirs.carried_16bit or not set(EIGHT_BIT) & set(one.highest.values())
