@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qsync.allocator.op_groups import check_pins, matched_groups, unmatched
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError, shortened
@@ -83,7 +83,7 @@ def _is_by_name(value: object) -> bool:
 
 
 def _are_names(value: object) -> bool:
-    return isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(one, str) for one in value)
+    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,32 @@ def make_problem(
             graph, device_class, profiles[device_class.name], weight, sensitivity, pinned, groups, given
         )
     return Problem(graph, cluster, Exchange(graph, cluster, given.bucket_cap_bytes), classes)
+
+
+def with_chosen(
+    problem: Problem,
+    assignments: Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    base: Precision,
+) -> Problem:
+    """Return the problem in which operators may keep their precisions, also those not below the base."""
+    classes, ops = {}, {op.name: op for op in problem.graph.adjustable}
+    for name, part in problem.classes.items():
+        weight = gradient_weight(part.device_class, profiles, problem.cluster)
+        part_base = base_on(base, bases_of(part.device_class.device, part.device_class.precisions))
+        choices, variance = dict(part.choices), dict(part.variance)
+        for op, options in part.choices.items():
+            own = assignments[name][op]
+            if own not in options:
+                added = [
+                    added_variance(sensitivity, ops[one], own, part_base)
+                    for one in (op, *part.partners.get(op, ()))
+                ]
+                variance[op] = {**variance[op], own: weight * sum(added)}
+                choices[op] = _from_lowest((*options, own), variance[op])
+        classes[name] = replace(part, choices=choices, variance=variance)
+    return replace(problem, classes=classes)
 
 
 def _class_problem(

@@ -89,7 +89,7 @@ class ClassState:
     def work(self) -> Work:
         """The class's step as it stands."""
         if self._work is None:
-            self._work = self._exchange.work(self.costs)
+            self._work = self._exchange.work(self.costs, self.part.device_class.name)
         return self._work
 
     def work_was(self, work: Work | None) -> Work | None:
@@ -104,12 +104,19 @@ class ClassState:
             return self.work.total_s
         return self.costs.total_s + self._beside_s
 
+    @property
+    def own_s(self) -> float:
+        """Seconds by which assignments compare: of the class's operators, on a GPU of its launched step."""
+        return self.costs.total_s if self.costs.launches is None else self.work.total_s
+
     def seconds_at(self, assignment: Mapping[str, Precision]) -> float:
-        """Return `costs.total_s` of another assignment, equal up to rounding."""
+        """Return `own_s` of another assignment, equal up to rounding."""
         part = self.part
         type_16bit = part.device_class.carried_16bit
         lowered = Tabulated(part.graph, part.with_partners(assignment), type_16bit, part.saving_less)
         priced = vectorized_costs_of(lowered, part.profile)
+        if priced.launches is not None:
+            return self._exchange.work(priced, part.device_class.name).total_s
         return float(priced.forward_s.sum() + priced.backward_s.sum())
 
     @property

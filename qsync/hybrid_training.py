@@ -37,7 +37,7 @@ from qsync.distributed.monitoring.first_steps import Measured, check_first_steps
 from qsync.distributed.monitoring.step_log import StepLog, new_log
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan, make_folder
-from qsync.errors import FormatError, shortened
+from qsync.errors import FormatError, QSyncError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import default_base, measured_base, parse_base
@@ -236,6 +236,8 @@ def _check_options(
 ) -> None:
     """Raise an error for arguments that do not exist, unusable DDP options, or a model in DDP."""
     check_options(options, also=list(inspect.signature(hybrid).parameters)[1:-1])
+    if "bucket_cap_bytes" in options:
+        raise FormatError("bucket_cap_bytes is of qsync.plan; give bucket_cap_mb, for the plan and DDP")
     if not isinstance(ddp, bool):
         raise FormatError(
             f"ddp must be True or False, found {shortened(ddp)}; leave it out for qsync's own DDP"
@@ -348,7 +350,7 @@ def _write_report(file: Path, plan: Plan, folder: Path) -> None:
             basis.graph, basis.profiles, basis.cluster, plan.levers, Sized.load(folder)
         )
         page.write(file, plan, replace(basis, profiles=profiles))
-    except (OSError, FormatError) as error:  # as where a full disk took neither profiles nor page
+    except (OSError, QSyncError) as error:  # as where a full disk took neither profiles nor page
         logger.warning("qsync: the report is not written: %s; training goes on", shortened(error, 400))
 
 

@@ -80,6 +80,8 @@ def checked_assignments(
             raise UnsupportedError(
                 f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these"
             )
+        if not set(map(type, assignment.values())) <= {Precision}:  # lowering compares by identity
+            assignment = {op: Precision(p) for op, p in assignment.items()}
         at = profiles[name].graph_of(graph)
         less = ops_that_save_less(at, plan[name].saving_less) if isinstance(plan, Plan) else ()
         found.append((name, assignment, less))

@@ -120,8 +120,10 @@ class _Fit:
         for step in measured:
             if id(step.plan) not in self._works:
                 lowerings = checked_lowerings(graph, step.plan, profiles, cluster)
-                costs = [ClassCosts(lowerings[name], profiles[name]) for name in self._names]
-                self._works[id(step.plan)] = [self._exchange.work(entry) for entry in costs]
+                self._works[id(step.plan)] = [
+                    self._exchange.work(ClassCosts(lowerings[name], profiles[name]), name)
+                    for name in self._names
+                ]
         self.link, self.waiting_toll = 1.0, 1.0
         self.tolls = dict.fromkeys((step.device_class for step in measured), 1.0)
 

@@ -158,7 +158,7 @@ def simulate_step(
         bucket_cap_bytes = plan.bucket_cap_bytes
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
     costs = costs_of_classes(graph, plan, profiles, cluster)
-    works = [exchange.work(entry) for entry in costs.values()]
+    works = [exchange.work(entry, name) for name, entry in costs.items()]
     step = steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s)
     return Simulation(exchange, costs, works, step)
 

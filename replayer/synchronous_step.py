@@ -126,10 +126,14 @@ class Exchange:
         self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
         self._sizes = np.array([bucket.num_bytes for bucket in self.buckets], dtype=np.float64)
 
-    def work(self, costs: ClassCosts | VectorizedCosts) -> Work:
-        """Return the step of one class at full speed, with the copies to buckets in its backward."""
+    def work(self, costs: ClassCosts | VectorizedCosts, name: str = "") -> Work:
+        """Return the step of one class at full speed, with the copies to buckets in its backward.
+
+        `name` is the class's, where its profile has the name of another.
+        """
+        is_one = (name or costs.profile.device_class) in self._single
         if costs.launches is not None:
-            return self._launched_work(costs, costs.launches)
+            return self._launched_work(costs, costs.launches, is_one)
         profile = costs.profile
         backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
         # until[i]: backward work done once operator i has run backward.
@@ -138,19 +142,24 @@ class Exchange:
         total += self.unused_bytes * profile.bucket_s_per_byte
         before = profile.loading_s + profile.host_s
         lead = before + float(costs.forward_s.sum()) + profile.outside.total_s
-        return self._work(profile, lead, until, total, profile.optimizer_s)
+        return self._work(profile, is_one, lead, until, total, profile.optimizer_s)
 
     def _work(
-        self, profile: Profile, lead_s: float, until_s: FloatArray, total_s: float, optimizer_s: float
+        self,
+        profile: Profile,
+        is_one: bool,
+        lead_s: float,
+        until_s: FloatArray,
+        total_s: float,
+        optimizer_s: float,
     ) -> Work:
         # Position -1, a bucket that waits for the end of backward, is the last entry.
         ready = tuple(np.append(until_s, total_s)[self._ready].tolist())
         tolls = profile.reduce_s_per_call + profile.reduce_s_per_byte * self._sizes
-        is_one = profile.device_class in self._single
         return Work(lead_s, ready, total_s, optimizer_s, tuple(tolls.tolist()), is_one)
 
     def _launched_work(
-        self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts
+        self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts, is_one: bool
     ) -> Work:
         """Return the step of a class whose host launches kernels that run one after the other.
 
@@ -162,7 +171,7 @@ class Exchange:
         num_ops = len(costs.forward_s)
         lead_s, total_s, end_s = (float(done_s[k]) for k in (num_ops + 1, -2, -1))
         until_s = done_s[-3 : num_ops + 1 : -1] - lead_s
-        return self._work(costs.profile, lead_s, until_s, total_s - lead_s, end_s - total_s)
+        return self._work(costs.profile, is_one, lead_s, until_s, total_s - lead_s, end_s - total_s)
 
     def launch_waits_s(self, costs: ClassCosts | VectorizedCosts) -> FloatArray:
         """Return the seconds for which the device waits for a launch before each part of `_parts_s`.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qsync.allocator.explanation.certificate import not_alike
-from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.problem import Constraints, make_problem, with_chosen
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.precision_recovery import TOLERANCE, is_raise
 from qsync.records.cluster import Cluster
@@ -110,7 +110,9 @@ def state_of_plan(
         saving_less={c.name: plan[c.name].saving_less for c in cluster.classes},
         base=plan.base,
     )
-    state = State(make_problem(graph, profiles, sensitivity, cluster, given))
+    chosen = {name: own.assignment for name, own in plan.classes.items()}
+    problem = make_problem(graph, profiles, sensitivity, cluster, given)
+    state = State(with_chosen(problem, chosen, profiles, sensitivity, plan.base))
     state.restore({name: plan[name].assignment for name in state.classes})
     state.late = {name: plan[name].margin for name in state.classes}
     return state, state.step_s() if plan.target_s is None else plan.target_s

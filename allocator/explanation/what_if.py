@@ -86,7 +86,7 @@ def what_ifs(
 
 def _step_s(state: State, exchange: Exchange, changed: Mapping[str, ClassCosts] | None = None) -> float:
     costs = {name: one.costs for name, one in state.classes.items()} | dict(changed or {})
-    return step_time([exchange.work(entry) for entry in costs.values()], exchange)
+    return step_time([exchange.work(entry, name) for name, entry in costs.items()], exchange)
 
 
 def _links(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) -> Iterator[WhatIf]:

@@ -66,7 +66,7 @@ def _descend(state: State, device_class: str) -> None:
 def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]]) -> bool:
     """Give groups of equal structure the precision that costs the class least; return whether any changed."""
     one, group = state.classes[device_class], equal[0]
-    now = best = one.costs.total_s
+    now = best = one.own_s
     chosen: Precision | None = None
 
     shared = [p for p in one.part.choices[group[0]] if all(p in one.part.choices[op] for op in group)]
@@ -74,14 +74,14 @@ def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]])
         if all(one.precision(op) is precision for op in group):
             continue
         move = state.move(device_class, dict.fromkeys(group, precision))
-        if one.costs.total_s < best - _MEANINGFUL * now:
-            best, chosen = one.costs.total_s, precision
+        if one.own_s < best - _MEANINGFUL * now:
+            best, chosen = one.own_s, precision
         state.back(move)
     if chosen is None:
         return False
     move = state.move(device_class, dict.fromkeys((op for group in equal for op in group), chosen))
     # Adjacent groups may gain less together than alone: then decide each group by itself.
-    if one.costs.total_s > best + _MEANINGFUL * now:
+    if one.own_s > best + _MEANINGFUL * now:
         state.back(move)
         state.move(device_class, dict.fromkeys(group, chosen))
         for other in equal[1:]:
@@ -124,7 +124,7 @@ def _fastest_that_fits(state: State, device_class: str) -> bool:
     for number, assignment in enumerate(every := every_assignment(state, device_class)):
         state.move(device_class, assignment)
         if one.fits():
-            found.append((one.costs.total_s, number))
+            found.append((one.own_s, number))
     if found:
         state.move(device_class, every[min(found)[1]])
     return bool(found)
@@ -171,13 +171,13 @@ def _save_memory(state: State, device_class: str) -> None:
 def _savings(state: State, device_class: str) -> Iterator[tuple[tuple[float, int], str, Precision]]:
     """Yield single changes that save memory, keyed so that the best sorts first, ties in model order."""
     one = state.classes[device_class]
-    now, peak = one.costs.total_s, one.peak_bytes
+    now, peak = one.own_s, one.peak_bytes
     for number, (op, options) in enumerate(one.part.choices.items()):
         for precision in options:
             if precision is one.precision(op):
                 continue
             move = state.move(device_class, {op: precision})
-            saved, lost = peak - one.peak_bytes, one.costs.total_s - now
+            saved, lost = peak - one.peak_bytes, one.own_s - now
             state.back(move)
             if saved > 0:
                 yield (-saved / max(lost, 1e-12), number), op, precision

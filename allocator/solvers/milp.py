@@ -145,6 +145,7 @@ class _Class:
         self._variance = self._one.variance
         self._weight = _KNOWN_SCALED / self._variance if self._variance > 0.0 else 1.0
         self._beside = [one.work for other, one in state.classes.items() if other not in lowerable]
+        self._is_partial = len(lowerable) > 1  # classes whose choices are open are not replayed beside it
         # If buffers are broadcast first, all classes start together, at a time that no choice changes.
         _, self._start_s = state.late_starts(least=True)[name]
         self._model = ClassModel(self._one.part.graph, self._one.part, self._weight, _KNOWN_SCALED)
@@ -282,11 +283,14 @@ class _Class:
     def _misses(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
         """Return the part by which an assignment misses the target, and a row if it misses memory; else None.
 
-        The class is replayed beside the classes that are not lowered.
+        The class is replayed beside the classes that are not lowered. Where other classes are, none of these
+        is taken to be the last that computes, which costs more: no step of all classes is shorter.
         """
         state, move = self._state, self._state.move(self.name, assignment)
-        work = self._one.work.slower(state.late_factor(self.name))
-        late = step_time([work, *self._beside], state.problem.exchange) / self._target_s - 1.0
+        works = [self._one.work.slower(state.late_factor(self.name)), *self._beside]
+        if self._is_partial:
+            works = [replace(work, is_one=False) for work in works]
+        late = step_time(works, state.problem.exchange) / self._target_s - 1.0
         row = None if self._one.fits() else self._less_memory_row(assignment)
         state.back(move)
         return (max(late, 0.0), row) if late > TOLERANCE or row is not None else None

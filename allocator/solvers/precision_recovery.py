@@ -103,7 +103,8 @@ def _pass(state: State, classes: Sequence[str], target_s: float, priority: Prior
         _, number, name, raised, lost_s = heapq.heappop(heap)
         one = state.classes[name]
         still = {op: precision for op, precision in raised.items() if is_raise(state, name, op, precision)}
-        if not still or lost_s > 2 * max(trial.slack_s(name), 0.0):
+        is_launched = one.costs.launches is not None  # then what kernels lose may cost no step
+        if not still or (not is_launched and lost_s > 2 * max(trial.slack_s(name), 0.0)):
             continue
         regained, before = -one.added_by(still), one.costs.total_s
         following = -heap[0][0] * (1 - TOLERANCE) if heap else 0.0

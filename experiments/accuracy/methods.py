@@ -19,7 +19,7 @@ from qsync.experiments.allocation.bases import GPU_BATCH
 from qsync.experiments.harness.emulated_profiles import NETWORK, of_share
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.ranks import FAST, MARGIN, WEAK
-from qsync.experiments.speedup.ways import ALONE, QSYNC_FASTEST, TITLES, samples_of, ways
+from qsync.experiments.speedup.ways import ALL_16, ALONE, QSYNC_FASTEST, TITLES, samples_of, ways
 from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
 from qsync.predictor.cost_model.fill_profile import fill, learned_from, simulate
 from qsync.predictor.cost_model.model import CostModel
@@ -35,7 +35,7 @@ NAMES = {
     QSYNC_DEPTH: "QSync's own rule (depth, greedy)",
     QSYNC_INT8: "qsync, weak cards without 16 bits",
 }
-METHODS = tuple(name for name in NAMES if name not in (ALONE, QSYNC_FASTEST))
+METHODS = tuple(name for name in NAMES if name not in (ALONE, ALL_16, QSYNC_FASTEST))
 _PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 _BASE = Precision.FP32
 _CARD, _SHARE = "A100", 0.6

@@ -51,7 +51,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Difference:
 def fastest_uniform(methods: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Return the uniform choice of least step that takes at most the plan's; None if all take longer."""
     most = methods[QSYNC]["step_s"] * _WITHIN
-    able = [name for name in UNIFORM if methods[name]["step_s"] <= most]
+    able = [name for name in UNIFORM if name in methods and methods[name]["step_s"] <= most]
     return min(able, key=lambda name: float(methods[name]["step_s"]), default=None)
 
 

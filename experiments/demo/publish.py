@@ -64,7 +64,8 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"The model: {content['description']}. It trains for {content['steps']} steps, {seeds},",
         f"on two ranks of an {where}.{weak}",
         "Steps are measured: medians of steps taken in turns within one run.",
-        f"Parameters are bitwise {same} on both ranks at the end of every run. Commit {content['commit']}.",
+        f"Parameters are bitwise {same} on both ranks at the end of every run. Commit {content['commit']}"
+        f"{', with uncommitted changes' if content.get('uncommitted_changes') else ''}.",
         *_within_intervals(content["runs"].values()),
         "",
         *markdown_table(HEADINGS, rows),
@@ -74,14 +75,18 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 def _within_intervals(runs: Iterable[Mapping[str, Any]]) -> list[str]:
     """Say how many steps lie in the interval of their prediction; nothing of a demo that kept none."""
-    known = [
-        (interval[0] <= run["measured_step_s"] <= interval[1])
-        for run in runs
-        if (interval := run.get("planned_interval_s"))
-    ]
-    if not known:
+    widths, found = [], []
+    for run in runs:
+        if run.get("planned_interval_s"):
+            low, high = run["planned_interval_s"]
+            widths.append((high - low) / (2 * run["planned_step_s"]))
+            found.append(low <= run["measured_step_s"] <= high)
+    if not found:
         return []
-    return [f"{sum(known)} of {len(known)} steps lie in the 90 % interval predicted before training."]
+    return [
+        f"{sum(found)} of {len(found)} steps lie in the 90 % interval predicted before training "
+        f"(+-{min(widths):.0%} to +-{max(widths):.0%})."
+    ]
 
 
 if __name__ == "__main__":

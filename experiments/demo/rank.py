@@ -34,7 +34,7 @@ from qsync.experiments.demo import report
 from qsync.experiments.demo.compared_plans import Planned, planned_runs, replayed
 from qsync.experiments.demo.timed_steps import attached_runner
 from qsync.experiments.harness.offered_precisions import offered_precisions
-from qsync.experiments.harness.provenance import commit
+from qsync.experiments.harness.provenance import source
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_BYTES, BUCKET_CAP_MB, FAST, WEAK, Place
 from qsync.experiments.workloads.subjects import demo_workload
 from qsync.experiments.workloads.workload import Workload, evaluate, make_optimizer
@@ -55,7 +55,7 @@ PROFILED_BELOW_16BIT = (*PROFILED, Precision.INT8_ALL)
 
 def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
     """Measure, plan, train every run, measure again; rank 0 writes the report and returns it."""
-    rank, out, content = dist.get_rank(), Path(config["out"]), None
+    rank, out, content, tree = dist.get_rank(), Path(config["out"]), None, source()
     workload = demo_workload(config["workload"], config["data"])
     steps = config["steps"] or workload.steps
     with liveness.start(60.0), _progress(rank) as show:
@@ -79,10 +79,12 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
         again = replayed(planned, basis, BUCKET_CAP_BYTES, measuring.smaller)
         content = report.assemble(basis, planned, again, results, {
             "workload": workload.name, "base": str(base), "description": workload.description, "steps": steps,
-            "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), "commit": commit(),
+            "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), **tree,
             "qsync": qsync.__version__,
             "emulated": bool(shares), "emulated_share": shares, "bucket_cap_mb": BUCKET_CAP_MB,
         })  # fmt: skip
+        for name in ("report.json", "report.html", "trace.json"):  # of another plan
+            (out / name).unlink(missing_ok=True)
         save_plan(out, planned["qsync"].plan, basis)
         report.write(out, content, planned, basis)
     dist.barrier()

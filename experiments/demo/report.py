@@ -15,6 +15,7 @@ from qsync.experiments.demo import picture
 from qsync.experiments.demo.compared_plans import Planned
 from qsync.experiments.harness import table_of
 from qsync.figures import memory, page, precision_map, timeline
+from qsync.records.graph import digest
 from qsync.records.json_files import write_json
 from qsync.records.plan_folder import Basis
 from qsync.replayer import Timeline, peaks
@@ -59,6 +60,7 @@ def assemble(
     return {
         **header,
         "measured_or_simulated": "measured; predicted_* is simulated",
+        "plan": digest(planned["qsync"].plan.to_json()),
         "model": basis.graph.model, "cluster": basis.cluster.to_json(),
         "num_parameters": sum(value.num_elements for value in basis.graph.parameters),
         "parameters_identical_across_ranks": identical,

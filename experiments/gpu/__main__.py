@@ -50,6 +50,8 @@ def main(
 ) -> None:
     """Measure what is missing, most valuable first, and report all there is."""
     end = time.monotonic() + 60 * minutes
+    if publish and device != "cuda":
+        raise QSyncError("a dry run has no figure of a GPU to publish; leave --publish out")
     if not kept:
         _check(device)
     settings = {"device": device, "tiny": tiny}

@@ -1,6 +1,6 @@
 """The peers of qsync: torch.autocast, torch.compile (Inductor) and torchao's low-precision training.
 
-torchao is optional (`pip install 'qsync[peers]'`). Its INT8 training has two forms, and on torch 2.13 and
+torchao is optional (`pip install -e '.[peers]'`). Its INT8 training has two forms, and on torch 2.13 and
 torchao 0.18 one of them trains in FP32 without a word: the tensor subclass, which is the default, computes
 F.linear by `aten::addmm` and `aten::mm`. So the other one, `module_swap=True`, is the peer, and
 `what_torchao_runs` says what really ran.
@@ -91,7 +91,7 @@ def torchao(model: torch.nn.Module, form: str = "int8") -> torch.nn.Module:
     Raises UnsupportedError if there is no torchao.
     """
     if torchao_version() is None:
-        raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
+        raise UnsupportedError("torchao is not installed: pip install -e '.[peers]' in the clone")
     with silent():
         if form == "float8":  # GPUs only
             from torchao import float8

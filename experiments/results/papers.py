@@ -111,8 +111,8 @@ _OF_STEPS = "error of the predicted step"
 CLAIMS = (
     Claim(
         _QSYNC, _OF_STEPS, "< 5 %", "unseen", _error_on_ranks,
-        "theirs: V100 and T4; ours: random plans of the suite's families, which nobody tuned for, held-out "
-        "ones among them, on two whole CPU ranks",
+        "theirs: V100 and T4; ours: random plans of the suite's families, held-out ones among them, on two "
+        "equal CPU ranks",
     ),
     Claim(
         _QSYNC, "the same, of every way to train", "< 5 %", "speedup", _step_error,

@@ -20,7 +20,7 @@ from qsync.replayer import Sized, profiles_under_levers
 from qsync.replayer.levers.batch_size import reach
 
 ALONE, DDP, LB_BSP = "alone", "ddp", "lb_bsp"
-WEAK_16, WEAK_INT8, ALL_INT8 = UNIFORM = ("weak_16", "weak_int8", "all_int8")
+WEAK_16, WEAK_INT8, ALL_16, ALL_INT8 = UNIFORM = ("weak_16", "weak_int8", "all_16", "all_int8")
 QSYNC, QSYNC_SHARE, QSYNC_FASTEST = "qsync", "qsync_share", "qsync_fastest"
 # What a reader sees of each.
 TITLES: Mapping[str, str] = {
@@ -29,6 +29,7 @@ TITLES: Mapping[str, str] = {
     LB_BSP: "LB-BSP (shares by speed)",
     WEAK_16: "weak cards all in 16 bits",
     WEAK_INT8: "weak cards all in INT8",
+    ALL_16: "every card in 16 bits",
     ALL_INT8: "every card in INT8",
     QSYNC: "qsync",
     QSYNC_SHARE: "qsync, shares too",
@@ -40,15 +41,16 @@ _SLACK, _ROUNDING, _MOST_SHARES = 0.02, 1e-6, 30
 def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
     """Return each way as a plan; the basis has two classes, the fast one first.
 
-    `other` is the model captured with another number of samples. A class without BF16 or INT8 takes the next
-    one up. LB-BSP takes the shares whose predicted step is least. With shares too, qsync adds least variance
-    at the better step of LB-BSP and of its own plan without shares; fastest, it adds least at the least step
-    that any shares reach. Both try every share. INT8 is in all three products where those were profiled.
+    `other` is the model captured with another number of samples. 16 bits are BF16, or FP16 where that is
+    missing; a class without them, or without INT8, takes the next one up. LB-BSP takes the shares whose
+    predicted step is least. With shares too, qsync adds least variance at the better step of LB-BSP and of
+    its own plan without shares; fastest, it adds least at the least step that any shares reach. Both try
+    every share. INT8 is in all three products where those were profiled.
     """
     fast, weak = basis.cluster.classes
     at = (basis.graph, basis.profiles)
     kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True}
-    sixteen = next_up(basis.cluster, weak.name, Precision.BF16)
+    sixteen = {c.name: _sixteen_bits(basis.cluster, c.name) for c in (fast, weak)}
     offered = Precision.INT8_ALL in weak.precisions and has_int8_all(basis.profiles[weak.name])
     lowest = Precision.INT8_ALL if offered else Precision.INT8
     int8 = {c.name: next_up(basis.cluster, c.name, lowest) for c in (fast, weak)}
@@ -60,13 +62,20 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
         ALONE: uniform(basis.graph, {fast.name: basis.profiles[fast.name]}, alone, {}, **kept),
         DDP: uniform(*at, basis.cluster, {}, **kept),
         LB_BSP: by_speed,
-        WEAK_16: uniform(*at, basis.cluster, {weak.name: sixteen}, **kept),
+        WEAK_16: uniform(*at, basis.cluster, {weak.name: sixteen[weak.name]}, **kept),
         WEAK_INT8: uniform(*at, basis.cluster, {weak.name: int8[weak.name]}, **kept),
+        ALL_16: uniform(*at, basis.cluster, sixteen, **kept),
         ALL_INT8: uniform(*at, basis.cluster, int8, **kept),
         QSYNC: own,
         QSYNC_SHARE: _best(basis, shares, min(_step_s(own), _step_s(by_speed)), base),
         QSYNC_FASTEST: _best(basis, shares, (1 + _SLACK) * least_step_s(basis, shares, base), base),
     }
+
+
+def _sixteen_bits(cluster: Cluster, name: str) -> Precision:
+    """Return BF16, FP16 on a class without it, or the next precision up where there is neither."""
+    own = next((p for p in (Precision.BF16, Precision.FP16) if p in cluster[name].precisions), None)
+    return own or next_up(cluster, name, Precision.BF16)
 
 
 def shared_by_speed(basis: Basis, shares: Iterable[Mapping[str, Profile]], **kept: Any) -> Plan:

@@ -132,8 +132,10 @@ class Save:
                     {each: self._subject.copy(each, tensor) for each, (tensor, _) in own.items()},
                     {"format": "pt", _SHARDS: json.dumps(offsets)},
                 )
-        is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._copied = torch.cuda.current_stream().record_event() if is_on_gpu else None
+        devices = {tensor.device for those in tensors.values() for tensor in those.values()}
+        self._copied = [
+            torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"
+        ]
 
     def write(self) -> None:
         """Write this rank's files; on rank 0 wait for the others' and publish.
@@ -155,8 +157,8 @@ class Save:
 
     def _write_files(self) -> dict[str, Any]:
         """Write this rank's files to the disk; return their digests, and its random state."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        for copied in self._copied:
+            copied.synchronize()
         self._partial.mkdir(parents=True, exist_ok=True)
         for name, (tensors, metadata) in self._files.items():
             path = self._partial / name

@@ -95,7 +95,10 @@ def explain(
     if reasons:
         console.print(tables.reasons_table(reasons))
     else:
-        print_lines("The plan lowers nothing: every rank keeps up in FP32.")
+        print_lines(
+            f"The plan lowers nothing below {plan.base}: every rank keeps up, or nothing lower is faster "
+            "there (qsync doctor)."
+        )
     for name, (num_ops, added) in fast.items():
         print_lines(
             f"{name} runs {num_ops} operators in FP32 by its fastest kernels (fp32_fast), which sum in "

@@ -10,6 +10,7 @@ import typer
 
 from qsync.commands.options import BasisFolder, ClusterFile, Force, Json, LoggedSteps, print_json, print_lines
 from qsync.errors import QSyncError
+from qsync.records.graph import digest
 from qsync.records.json_files import read_json
 
 _ACCURACY = "figures.json"  # of python -m qsync.experiments.accuracy
@@ -42,6 +43,9 @@ def report(
     plan, at = load_plan(folder / "plan.json", basis, cluster, force=force)
     parts = (at.graph, plan, at.profiles, at.sensitivity, at.cluster)
     demo = read_json(folder / "report.json") if (folder / "report.json").is_file() else {}
+    if demo.get("plan") not in (None, digest(plan.to_json())):
+        print_lines(f"{folder / 'report.json'} is of another plan than plan.json, and is left out")
+        demo = {}
     found = page.Measured.of_demo(demo)
     if measured is not None:
         found = replace(found, ranks=measured_beside_predicted(parts, measured)["ranks"])

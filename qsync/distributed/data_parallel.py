@@ -30,7 +30,7 @@ from qsync.tracing.replaced_forward import is_replaced, untraced
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 _FLAGS = (
     "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers",
-    "forward_sync_buffers", "init_sync", "skip_all_reduce_unused_params", "batched_grad_copy",
+    "forward_sync_buffers", "init_sync", "batched_grad_copy",
 )  # fmt: skip
 DDP_OPTIONS = tuple(name for name in (*_FLAGS, "bucket_cap_mb", "process_group") if name in _DDP_ARGUMENTS)
 _WHY_NOT = {
@@ -43,6 +43,7 @@ _WHY_NOT = {
     "bucket_cap_mb_list": "steps are predicted for buckets of one size; give bucket_cap_mb",
     "delay_all_reduce_named_params": "gradients that other hooks reduce are not weighed",
     "param_to_hook_all_reduce": "gradients that other hooks reduce are not weighed",
+    "skip_all_reduce_unused_params": "it may skip the first bucket, which carries the weights of gradients",
     "check_reduction": "torch ignores it",
 }
 _CALLS_PER_CHECK = 100

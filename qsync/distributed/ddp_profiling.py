@@ -156,8 +156,11 @@ def _profile_together(
         profile = with_toll(profiler.profile(machine(rank.device)), link)
         profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
         cluster, profiles = profiler.in_use(graph, profiles, cluster)
+    group = profiler.group
     del profiler
     gc.collect()  # a DDP that is gone takes its hooks along
+    if group is not None:
+        dist.destroy_process_group(group)
     return cluster, profiles
 
 
@@ -195,6 +198,7 @@ class DdpProfiler:
         tells_waiting = agree("profiling", lambda: isinstance(clock, ShareClock))
         self.in_ddp = all(tells_waiting) and job.world_size() > 1  # whether steps go through DDP
         self.model = step.model  # what steps call: the model, or DDP around it
+        self.group: dist.ProcessGroup | None = None  # of that DDP
         self._loss = _checked_loss(program, step.loss(), parameters)
         self._bucket_bytes = _bucket_bytes(parameters, options.ddp_options or {})
         most = max(agree("profiling", lambda: len(self.precisions)))
@@ -223,7 +227,7 @@ class DdpProfiler:
             agree_locally("profiling", lambda: self._check_unused(step.model, ddp_options))
             given = ddp_options.get("process_group")
             backend = dist.get_backend(given) if given is not None else None
-            ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
+            self.group = ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
             self.model = data_parallel.in_ddp(step.model, options.bucket_cap_mb, ddp_options)
             self._loss = replace(step, model=self.model).loss()
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -49,14 +49,17 @@ class GradientHook:
         self.loss_is_divided = False  # by the number of passes, before backward
         self._factor = 1.0
         self._first: Any = None  # the all-reduce of the step's first bucket, with the weights at its end
+        self._is_empty: torch.Tensor | None = None  # whether this rank's step has no token; None: not counted
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None, "_first": None, "num_counted": None}
+        return {**self.__dict__, "group": None, "_first": None, "_is_empty": None, "num_counted": None}
 
     @untraced("it only counts")
     def begin(self, parallel: torch.nn.Module, *_: Any) -> None:
         """Note that the model runs: a hook before its forward."""
         self.has_run = self.has_run or torch.is_grad_enabled()
+        if self.num_counted is not None and all(p.grad is None for p in parallel.parameters()):
+            self.num_counted = None  # of passes whose gradients were dropped
         self.loss_is_divided = accelerate_state.divides_loss(parallel)
 
     def count(self, num_tokens: torch.Tensor) -> None:
@@ -85,6 +88,10 @@ class GradientHook:
         """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights."""
         if is_first:
             self._factor, weight, is_counted = self._take(buffer)
+            self._is_empty = torch.as_tensor(weight, device=buffer.device) == 0 if is_counted else None
+        if self._is_empty is not None:  # the mean over no token may be 0 / 0, and its gradients NaN
+            buffer.masked_fill_(self._is_empty, 0.0)
+        if is_first:
             # Sums of 16-bit gradients could not hold a weight.
             wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32)) * self._factor
             weights = torch.stack([torch.as_tensor(weight, dtype=wide.dtype, device=wide.device)] * 2)
@@ -203,7 +210,8 @@ def token_mean(model: torch.nn.Module, loss: torch.Tensor, num_tokens: int | tor
     Args:
         model: what `qsync.hybrid` returned, or any model in DistributedDataParallel.
         loss: the mean over this pass's tokens, a scalar.
-        num_tokens: how many they are, at least 0; of a pass without tokens the loss counts as 0.
+        num_tokens: how many they are, at least 0. A pass without tokens counts for nothing; beside other
+            passes of its step its gradients must be finite: a mean of one's own divides by at least 1.
 
     Returns:
         The loss to call backward of.
@@ -310,13 +318,16 @@ def _like(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
     """Return the parts as a mapping of the batch's own type; as a dict where that cannot be changed."""
     if type(batch) is dict:
         return parts
-    own: Any = copy(batch)
+    before, own, given = dict(batch), cast("Any", copy(batch)), cast("Any", batch)
     try:
         for name, part in parts.items():
             own[name] = part
     except TypeError:
         return parts
-    return own  # type: ignore[no-any-return]
+    if all(given[name] is value for name, value in before.items()):
+        return own  # type: ignore[no-any-return]
+    given.update(before)  # its copy shares the items
+    return parts
 
 
 def _has_samples(batch: Any) -> bool:

@@ -60,8 +60,11 @@ class TrainingStep:
 def join_job(device: torch.device, timeout_s: float = 600.0) -> None:
     """Join the job that torchrun (or the environment it would set) describes, unless that is done already.
 
-    A process that joined here leaves the job when Python ends without an error.
+    A process that joined here leaves the job when Python ends without an error. A GPU becomes the current
+    one: torch exchanges objects over NCCL on that.
     """
+    if device.type == "cuda" and (dist.is_initialized() or "RANK" in os.environ):
+        torch.cuda.set_device(device)
     if dist.is_initialized() or "RANK" not in os.environ:
         return
     dist.init_process_group(backend_for(device), timeout=timedelta(seconds=timeout_s))

@@ -309,7 +309,10 @@ class ElasticJob:
         if is_ready:
             self._plan.adopt(meeting.cards, step)  # so that the others know what this card holds
         self._own = with_fields(self._own, is_ready=is_ready)
-        return self._book is None or all(card.is_ready for card in meeting.cards)
+        if self._book is None or all(card.is_ready for card in meeting.cards):
+            return True
+        self._wait_for("the plan of the cards that are there")
+        return False
 
     def _wait_for(self, what: str) -> None:
         if what != self._waits_for:

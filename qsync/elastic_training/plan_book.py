@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +44,7 @@ logger = logging.getLogger("qsync")
 Membership = tuple[tuple[str, int, float], ...]
 
 _FETCH_S = 30.0
+_RETRY_S = 5.0  # after which planning that failed is tried again
 
 
 def membership_of(cards: Iterable[Card]) -> Membership:
@@ -151,6 +154,7 @@ class PlanBook:
         self._cards: Sequence[Card] = ()
         self._is_first = False
         self._copied = ("", 0)  # the first card and its number of plans, when its book was last copied
+        self._retry_at_s = math.inf  # when planning that failed is tried again
         self._wake, self._ends = threading.Event(), threading.Event()
         server.offer("class", lambda: json.dumps(own.to_json()).encode())
         server.offer("plans", lambda: json.dumps(self._to_json()).encode())
@@ -172,7 +176,8 @@ class PlanBook:
         is_news = membership_of(cards) != membership_of(self._cards) or self._is_first > was_first
         self._cards = cards
         # A leader with fewer plans than this card may have the one that this card lacks.
-        if is_news or (not self._is_first and (cards[0].name, cards[0].book) != self._copied):
+        is_behind = not self._is_first and (cards[0].name, cards[0].book) != self._copied
+        if is_news or is_behind or time.monotonic() >= self._retry_at_s:
             self._wake.set()
 
     def note_link(self, link: Link) -> None:
@@ -193,10 +198,15 @@ class PlanBook:
             self._wake.clear()
             if self._ends.is_set():
                 return
+            self._retry_at_s = math.inf
             try:
                 self._lead() if self._is_first else self._copy()
-            except QSyncError as error:  # a card left meanwhile; the next membership wakes this thread
+            except QSyncError as error:  # a card left meanwhile, or did not answer
                 logger.info("qsync: planning stopped: %s", error)
+                self._retry_at_s = time.monotonic() + _RETRY_S
+            except Exception as error:  # this thread is the only one that plans
+                logger.exception("qsync: planning failed, and is tried again: %s", error)
+                self._retry_at_s = time.monotonic() + _RETRY_S
 
     def _lead(self) -> None:
         """Plan the present membership and the next ones, until the membership changes."""

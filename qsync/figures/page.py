@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from qsync.errors import FormatError, QSyncError, shortened
+from qsync.errors import FormatError, InfeasibleError, QSyncError, shortened
 from qsync.figures import interactive
 from qsync.records.json_files import write_text
 from qsync.records.plan_folder import Basis
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _NUM_PLANS = 7  # on the line of plans that no other beats
+_TRADE = "Step time against variance"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #222; --faint: #666; --back: #fff; --line: #e3e6ea; --link: #0b62a8 }
 @media (prefers-color-scheme: dark) {
@@ -145,13 +146,14 @@ def _sections(plan: Plan, basis: Basis, measured: Measured) -> Iterator[_Section
         "One step", "Simulated. Drag to zoom in, double-click to zoom out.",
         interactive.timeline(replay(*at, basis.cluster, **limits), path),
     )  # fmt: skip
-    options = {"base": plan.base, **limits}
-    plans = frontier(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, _NUM_PLANS, **options)
-    yield _Section(
-        "Step time against variance",
-        "Each point is a plan, with precisions alone. In squared gradient norms. Simulated.",
-        interactive.trade(plans, plan),
-    )  # fmt: skip
+    less = {name: list(own.saving_less) for name, own in plan.classes.items() if own.saving_less}
+    options = {"base": plan.base, "saving_less": less or None, **limits}
+    text = "Each point is a plan, with precisions alone. In squared gradient norms. Simulated."
+    try:
+        plans = frontier(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, _NUM_PLANS, **options)
+        yield _Section(_TRADE, text, interactive.trade(plans, plan))
+    except InfeasibleError as error:  # as where levers are what makes the plan fit
+        yield _Section(_TRADE, text, missing=f"No plan by precisions alone: {error}.")
     yield _Section(
         "Memory over a step", "Simulated, margin included. Dashed: the budget, where it is near.",
         interactive.memory(peaks(*at, basis.cluster), basis.graph),

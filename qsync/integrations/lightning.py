@@ -77,7 +77,6 @@ class QSyncStrategy(DDPStrategy):
         check_same({f"the Trainer's {name}": getattr(trainer, name) for name in (
             "accumulate_grad_batches", "precision", "gradient_clip_val", "max_epochs", "max_steps",
         )})  # fmt: skip
-        module.train()
         with _without_effects(module):
             network, arguments = agree_locally("finding the network", lambda: self._arguments(module))
             hybrid(network, ddp=False, **arguments)

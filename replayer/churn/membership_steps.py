@@ -69,7 +69,7 @@ class MembershipSteps:
     def _work(self, name: str, samples: int, exchange: Exchange) -> Work:
         """Return the step of a rank with so many samples, from the planned step and one without samples."""
         costs, (planned, planned_passes) = self._costs[name], self._planned[name]
-        full, empty = exchange.work(costs), exchange.work(_without_backward(costs))
+        full, empty = (exchange.work(of, name) for of in (costs, _without_backward(costs)))
         passes = max(-(-samples // self._limits[name]), min(samples, planned_passes))
         part = samples * planned_passes / (planned * passes)  # of the samples of a planned pass
         backward_s = full.backward_s - empty.backward_s

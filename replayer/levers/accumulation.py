@@ -68,8 +68,8 @@ def with_other_passes(graph: OpGraph, passes: int) -> OpGraph:
         if value.kind == "batch" and value.shape
     )
     trained = [value for value in graph.parameters if value.requires_grad]
-    gradients = tuple(
-        Input(f"gradients of other passes, {dtype}", "batch", dtype, (size,))
+    gradients = tuple(  # of the kind that is there once, however often the model is called
+        Input(f"gradients of other passes, {dtype}", "buffer", dtype, (size,))
         for dtype in dict.fromkeys(value.dtype for value in trained)
         if (size := sum(value.num_elements for value in trained if value.dtype == dtype))
     )

@@ -88,6 +88,8 @@ def _of_class(
             )
         at = resized(graph, other.graph, size)
         found = at_samples(profile, graph, other, size, at, loaded=samples)
+    elif samples != captured:  # several passes as large as the captured one
+        found = replace(profile, loading_s=profile.loading_s * samples / captured)
     at = mark_recomputed(at, levers.recomputed)
     found = _in_passes(found, at, levers.passes, device)
     setting = Setting(with_other_passes(at, levers.passes), samples, graph.shapes_hash, captured, levers)

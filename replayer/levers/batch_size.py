@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qsync.errors import FormatError, MismatchError
-from qsync.records.graph import OpGraph
+from qsync.records.graph import Derivative, OpGraph
 from qsync.records.levers import samples_of
 from qsync.records.profiles import MEASURED, Cost, Profile
 
@@ -87,6 +87,18 @@ def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
     def shape(name: str, here: tuple[int, ...], there: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(a if a == b else whole(name, a, b) for a, b in zip(here, there, strict=True))
 
+    def count(here: int, there: int) -> int:
+        return max(0, here + (there - here) * (samples - first) // (second - first))
+
+    def derivative(here: Derivative | None, there: Derivative | None) -> Derivative | None:
+        if here is None or there is None or len(here.besides) != len(there.besides):
+            return here
+        pairs = zip(here.besides, there.besides, strict=True)
+        besides = tuple((dtype, count(a, b)) for (dtype, a), (_, b) in pairs)
+        return replace(
+            here, besides=besides, workspace_bytes=count(here.workspace_bytes, there.workspace_bytes)
+        )
+
     inputs = tuple(
         replace(a, shape=shape(a.name, a.shape, b.shape))
         for a, b in zip(graph.inputs, other.inputs, strict=True)
@@ -95,7 +107,8 @@ def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
         replace(
             a,
             shape=shape(a.name, a.shape, b.shape),
-            flops=max(0, a.flops + (b.flops - a.flops) * (samples - first) // (second - first)),
+            flops=count(a.flops, b.flops),
+            derivative=derivative(a.derivative, b.derivative),
         )
         for a, b in zip(graph.ops, other.ops, strict=True)
     )
@@ -235,7 +248,7 @@ def _between(one: Profile, other: Profile, part: float, loaded: float) -> Profil
         for key, c in one.casts.items()
         if key in other.casts or key[1:] not in one.cast_fit
     }
-    nearer = one if abs(part) <= 0.5 else other
+    nearer = one if part <= 0.5 else other
     return replace(
         one, ops=ops, casts=casts, cast_fit={**one.cast_fit, **nearer.cast_fit},
         outside=cost(one.outside, other.outside), host_s=line(one.host_s, other.host_s),

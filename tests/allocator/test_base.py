@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
-from qsync.allocator import allocate, check_plan, explain
+from qsync.allocator import allocate, check_plan, explain, shadow_prices, what_ifs
 from qsync.commands.tables import base_lines
 from qsync.errors import FormatError, UnsupportedError
 from qsync.records.base import base_of, base_on, bases_of, is_below, measured_base, parse_base
@@ -149,3 +149,23 @@ def test_fp32_is_the_base_where_its_fastest_kernels_are_no_faster_together():
     assert measured_base(FAST, of(a=(1.0, 1.0))) is FP32
     assert measured_base(BF16, of(a=(1.0, 1.1))) is BF16
     assert measured_base(FAST, {"a": replace(profile_of(GRAPH), step_s={"fp32": 1.0})}) is FAST
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp32_fast"])
+def test_a_plan_that_is_pinned_above_its_base_is_explained(base):
+    precisions = (FP32, FAST, BF16, INT8)
+    profiles = {
+        name: profile_of(GRAPH, name, precisions, slow=slow, latency_s=1e-8, cast_s=1e-11)
+        for name, slow in (("train", 1.0), ("infer", 1.4))
+    }
+    parts = (profiles, SENSITIVITY, cluster_of(precisions=precisions, link=Link(0.0, 1e30)))
+    plan = allocate(GRAPH, *parts, base=base)
+    op = next(op for op in KINDS if plan["infer"].assignment[op] is not FP32)
+    pinned = plan.pin(op, "fp32")
+    (price,) = [one for one in shadow_prices(GRAPH, pinned, *parts) if one.device_class == "infer"]
+    assert price.next_lowering is not None
+    changes = {entry.what for entry in what_ifs(GRAPH, pinned, *parts)}
+    assert any(op in what for what in changes)
+    assert op not in {
+        reason.op for reason in explain(GRAPH, pinned, *parts) if reason.device_class == "infer"
+    }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
+from collections.abc import MutableMapping
+
 import pytest
 import torch
 from torch import nn
 from two_ranks import launch, said
 
 import qsync
-from qsync.distributed.gradient_weighting import check_share
+from qsync.distributed.gradient_weighting import _part, check_share
 from qsync.errors import FormatError, UnsupportedError
 
 BODY = """
@@ -152,3 +155,34 @@ def test_a_batch_is_cut_into_equal_parts_of_what_has_samples():
         next(iter(qsync.micro_batches(nn.Linear(2, 2), torch.zeros(4, 2), 2)))
     with pytest.raises(UnsupportedError, match="in DistributedDataParallel, found Linear"):
         qsync.weigh_gradients(nn.Linear(2, 2), 4)
+
+
+class Shared(MutableMapping):
+    """A mapping whose copies share its items."""
+
+    def __init__(self, **items) -> None:
+        self.items_ = items
+
+    def __getitem__(self, name):
+        return self.items_[name]
+
+    def __setitem__(self, name, value) -> None:
+        self.items_[name] = value
+
+    def __delitem__(self, name) -> None:
+        del self.items_[name]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+@pytest.mark.parametrize("kind", [Shared, UserDict, OrderedDict])
+def test_a_batch_stays_as_it_is_while_it_is_cut(kind):
+    batch = kind(x=torch.arange(8), name="text")
+    parts = [_part(batch, k, 2) for k in range(2)]
+    assert [part["x"].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert batch["x"].tolist() == list(range(8)) and {part["name"] for part in parts} == {"text"}
+    assert kind is Shared or {type(part) for part in parts} == {kind}

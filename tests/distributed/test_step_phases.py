@@ -148,6 +148,23 @@ def test_an_optimizer_whose_first_parameter_is_frozen_ends_steps():
     assert full and not timer.others and len(timer._passes) <= 1
 
 
+def test_a_second_optimizer_in_a_step_does_not_resume():
+    model, resumed = Slow(0.01), []
+    timer = PhaseTimer(model, model, num_kept=2)
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    taken: list[int] = []
+    timer.when_full = lambda: setattr(timer, "when_resumed", lambda: resumed.append(taken[-1]))
+    for number in range(5):
+        taken.append(number)
+        model(BATCH).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if resumed:
+            timer.when_resumed = None
+    timer.stop()
+    assert resumed == [3]  # two steps after the first, and the next one
+
+
 def test_passes_that_no_optimizer_ends_are_forgotten_and_said_once(monkeypatch, caplog):
     monkeypatch.setattr(step_phases, "_MOST_PASSES", 5)
     model = Slow()

@@ -85,6 +85,22 @@ model.zero_grad()
 step(model, y=torch.full_like(y[own], -100))
 say(f"all empty: {all(bool((p.grad == 0).all()) for p in model.parameters())}")
 
+def masked_mean(model, x, y):  # 0 / 0 without tokens, and so are its gradients
+    each = F.cross_entropy(model(x).flatten(0, 1), y.flatten().clamp(min=0), reduction="none")
+    return (each * (y.flatten() != -100)).sum() / (y != -100).sum()
+
+model.zero_grad()
+padded = y[own] if rank == 0 else torch.full_like(y[own], -100)
+qsync.token_mean(model, masked_mean(model, x[own], padded), (padded != -100).sum()).backward()
+say(f"empty by a mask: {error(model, [p.grad for p in part.parameters()]) < 1e-12}")
+
+model.zero_grad()
+with model.no_sync():
+    step(model)
+model.zero_grad()  # what was never exchanged is dropped
+step(model)
+say(f"dropped: {error(model) < 1e-12}")
+
 plain = DDP(net())
 mean_loss(plain, x[own], y[own]).backward()
 say(f"without: {error(plain) > 1e-2}")
@@ -170,6 +186,8 @@ def test_the_gradient_is_the_mean_over_the_tokens_of_all_ranks_and_passes(tmp_pa
         "after",
         "empty",
         "all empty",
+        "empty by a mask",
+        "dropped",
         "without",
         "join",
         "join with shares",

@@ -6,12 +6,15 @@ import threading
 import time
 from dataclasses import replace
 
+import pytest
 from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
 from qsync.allocator import allocate
+from qsync.elastic_training import plan_book
 from qsync.elastic_training.healing import Server
 from qsync.elastic_training.plan_book import ClassCosts, PlanBook, membership_of
 from qsync.elastic_training.rendezvous import Card
+from qsync.errors import QSyncError
 from qsync.records.cluster import Link
 
 GRAPH, ONE = mlp(), cluster_of({"cpu": 1})
@@ -40,6 +43,28 @@ def test_a_plan_that_was_begun_before_the_link_was_measured_is_made_again(monkey
     book.close()
     server.close()
     assert set(book._plans.values()) == {"planned with 1e+08"}
+
+
+@pytest.mark.parametrize("error", [QSyncError("a card did not answer"), TypeError("no JSON")])
+def test_planning_that_failed_is_tried_again(monkeypatch, error):
+    monkeypatch.setattr(plan_book, "_RETRY_S", 0.01)
+    server = Server("127.0.0.1", 10.0)
+    book, card = PlanBook(COSTS, server, {}), Card("first", "cpu", 0.0, {}, server=server.address)
+    errors = [error]
+
+    def planned(membership):
+        if errors:
+            raise errors.pop()
+        return "planned"
+
+    monkeypatch.setattr(book, "_planned", planned)
+    end = time.monotonic() + 30
+    while membership_of([card]) not in book._plans and time.monotonic() < end:
+        book.attend([card], "first")
+        time.sleep(0.01)
+    book.close()
+    server.close()
+    assert not errors and book._plans[membership_of([card])] == "planned"
 
 
 def test_a_card_with_as_many_plans_as_the_first_copies_the_one_that_it_lacks():

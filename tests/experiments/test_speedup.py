@@ -16,6 +16,7 @@ from qsync.experiments.harness.tables import as_markdown
 from qsync.experiments.speedup import __main__ as command
 from qsync.experiments.speedup import report
 from qsync.experiments.speedup.ways import (
+    ALL_16,
     ALL_INT8,
     ALONE,
     DDP,
@@ -63,7 +64,7 @@ def test_every_way_is_a_plan_of_what_its_name_says(plans):
     assert lowered[ALONE] == {"train": 0}
     assert lowered[DDP] == lowered[LB_BSP] == {"train": 0, "infer": 0}
     assert lowered[WEAK_16] == lowered[WEAK_INT8] == {"train": 0, "infer": every} and every == 4
-    assert lowered[ALL_INT8] == {"train": every, "infer": every}
+    assert lowered[ALL_16] == lowered[ALL_INT8] == {"train": every, "infer": every}
 
 
 def test_int8_is_in_all_products_where_those_were_profiled():
@@ -150,6 +151,17 @@ def test_a_class_without_a_precision_takes_the_next_one_up():
     assert set(found[ALL_INT8]["infer"].assignment.values()) == {Precision.INT8}
 
 
+def test_sixteen_bits_are_fp16_where_there_is_no_bf16():
+    basis = basis_of()
+    fast, weak = basis.cluster.classes
+    precisions = (Precision.FP32, Precision.FP16, Precision.INT8)
+    cluster = replace(basis.cluster, classes=(fast, replace(weak, precisions=precisions)))
+    profiles = {**basis.profiles, "infer": profile_of(basis.graph, "infer", precisions, slow=2.0)}
+    found = ways(replace(basis, cluster=cluster, profiles=profiles), OTHER, Precision.FP32)
+    assert set(found[WEAK_16]["infer"].assignment.values()) == {Precision.FP16}
+    assert set(found[ALL_16]["train"].assignment.values()) == {Precision.BF16}
+
+
 def test_cards_with_fp32_alone_have_every_way_in_fp32():
     basis = basis_of()
     classes = tuple(replace(c, precisions=(Precision.FP32,)) for c in basis.cluster.classes)
@@ -159,7 +171,7 @@ def test_cards_with_fp32_alone_have_every_way_in_fp32():
     }
     assert found[QSYNC_SHARE].step_s == pytest.approx(found[LB_BSP].step_s)
     assert {way: first_alike(way, found) for way in found} == {
-        ALONE: ALONE, **dict.fromkeys((DDP, WEAK_16, WEAK_INT8, ALL_INT8, QSYNC), DDP),
+        ALONE: ALONE, **dict.fromkeys((DDP, WEAK_16, WEAK_INT8, ALL_16, ALL_INT8, QSYNC), DDP),
         **dict.fromkeys((LB_BSP, QSYNC_SHARE, QSYNC_FASTEST), LB_BSP),
     }  # fmt: skip
 

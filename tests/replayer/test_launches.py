@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from graphs import CPU_PRECISIONS, assignments_for, cluster_of, encoder, profile_of
+from graphs import CPU_PRECISIONS, assignments_for, cluster_of, encoder, profile_of, sensitivity_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qsync.allocator.problem import make_problem
+from qsync.allocator.search_state import State
+from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.distributed.monitoring.first_steps import corrected
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.vectorized import Tabulated
@@ -166,3 +169,19 @@ def test_a_recomputed_block_is_launched_again():
     under = profiles_under_levers(GRAPH, train | gpu, cluster, levers)["gpu"].launches
     once, again = gpu["gpu"].launches.ops["layer.0.fc1"]["bf16"], under.ops["layer.0.fc1"]["bf16"]
     assert again.backward_s == once.backward_s + once.forward_s
+
+
+def test_the_fastest_start_counts_launches():
+    each = Cost(5e-5, 5e-5)
+    launches = replace(
+        KERNELS,
+        ops={op: dict.fromkeys(modes, each) for op, modes in KERNELS.ops.items()},
+        cast_fit=dict.fromkeys(KERNELS.cast_fit, (each, Cost(0.0))),
+        loading_s=0.0, bucket_s_per_byte=0.0,
+    )  # fmt: skip
+    profiles = {"gpu": replace(KERNELS, launches=launches)}
+    state = State(make_problem(GRAPH, profiles, sensitivity_of(GRAPH), CLUSTER))
+    one, highest_s = state.classes["gpu"], state.step_s()
+    assert one.seconds_at(one.lowering.assignment()) == pytest.approx(one.own_s)
+    fastest_start(state, "gpu")
+    assert state.step_s() <= highest_s * (1 + 1e-9)

@@ -6,12 +6,15 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 from graphs import Builder, cluster_of, encoder, images, mlp, profile_of, sensitivity_of
 
+import qsync
 from qsync.allocator import allocate, check_plan, find_warnings
 from qsync.allocator.problem import make_problem
 from qsync.errors import FormatError, MismatchError
 from qsync.lowering.vectorized import Tabulated
+from qsync.predictor.memory.peak import bytes_throughout
 from qsync.records.levers import ClassLevers, Levers, Without, samples_of
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
@@ -50,6 +53,49 @@ def test_a_graph_between_two_captures_is_the_one_that_would_be_captured():
         assert [value.shape for value in found.inputs] == [value.shape for value in expected.inputs]
     assert resized(GRAPH, SMALLER, 12) == mlp(3, rows=12)
     assert resized(GRAPH, SMALLER, 16) is GRAPH
+
+
+class Counted(torch.nn.Module):
+    """A model in which torch's derivatives save indices, log-probabilities and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Linear(8 * 16, 50)
+
+    def forward(self, x, y):
+        x = torch.nn.functional.max_pool2d(torch.nn.functional.elu(self.conv(x)) ** 3, 2)
+        return torch.nn.functional.cross_entropy(self.head(x.flatten(1)), y)
+
+
+def test_what_derivatives_save_follows_the_samples():
+    few, some, many = (
+        qsync.capture(Counted(), (torch.randn(n, 3, 8, 8), torch.arange(n))) for n in (4, 6, 8)
+    )
+    found = resized(many, few, 6)
+    assert [op.derivative for op in found.ops] == [op.derivative for op in some.ops]
+    assert len({op.derivative for graph in (few, some) for op in graph.ops if op.kind == "max_pool2d"}) == 2
+
+
+def test_gradients_of_other_passes_are_there_once_however_often_the_model_is_called():
+    called = replace(GRAPH, num_calls=3)
+    added = bytes_throughout(with_other_passes(called, 2)) - bytes_throughout(called)
+    batch = sum(value.num_bytes for value in GRAPH.inputs if value.kind == "batch")
+    assert added == 3 * batch + sum(value.num_bytes for value in GRAPH.parameters)
+
+
+def test_a_step_of_several_whole_passes_waits_for_all_its_samples():
+    cluster = cluster_of({"train": 1, "infer": 2})
+    profiles = {name: replace(profile, loading_s=1e-3) for name, profile in PROFILES.items()}
+    found = levered(profiles=profiles, cluster=cluster, train=ClassLevers(32, passes=2), infer=ClassLevers(8))
+    assert found["train"].loading_s == pytest.approx(2e-3)
+
+
+def test_below_both_profiles_the_smaller_one_is_the_nearer():
+    other = Sized(mlp(3, rows=24), profiles_of(mlp(3, rows=24), reduce_s_per_call=1.0))
+    fits = {name: replace(p, cast_fit=dict(list(p.cast_fit.items())[:1])) for name, p in PROFILES.items()}
+    at = resized(GRAPH, other.graph, 12)
+    found = at_samples(fits["infer"], GRAPH, other, 12, at)
+    assert found.cast_fit == {**fits["infer"].cast_fit}
 
 
 def test_between_two_profiles_costs_lie_on_the_line_through_them():

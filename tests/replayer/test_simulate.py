@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan
 from qsync.errors import FormatError, MismatchError, UnsupportedError
-from qsync.lowering.incremental import lower
+from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import AS_TRACED, REPLACED, Cast
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Cluster, Link
@@ -36,12 +36,14 @@ from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import (
+    ClassCosts,
     Exchange,
     Timeline,
     Work,
     all_reduce_s,
     buckets,
     least_time,
+    peaks,
     replay,
     steady_step,
     write_trace,
@@ -321,8 +323,7 @@ def test_planning_imports_no_torch():
 def test_a_step_s_time_costs_a_few_calls_per_bucket_not_per_operator():
     graph = encoder(30)
     assert len(graph.ops) > 500
-    from qsync.lowering.incremental import Lowering
-    from qsync.replayer import ClassCosts, Exchange, step_time
+    from qsync.replayer import step_time
 
     cluster: Cluster = cluster_of(link=Link(1e-5, 1e9))
     exchange = Exchange(graph, cluster, 100_000)
@@ -405,3 +406,25 @@ def test_a_plan_is_replayed_with_its_own_buckets():
     own, given = (replay(graph, plan, profiles, cluster, bucket_cap_bytes=c).step_s for c in (None, cap))
     assert own == given != replay(graph, plan, profiles, cluster, bucket_cap_bytes=1 << 30).step_s
     assert check_plan(graph, plan, profiles, sensitivity_of(graph), cluster).ok
+
+
+def test_precisions_may_be_given_by_name():
+    graph, cluster = encoder(2), cluster_of({"infer": 1})
+    profiles = {"infer": profile_of(graph)}
+    chosen = {op.name: Precision.BF16 for op in graph.adjustable}
+    by_name = {op: str(precision) for op, precision in chosen.items()}
+    found, expected = (
+        (
+            replay(graph, {"infer": of}, profiles, cluster).step_s,
+            peaks(graph, {"infer": of}, profiles, cluster)["infer"].peak_bytes,
+        )
+        for of in (by_name, chosen)
+    )
+    assert found == expected
+
+
+def test_a_class_is_one_rank_by_its_own_count_whoever_its_profile_is_of():
+    graph, cluster = mlp(2), cluster_of({"one": 1, "three": 3})
+    costs = ClassCosts(Lowering(graph, {}), profile_of(graph, "one"))
+    works = [Exchange(graph, cluster).work(costs, name) for name in ("one", "three")]
+    assert [work.is_one for work in works] == [True, False]

@@ -237,12 +237,13 @@ class PhaseTimer:
             self.others.add(type(optimizer).__name__)
             return
         now, cpu_s = self._clock.now(), self._cpu_s() - self._stepping_cpu_s
-        if self._ended is not None and self._passes:
-            taken = (self._passes, self._stepping, now, self._fetches, self._num_calls, self._num_steps)
-            self._marks.append(_Marks(self._ended, *taken, cpu_s))
-        elif self.when_resumed is not None:
+        is_first = bool(self._passes)  # of the optimizers of this step
+        if is_first and self.when_resumed is not None:
             self.when_resumed()
             now = self._clock.now()  # the time of that call belongs to no step
+        elif is_first and self._ended is not None:
+            taken = (self._passes, self._stepping, now, self._fetches, self._num_calls, self._num_steps)
+            self._marks.append(_Marks(self._ended, *taken, cpu_s))
         self._num_steps += 1
         self._ended, self._stepping = now, None
         self._reset()
