@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,11 +38,15 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     step = job.TrainingStep(model, batch, workload.loss)
     graph = job.form_graph(step)
     options = ProfileOptions(offered_precisions(place.device), optimizer)
-    basis = form_basis(step, own, graph, job.form_cluster(own), options)
+    formed = job.form_cluster(own)
+    basis = form_basis(step, own, graph, formed, options)
     torch._dynamo.reset()
-    smaller = job.form_graph(job.TrainingStep(model, tuple(t[: len(t) // 2] for t in batch), workload.loss))
+    # Small batches cost more than in proportion: shares are priced between two profiles.
+    half = replace(step, batch=tuple(t[: len(t) // 2] for t in batch))
+    smaller = job.form_graph(half)
+    other = Sized(smaller, form_basis(half, own, smaller, formed, options).profiles)
     base = Precision.parse(config["base"])
-    plans = plans_of_first_rank(lambda: ways(basis, Sized(smaller, {}), base))
+    plans = plans_of_first_rank(lambda: ways(basis, other, base))
     taken_by = {way: first_alike(way, plans) for way in plans}
     turns: dict[str, list[float]] = {way: [] for way in taken_by.values()}
     for _ in range(config["turns"]):
