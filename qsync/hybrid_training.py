@@ -48,6 +48,7 @@ from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import Sized, profiles_under_levers
+from qsync.runtime.coverage import say_once
 from qsync.runtime.wrapping import check_plan_base, check_plan_compiled, swap_plan, wrapping_of
 from qsync.tracing.tracer import autocast_type, without_autocast
 
@@ -421,6 +422,8 @@ def _profile_and_plan(
         ))  # fmt: skip
     plan.check_graph(graph)
     check_same({"the plan": digest(plan.to_json())})
+    if job.is_rank_zero() and (folder / "plan.json").is_file():
+        say_once(f"the plan and its profiles are in {folder}", True)
     return plan, folder
 
 
