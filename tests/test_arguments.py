@@ -74,6 +74,8 @@ def test_a_plan_s_file_is_no_plan():
         qsync.capture("model", torch.ones(2, 4))
     with pytest.raises(FormatError, match="model must be a torch.nn.Module, found 'model'"):
         qsync.hybrid("model", torch.ones(2, 4))
+    with pytest.raises(FormatError, match="bucket_cap_bytes is of qsync.plan; give bucket_cap_mb"):
+        qsync.hybrid(layer, torch.ones(2, 4), lambda m, b: m(b).sum(), bucket_cap_bytes=2**20)
 
 
 class Pair(torch.nn.Module):
@@ -106,6 +108,7 @@ def test_a_loss_that_calls_parts_alone_is_refused():
         ({"pins": "fp32"}, "pins must be a dict of pattern -> precision"),
         ({"pins": {3: "fp32"}}, "pins must be a dict of pattern -> precision"),
         ({"saving_less": {"infer": None}}, r"saving_less\['infer'\] must be a list of patterns, found None"),
+        ({"saving_less": {"infer": {"*"}}}, r"saving_less\['infer'\] must be a list of patterns"),
         ({"together": None}, "together must be a list of lists"),
         ({"together": ["layers.*"]}, "together must be a list of lists"),
         ({"bucket_cap_bytes": "1"}, "bucket_cap_bytes must be a number of bytes, found '1'"),

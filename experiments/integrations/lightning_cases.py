@@ -94,6 +94,18 @@ class TwoNetworks(Classifier):
         return self.loss(self.other(self.net(one[0])), one[1])
 
 
+class Resting(Classifier):
+    """A LightningModule of which a part stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32).eval()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return logits."""
+        return self.net(self.norm(2 * x + 1))
+
+
 class Manual(Classifier):
     """A LightningModule that steps its optimizer itself."""
 
@@ -132,6 +144,7 @@ cases(_GROUP, _outcome, {
     "`accumulate_grad_batches=2`": {"accumulate_grad_batches": 2},
     "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2},
     "`gradient_clip_val=0.1`": {"gradient_clip_val": 0.1},
+    "a part in evaluation mode": {"kind": Resting},
     "unused parameters, `find_unused_parameters=True` of the strategy": {
         "kind": lambda: Classifier(Spare), "ddp": {"find_unused_parameters": True},
     },

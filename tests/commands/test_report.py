@@ -19,6 +19,7 @@ import qsync
 from qsync.allocator import allocate
 from qsync.commands import main
 from qsync.figures import interactive, page
+from qsync.records.graph import digest
 from qsync.records.json_files import write_json
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.runtime.wrapping import plan_of
@@ -91,6 +92,22 @@ def test_a_page_says_what_is_missing(folder, tmp_path, monkeypatch):
     text = (tmp_path / "report.html").read_text()
     assert "No measured steps: train with qsync.hybrid(..., log_steps=FOLDER)" in text
     assert "No losses here" in text and "<h2>Memory over a step" in text
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_report_of_another_plan_is_left_out(folder, tmp_path, monkeypatch, capsys, is_own):
+    made = shutil.copytree(folder, tmp_path / "made")
+    own = digest(qsync.Plan.load(made / "plan.json").to_json())
+    write_json(made / "report.json", {"plan": own if is_own else "another", "runs": {"qsync": RUN}})
+    assert run(monkeypatch, made) == 0
+    assert ("Steps of every run of the demo" in (made / "report.html").read_text()) is is_own
+    assert ("is of another plan" in capsys.readouterr().out) is not is_own
+
+
+def test_a_plan_that_precisions_alone_do_not_reach_has_a_page(folder, tmp_path):
+    plan = replace(qsync.Plan.load(folder / "plan.json"), budgets={"infer": 10})
+    text = page.write(tmp_path / "page.html", plan, Basis.load(folder)).read_text()
+    assert "No plan by precisions alone: infer: no assignment fits" in text and "Memory over a step" in text
 
 
 def test_with_json_it_prints_where_the_page_is(folder, tmp_path, monkeypatch, capsys):

@@ -45,6 +45,7 @@ CASES = {
     },
     "lightning_cases": {
         "`self.net(x)` in training_step": None,
+        "a part in evaluation mode": None,
         "validation before and during training, `test`, `predict`": None,
         "saved and resumed: bitwise the uninterrupted run": None,
         "resumed under another plan": None,
