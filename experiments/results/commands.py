@@ -50,7 +50,7 @@ def _published(module: str, *options: str, out: str = _OUT) -> tuple[str, ...]:
 _DEMO = (("qsync", "demo", "--out", _OUT), (_HERE + "demo.publish", _OUT))
 # What takes least comes first: an hour shows most.
 RERUNS: Mapping[str, Rerun] = {
-    "demo": Rerun(7, "demo.md", _DEMO, "report.json"),
+    "demo": Rerun(10, "demo.md", _DEMO, "report.json"),
     "limits": Rerun(5, "prediction.md", (_published("prediction.limits"),)),
     "levers": Rerun(
         15, "levers.md",
@@ -58,7 +58,7 @@ RERUNS: Mapping[str, Rerun] = {
          _published("levers.measured_levers", "--tight", out=f"{_OUT}/tight")),
     ),
     "kernels": Rerun(20, "kernels.md", (_published("kernels.compare_kernels"),)),
-    "speedup": Rerun(30, "speedup.md", (_published("speedup"),)),
+    "speedup": Rerun(35, "speedup.md", (_published("speedup"),)),
     "takeover": Rerun(30, "takeover.md", (_published("takeover"),)),
     "allocation": Rerun(
         30, "allocation.md",
