@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from dataclasses import replace
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +26,7 @@ from qsync.errors import FormatError
 from qsync.records.cluster import Link
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
-from qsync.records.profiles import Profile
+from qsync.records.profiles import Cost, Profile
 
 INT8, FP32 = Precision.INT8, Precision.FP32
 
@@ -316,3 +316,47 @@ def test_what_the_solver_prints_is_not_seen(capfd, monkeypatch):
     assert program.solve().fun == 1.0
     print("seen")
     assert capfd.readouterr().out == "seen\n"
+
+
+def three_classes(seed: int) -> tuple[State, float]:
+    """Two classes to be lowered beside a fast one, one rank each; the last that computes pays more."""
+    chance, graph = random.Random(seed), mlp(2)
+    latency_s, bytes_per_s = 10 ** chance.uniform(-6, -4.5), 10 ** chance.uniform(7.5, 9.5)
+    link = Link(latency_s, bytes_per_s, chance.choice([1.0, 0.5]), waiting_toll=2.0)
+
+    def varied_profile(name: str, slow: float) -> Profile:
+        found = profile_of(graph, name, slow=slow, latency_s=1e-8, cast_s=1e-11)
+        ops = {
+            op: {
+                mode: Cost(*(seconds * 10 ** chance.uniform(-0.3, 0.3) for seconds in astuple(cost)[:2]))
+                for mode, cost in modes.items()
+            }
+            for op, modes in found.ops.items()
+        }
+        tolls = 10 ** chance.uniform(-7, -5), 10 ** chance.uniform(-10.5, -8.5)
+        return replace(found, ops=ops, reduce_s_per_call=tolls[0], reduce_s_per_byte=tolls[1])
+
+    slower = {"train": 1.0, "a": chance.uniform(1.5, 2.2), "b": chance.uniform(1.5, 2.2)}
+    profiles = {name: varied_profile(name, slow) for name, slow in slower.items()}
+    cluster = cluster_of(dict.fromkeys(slower, 1), link=link)
+    given = Constraints(bucket_cap_bytes=4000)
+    state = State(make_problem(graph, profiles, sensitivity_of(graph), cluster, given))
+    for name in ("a", "b"):
+        fastest_start(state, name)
+    return state, state.step_s() * (1 + chance.uniform(0, 0.3))
+
+
+@pytest.mark.parametrize("seed", [30, 45, 97])
+def test_no_plan_of_several_lowered_classes_is_below_the_bound(seed):
+    state, target = three_classes(seed)
+    choices = {name: state.classes[name].part.choices for name in ("a", "b")}
+    every = [itertools.product(*of.values()) for of in choices.values()]
+    least = float("inf")
+    for chosen in itertools.product(*every):
+        for name, assignment in zip(choices, chosen, strict=True):
+            state.move(name, dict(zip(choices[name], assignment, strict=True)))
+        if holds(state, target):
+            least = min(least, state.variance)
+    state, target = three_classes(seed)
+    solution = milp.solve(state, ["a", "b"], target, time_limit_s=60)
+    assert solution.bound <= least * (1 + 1e-6) and holds(state, target)
