@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -252,7 +253,8 @@ def calibrating(
         batches = [tree_map(_widened, batch) for batch in batches]
     losses = [loss_of(model, batch, loss_fn) for batch in batches]
     # One batch is traced as it is profiled: a number that a loop changes makes no other graph.
-    with running(model, dynamic=False if len(batches) == 1 else None) as program, _in_fp32(model):
+    dynamic = False if len(batches) == 1 else None
+    with running(model, dynamic=dynamic, alone=in_bf16(model)) as program, _in_fp32(model):
         yield Calibration(program, losses, trained_parameters(model), chosen, seed)
 
 
@@ -357,20 +359,22 @@ def wrap(
 
 
 def wrap_as(
-    model: torch.nn.Module, plan: Plan, device_class: str, speaks: bool, fits: bool = False
+    model: torch.nn.Module, plan: Plan, device_class: str, speaks: bool, program: Program | None = None
 ) -> torch.nn.Module:
     """Wrap a model of a job.
 
-    `speaks`: this rank says how much of it is lowered. `fits`: the plan was made of this very model.
+    `speaks`: this rank says how much of it is lowered. `program` measured this very model for the plan; it
+    goes on with the graphs that it traced.
     """
-    return _take_over(model, replace(Wrapping.of(plan, device_class, False), speaks=speaks, fits=fits))
+    asked = replace(Wrapping.of(plan, device_class, False), speaks=speaks, fits=program is not None)
+    return _take_over(model, asked, program)
 
 
-def _take_over(model: torch.nn.Module, asked: Wrapping) -> torch.nn.Module:
+def _take_over(model: torch.nn.Module, asked: Wrapping, program: Program | None = None) -> torch.nn.Module:
     module = wrapped_module(model)
     asked.check(module)
     recompute(module, asked.recomputed)
-    planned_forward.take_over(module, asked)
+    planned_forward.take_over(module, asked, program)
     return model
 
 
@@ -407,6 +411,7 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
     loss = loss_of(model, batch, loss_fn)
     for _ in range(MOST_TRACES):
         with running(model, dynamic=False) as program:
+            program.forget()
             loss()
             if not program.lowered:
                 capture(model, batch)  # says why there is nothing to trace
@@ -417,15 +422,34 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
     return graph
 
 
+# The program that measures a model now: whatever is measured inside shares it, and with it one trace.
+_measuring: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
+
+
 @contextmanager
-def running(model: torch.nn.Module, compile: bool = False, dynamic: bool | None = None) -> Iterator[Program]:
-    """Let a model run through a program, to be measured; afterwards it is as before."""
+def running(
+    model: torch.nn.Module, compile: bool = False, dynamic: bool | None = None, alone: bool = False
+) -> Iterator[Program]:
+    """Let a model run through a program, to be measured; afterwards it is as before.
+
+    Inside another `running` of the model its program is used, unless `alone`.
+    """
+    outer = _measuring.get(model)
+    if outer is not None and not alone:
+        with undisturbed(model):
+            yield outer
+        return
     before = planned_forward.programs.get(model)
     with undisturbed(model), running_plain(model):
+        program = planned_forward.attach(model, lambda graph: {}, compile_islands=compile, dynamic=dynamic)
         try:
-            yield planned_forward.attach(model, lambda graph: {}, compile_islands=compile, dynamic=dynamic)
+            _measuring[model] = program
+            yield program
         finally:
             planned_forward.detach(model)
+            _measuring.pop(model, None)
+            if outer is not None:
+                _measuring[model] = outer
             if before is not None:
                 planned_forward.programs[model] = before
 

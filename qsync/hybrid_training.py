@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -178,26 +178,28 @@ def hybrid(
     agree_locally("checking options", ddp_profiling.profile_seconds)
     rank = job.detect_rank(model, emulated_share, device_class)
     log = new_log(log_steps)
-    folder = None
+    folder = program = None
     if plan is None:
         _warn_of_wrapping(model)
         step = job.TrainingStep(model, example_batch, loss_fn)
         options |= {"base": str(parse_base(base))} if base is not None else {}
-        with shown_on_rank_zero("qsync: planning") as progress, without_autocast(device):
+        with shown_on_rank_zero("qsync: planning") as progress, without_autocast(device), ExitStack() as stack:
             profiling = ProfileOptions(
                 precisions, make_optimizer, loader, bucket_cap_mb, ddp_options, _may_save_less(options),
                 progress, bool(compile),
             )  # fmt: skip
-            with _in_training_mode(model):
-                plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
+            stack.enter_context(_in_training_mode(model))
+            # One trace serves all that is measured, and training after it.
+            measuring = api.running(model, bool(compile), dynamic=False)
+            program = agree_locally("tracing the model", lambda: stack.enter_context(measuring))
+            plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
     else:
         if base is not None:
             agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
         agree_locally("checking the plan", lambda: check_plan_compiled(plan, compile))
     own = rank.device_class.name
     is_first = job.is_first_of(own)
-    fits = folder is not None  # made here, or kept from a start of the same graph
-    agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, speaks=is_first, fits=fits))
+    agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, is_first, program))
     if report is not None and folder is not None:
         from_rank_zero("writing the report", partial(_write_report, Path(report), plan, folder))
     prediction = Prediction.of(plan, folder) if folder is not None else None

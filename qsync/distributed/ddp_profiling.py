@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.optimize import linear_sum_assignment
 
 from qsync import api
 from qsync.backend.devices.device_detection import machine
@@ -327,6 +326,8 @@ def orders_of_classes(
     >>> orders_of_classes([("train", [3.0, 1.0], [False, False]), ("infer", [6.0, 3.0], [False, False])])
     {'train': [1, 0], 'infer': [0, 1]}
     """
+    from scipy.optimize import linear_sum_assignment  # half a second, which a cached start need not pay
+
     first = {name: (np.array(times), np.array(less)) for name, times, less in reversed(everyone)}
     slowest = max(first, key=lambda name: float(first[name][0].sum()))
     at_s, saves = first[slowest]

@@ -95,8 +95,17 @@ class PlannedForward(ReplacedForward):
             self.make = getattr(self.make, "for_shards", lambda _: self.make)(self.module)
         if self._compiled is None or program is None or program.device != device_of(self.module):
             program = programs[self.module] = self.make(self.module)
-            self._compiled = compile_forward(self.module, program.compile, dynamic=program.dynamic)
+            self._compile(program)
         return program
+
+    def go_on_with(self, program: Program) -> None:
+        """Run what `make` makes with the graphs that another program of the module has traced."""
+        program.adopt(self.make(self.module))
+        programs[self.module], self._kind = program, type(self.module)
+        self._compile(program)
+
+    def _compile(self, program: Program) -> None:
+        self._compiled = compile_forward(self.module, program.compile, dynamic=program.dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
@@ -127,7 +136,7 @@ class PlannedForward(ReplacedForward):
 
         with dynamo_settings(), without_autocast(program.device), setup_compilation_env() as traced:
             try:
-                return compile_forward(self.module, lowered, fullgraph=True)(*args, **kwargs)
+                return compile_forward(self.module, lowered, whole=True)(*args, **kwargs)
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 raise error.inner_exception from None
             except torch._dynamo.exc.TorchDynamoException as error:
@@ -158,10 +167,17 @@ class PlannedForward(ReplacedForward):
         self._set_lowering()
 
 
-def take_over(model: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> Program:
-    """Make a model run through the program that `make` makes for it, in place."""
+def take_over(
+    model: torch.nn.Module, make: Callable[[torch.nn.Module], Program], traced: Program | None = None
+) -> Program:
+    """Make a model run through the program that `make` makes for it, in place.
+
+    A program of the model that has `traced` it already goes on as that program would.
+    """
     forward = PlannedForward(model, make)
     programs.pop(model, None)
+    if traced is not None:
+        forward.go_on_with(traced)
     program = forward.program()
     replace_forward(model, forward)
     return program

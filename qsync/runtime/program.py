@@ -220,10 +220,19 @@ class Program:
         """Run as another program of this model would, with the graphs that are traced."""
         if self._ran and other._check is not None:
             other._check(self.graph, self._chosen_by_data())
-        self._check, self._report = other._check, other._report
-        self.compiles_islands = other.compiles_islands
+        self._check, self._report, self._base = other._check, other._report, other._base
+        self.compiles_islands, self.dynamic = other.compiles_islands, other.dynamic
         self._num_reported = -1
         self.choose(other._choose, saving_less=other._saving_less, strict=other._strict)
+
+    def forget(self) -> None:
+        """Trace anew from the next call on, as a new program does."""
+        if self._entries:
+            self._entries.clear()
+            self._ran.clear()
+            self._times_alike.clear()
+            trace_again(self.model)
+        self.num_calls, self._checked, self._has_run = 0, False, False
 
     def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Build what runs in place of a traced graph: torch.compile calls this as its backend."""

@@ -110,11 +110,13 @@ def plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def compile_forward(
-    module: torch.nn.Module, backend: Callable[..., Any], **options: Any
+    module: torch.nn.Module, backend: Callable[..., Any], dynamic: bool | None = None, whole: bool = False
 ) -> Callable[..., Any]:
     """Return the module's plain forward, to be traced at its first call and run by a backend.
 
-    Another torch.compile may have marked torch's layers to be skipped; they are traced again from now on.
+    It runs what the same backend has traced of the module before, whatever `dynamic` was then: torch.compile
+    itself would trace again. `whole` allows no break of the graph. Another torch.compile may have marked
+    torch's layers to be skipped; they are traced again from now on.
     """
     for code in forward_codes(module):
         if code.co_filename in LAYER_FILES:
@@ -123,7 +125,8 @@ def compile_forward(
     forward = plain_forward(module)
     if isinstance(forward, MethodType) and trace_rules.check(forward):
         forward = MethodType(_framed, module)
-    return torch.compile(forward, backend=backend, **options)
+    optimize = torch._dynamo.optimize(backend, nopython=whole, dynamic=dynamic)  # type: ignore[no-untyped-call]
+    return optimize(forward)  # type: ignore[no-any-return]
 
 
 def trace_again(module: torch.nn.Module) -> None:
@@ -247,5 +250,5 @@ class _Compiled(ReplacedForward):
 def compiled_by(module: torch.nn.Module, backend: Callable[..., Any], **options: Any) -> Iterator[None]:
     """Let a module's plain forward be traced for a backend, inside; afterwards the module is as before."""
     with running_plain(module):
-        replace_forward(module, _Compiled(module, compile_forward(module, backend, **options)))
+        replace_forward(module, _Compiled(module, compile_forward(module, backend, dynamic)))
         yield
