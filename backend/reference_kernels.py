@@ -77,9 +77,9 @@ def round_mantissa(values: Tensor, bits: int) -> Tensor:
     """
     drop = 23 - bits
     codes = values.contiguous().view(torch.int32)
-    odd = codes.bitwise_right_shift(drop).bitwise_and(1)
-    rounded = (codes + odd + ((1 << (drop - 1)) - 1)).bitwise_and(-(1 << drop)).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values)
+    odd = codes.bitwise_right_shift(drop).bitwise_and_(1)
+    rounded = odd.add_(codes).add_((1 << (drop - 1)) - 1).bitwise_and_(-(1 << drop)).view(torch.float32)
+    return torch.where(values.isnan(), values, rounded)  # infinity has no bits to round
 
 
 def _differentiable(leaf: Any, precision: Precision) -> Any:

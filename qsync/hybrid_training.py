@@ -54,6 +54,8 @@ from qsync.tracing.tracer import autocast_type, without_autocast
 
 logger = logging.getLogger("qsync")
 
+# Options by which a plan goes by times also where all ranks are of one class.
+_TIMES_DECIDE = {"target_s", "slack", "budgets", "saving_less", "levers"}
 # The timer of each model that a loop calls, for as long as that lives.
 _timers: weakref.WeakKeyDictionary[torch.nn.Module, PhaseTimer] = weakref.WeakKeyDictionary()
 
@@ -183,7 +185,8 @@ def hybrid(
         _warn_of_wrapping(model)
         step = job.TrainingStep(model, example_batch, loss_fn)
         options |= {"base": str(parse_base(base))} if base is not None else {}
-        with shown_on_rank_zero("qsync: planning") as progress, without_autocast(device), ExitStack() as stack:
+        with ExitStack() as stack, without_autocast(device):
+            progress = stack.enter_context(shown_on_rank_zero("qsync: planning"))
             profiling = ProfileOptions(
                 precisions, make_optimizer, loader, bucket_cap_mb, ddp_options, _may_save_less(options),
                 progress, bool(compile),
@@ -414,7 +417,8 @@ def _profile_and_plan(
     plan = cached_plan(folder)
     if plan is None:
         from_rank_zero("a folder for the plan", lambda: make_folder(folder))
-        profiling = replace(profiling, base=Precision(options["base"]))
+        is_equal = len(formed[0].classes) == 1 and not _TIMES_DECIDE.intersection(options)
+        profiling = replace(profiling, base=Precision(options["base"]), briefly=is_equal)
         basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
         if not is_asked:
             options = {**options, "base": str(measured_base(Precision(options["base"]), basis.profiles))}

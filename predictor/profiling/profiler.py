@@ -48,10 +48,11 @@ from qsync.records.save_less import ops_that_save_less
 # The timer takes a few milliseconds a step: beside a timed step shorter than this, one without it is taken.
 LONG_STEP_S = 1.0
 # The first step after a change of assignment takes a few tenths of a millisecond longer than the next. Before
-# a timed step shorter than this, one is taken to warm up and two without the timer are averaged.
+# a timed step shorter than this, one is taken to warm up and two without the timer are averaged. Steps from
+# this on are dear: mixtures are taken with the timer alone, for what it adds shows beside uniform precisions.
 SHORT_STEP_S = 0.1
 MAX_ROUNDS = 12
-# Mixtures that are warmed up where steps are long: two show every kind of cast there is.
+# Mixtures that are warmed up where steps are not short: two show every kind of cast there is.
 NUM_WARMED_MIXTURES = 2
 # Relative standard error of a step's time against the others' below which no more rounds are taken.
 GOOD_ENOUGH = 0.005
@@ -76,7 +77,8 @@ class ProfilerOptions:
     With `save_less` a round takes each step a second time, in which every operator that is able to
     saves less for backward. Before every step a batch is fetched from `loader`; the fetch is timed, and the
     batch is not used. `num_precisions` is the largest number of precisions on any rank. A rank with fewer
-    precisions repeats the first steps of its round, so that all ranks' rounds have equally many steps.
+    precisions repeats the first steps of its round, so that all ranks' rounds have equally many steps. From
+    `until_s` on (`time.perf_counter`) memory is not measured, and no mixture is warmed up.
     """
 
     make_optimizer: MakeOptimizer = torch.optim.AdamW
@@ -84,6 +86,7 @@ class ProfilerOptions:
     save_less: bool = False
     loader: Iterable[Any] | None = None
     num_precisions: int = 0
+    until_s: float = math.inf
 
 
 class Profiler:
@@ -110,7 +113,7 @@ class Profiler:
     ) -> None:
         options = options or ProfilerOptions()
         self._runner, self._loss, self._parameters = runner, loss, list(parameters)
-        self._progress = options.progress
+        self._progress, self._until_s = options.progress, options.until_s
         self._loader = (
             TimedLoader(options.loader, _waiting_clock(clock)) if options.loader is not None else None
         )
@@ -155,11 +158,15 @@ class Profiler:
         self._ran.clear()  # a model may change itself in its first call
         self._put_weights_back()
         long_s = tracing.total_s - tracing.host_s
-        typical_s = []
+        typical_s: list[float] = []
         for k, step in enumerate(self._round):
-            if long_s > LONG_STEP_S and (k == 0 or k >= len(self._precisions) + NUM_WARMED_MIXTURES):
-                # A cold start does not matter in a long step, and by now every kernel is compiled.
+            # A cold start does not matter in a long step, and by now every kernel is compiled.
+            if k == 0 and long_s > LONG_STEP_S:
                 typical_s.append(long_s)
+                continue
+            is_late = k >= len(self._precisions) and time.perf_counter() > self._until_s
+            if is_late or (long_s > SHORT_STEP_S and k >= len(self._precisions) + NUM_WARMED_MIXTURES):
+                typical_s.append(statistics.fmean(typical_s[: len(self._precisions)]))
                 continue
             self._progress(f"profile {step.label}, warm-up")
             typical_s.append(self._timed_step(step).total_s)
@@ -168,6 +175,8 @@ class Profiler:
 
     def _measure_memory(self) -> MemoryResiduals:
         """Return how the memory of a step of each uniform precision differs from the prediction."""
+        if time.perf_counter() > self._until_s:
+            return MemoryResiduals()
 
         def assignments() -> Iterator[Choose]:
             for step in self._round[: len(self._precisions)]:
@@ -191,23 +200,24 @@ class Profiler:
         """Take one more step of the k-th assignment of a round.
 
         Beside a step that is not long, steps without the timer are taken: they show how much time it adds.
+        Where steps are not short either, those of uniform precisions show enough.
         The first step of an assignment takes a per cent more than the next, so every other round takes the
         timed step first. Before a short step, one more warms caches that other work left cold. Python
         collects its garbage between measurements: one collection takes as long as several steps.
         """
         choice, number = self._round[k], len(self._samples) // self.num_choices
-        self._progress(f"profile {choice.label}, round {number + 1}")
+        self._progress(f"profile {choice.label}, round {number + 1}{self._left()}")
+        num_twins = self._num_twins(k)
         plain_s = wait = None
         with _without_collection():
             if self._launches:
                 self._launch_step(choice)
                 self._free_step(choice)
-            elif self._typical_s[k] < SHORT_STEP_S:
+            elif num_twins > 1:
                 self._plain_step(choice)
             step = self._timed_step(choice) if number % 2 else None
-            if self._typical_s[k] < LONG_STEP_S and not self._launches:
-                num = 2 if self._typical_s[k] < SHORT_STEP_S else 1
-                plain = [(self._plain_step(choice), *self._wait) for _ in range(num)]
+            if num_twins and not self._launches:
+                plain = [(self._plain_step(choice), *self._wait) for _ in range(num_twins)]
                 plain_s, *waited = (statistics.fmean(values) for values in zip(*plain, strict=True))
                 wait = Wait(*waited)
             step = step or self._timed_step(choice)
@@ -219,6 +229,22 @@ class Profiler:
         if k == 0:
             self._held_down.append(self._clock.held_down())
             self._bucket_s_per_byte.append(_time_bucket_copy(self._parameters, self._clock))
+
+    def _num_twins(self, k: int) -> int:
+        """Return how many steps without the timer are taken beside the k-th of a round."""
+        if self._typical_s[k] < SHORT_STEP_S:
+            return 2
+        return int(self._typical_s[k] < LONG_STEP_S and k < len(self._precisions))
+
+    def _left(self) -> str:
+        """Return about how long the steps take that are needed in any case, in words; empty after these."""
+        ahead = [*range(self.num_choices), 0][len(self._samples) :]
+        left_s = sum(self._typical_s[k] * (1 + self._num_twins(k)) for k in ahead)
+        return f", about {left_s:.0f} s left" if ahead else ""
+
+    def shorten_round(self, num: int) -> None:
+        """Take only the first `num` steps of every round. Called before the first `measure`."""
+        self._round, self._typical_s = self._round[:num], self._typical_s[:num]
 
     def assignment(self, k: int) -> dict[str, Precision]:
         """Return the k-th assignment of a round."""
@@ -310,18 +336,18 @@ class Profiler:
         `seconds` count from the construction of the profiler. In any case the first step of a round is taken
         twice and every other step once.
         """
-        while self.wants_more(seconds):
+        while self.wants_more(self._began_s + seconds):
             self.measure(len(self._samples) % self.num_choices)
 
-    def wants_more(self, seconds: float) -> bool:
-        """Return whether `fill` would take another step."""
+    def wants_more(self, until_s: float) -> bool:
+        """Return whether `fill` would take another step until then (`time.perf_counter`)."""
         done = len(self._samples)
         if done <= self.num_choices:
             return True
         rounds = done / self.num_choices
         is_known = done % self.num_choices == 0 and label_error(*self._sampled()) < GOOD_ENOUGH
-        passed_s = time.perf_counter() - self._began_s
-        is_late = passed_s + (passed_s - self._warmed_up_s) / done > seconds
+        now_s = time.perf_counter()
+        is_late = now_s + (now_s - self._began_s - self._warmed_up_s) / done > until_s
         return not is_known and not is_late and rounds < MAX_ROUNDS
 
     def drift_factors(self) -> list[float]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.sensitivity.calibration import Calibration, below_fp32
 from qsync.predictor.sensitivity.operand_gradients import on_gradient, own_view, takes_gradient
 from qsync.predictor.sensitivity.rounding import (
+    alike,
     rounded_to,
     rounding_error,
     stochastic_convolution_errors,
@@ -266,18 +267,18 @@ class Probe:
 
     def _add_gradient_effects(self, site: _Site, moved: torch.Tensor) -> None:
         op = self._ops[site.op]
-        for type_name in _gradient_types(op, site.index, self._precisions):
-            error = rounding_error(site.gradient, type_name)
-            self._add(1, site, type_name, _squares(error * moved, op, site.is_parameter))
+        for types in alike(_gradient_types(op, site.index, self._precisions)):
+            error = rounding_error(site.gradient, types[0])
+            self._add(1, site, types, _squares(error.mul_(moved), op, site.is_parameter))
         first = 1 if op.kind == "addmm" else 0
         if site.index == first and Precision.INT8_ALL in below_fp32(op.kind, self._precisions):
             weight, result = (self._first[op.name, at, site.call] for at in (first + 1, RESULT))
             matrix = weight.value.t() if op.kind == "addmm" else weight.value
             errors = stochastic_convolution_errors if op.kind == "conv2d" else stochastic_errors
             dx, dw = errors(result.gradient, site.value, matrix)
-            self._add(1, site, STOCHASTIC, (dx * moved.square()).sum())
+            self._add(1, site, [STOCHASTIC], (dx * moved.square()).sum())
             if weight.is_parameter and weight.trains:
-                self._add(1, weight, STOCHASTIC, dw)
+                self._add(1, weight, [STOCHASTIC], dw)
 
     @torch.no_grad()
     def _add_value_effects(self, site: _Site, gradient: torch.Tensor) -> None:
@@ -290,9 +291,9 @@ class Probe:
 
     def _add_value_effect(self, site: _Site, moved: torch.Tensor) -> None:
         op = self._ops[site.op]
-        for type_name in _value_types(op, site.index, self._precisions):
-            error = rounding_error(site.value, type_name)
-            self._add(0, site, type_name, _squares(error * moved, op, site.is_parameter))
+        for types in alike(_value_types(op, site.index, self._precisions)):
+            error = rounding_error(site.value, types[0])
+            self._add(0, site, types, _squares(error.mul_(moved), op, site.is_parameter))
 
     @torch.no_grad()
     def _add_weights_of_several_calls(self) -> None:
@@ -300,9 +301,10 @@ class Probe:
             if site.moved is not None:
                 self._add_value_effect(site, site.moved)
 
-    def _add(self, which: int, site: _Site, type_name: str, effect: torch.Tensor) -> None:
-        key = (site.op, site.index, type_name)
-        self._effects[which][key] = self._effects[which].get(key, 0.0) + effect
+    def _add(self, which: int, site: _Site, types: Iterable[str], effect: torch.Tensor) -> None:
+        for type_name in types:
+            key = (site.op, site.index, type_name)
+            self._effects[which][key] = self._effects[which].get(key, 0.0) + effect
 
     def _to_host(self) -> RoundingEffects:
         """Copy all effects to the host at once."""

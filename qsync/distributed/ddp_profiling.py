@@ -15,8 +15,9 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -44,9 +45,10 @@ from qsync.records.profiles import Profile, Sensitivity, shown_shapes
 from qsync.replayer.exchange_calibration import MeasuredStep, with_exchange_in_use
 from qsync.runtime.program import Program
 
-# Profiling a class takes at most this long, apart from the rounds that are needed in any case.
-PROFILE_S = 30.0
-PROFILE_S_VARIABLE = "QSYNC_PROFILE_S"  # of the environment, in its place
+# Planning takes at most so many seconds, or so many steps where these take longer, and in any case what every
+# plan needs: a trace, the sensitivity, a round of steps.
+PROFILE_S, PROFILE_STEPS = 16.0, 40
+PROFILE_S_VARIABLE = "QSYNC_PROFILE_S"  # of the environment: a bound in the place of both
 # How long ranks wait for the gradients of a rank that failed in the midst of a step: the longer of so many
 # seconds and so many steps.
 MIN_PATIENCE_S, PATIENCE_STEPS = 30.0, 20
@@ -62,7 +64,8 @@ class ProfileOptions:
     `ddp_options` are DDP's arguments in steps of the job.
     With `save_less` following operators are also timed in their forms that save less for backward, which
     takes twice as many steps. With `compile` islands between products run compiled where that is faster.
-    A plan's `base` is profiled even where it is not worth choosing.
+    A plan's `base` is profiled even where it is not worth choosing. Planning began at `began_s`
+    (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times.
     """
 
     precisions: Sequence[Precision | str] | None = None
@@ -74,6 +77,13 @@ class ProfileOptions:
     progress: job.Progress = job.silent
     compile: bool = False
     base: Precision | None = None
+    began_s: float = field(default_factory=time.perf_counter)
+    briefly: bool = False
+
+    def until_s(self, step_s: float) -> float:
+        """Return when planning shall end, if a step takes so long. FormatError for an unusable bound."""
+        asked = bool(os.environ.get(PROFILE_S_VARIABLE))
+        return self.began_s + (profile_seconds() if asked else max(PROFILE_S, PROFILE_STEPS * step_s))
 
     @property
     def bucket_cap_bytes(self) -> int | None:
@@ -87,8 +97,9 @@ class ProfileOptions:
     def of_profiler(self, num_precisions: int) -> ProfilerOptions:
         """Return the part of these options that one rank's profiler takes."""
         return ProfilerOptions(
-            self.make_optimizer, self.progress, self.save_less, self.loader, num_precisions
-        )
+            self.make_optimizer, self.progress, self.save_less, self.loader, num_precisions,
+            self.until_s(math.inf),
+        )  # fmt: skip
 
 
 def form_basis(
@@ -109,24 +120,15 @@ def form_basis(
     ddp = options.ddp_options or {}
     broadcasts = ddp.get("forward_sync_buffers", ddp.get("broadcast_buffers", True))
     cluster = replace(cluster, broadcasts_buffers=bool(broadcasts))
-    if job.world_size() > 1:
-        cluster, profiles = _profile_together(step, rank, graph, cluster, link, options)
-    else:
-        profile = api.profile(
-            step.model, step.batch, step.loss_fn, device_class=rank.device_class, seconds=profile_seconds(),
-            precisions=options.of_class(rank.device_class, step.model),
-            make_optimizer=options.make_optimizer, progress=options.progress,
-            save_less=options.save_less, loader=options.loader, compile=options.compile,
-        )  # fmt: skip
-        profiles = {rank.device_class.name: profile}
-    agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
     options.progress("sensitivity")
     found = agree("sensitivity", lambda: api.sensitivity(step.model, [step.batch], step.loss_fn).to_json())
+    cluster, profiles = _profile_together(step, rank, graph, cluster, link, options)
+    agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
     return Basis(graph, cluster, profiles, mean_sensitivity(found))
 
 
 def profile_seconds() -> float:
-    """Return the longest time to profile a class for. FormatError for a variable that is no such time."""
+    """Return the longest time to plan for. FormatError for a variable that is no such time."""
     text = os.environ.get(PROFILE_S_VARIABLE)
     if not text:
         return PROFILE_S
@@ -151,7 +153,7 @@ def _profile_together(
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
     with undrawn(options.loader), api.running(step.model, options.compile, dynamic=False) as program:
         profiler = DdpProfiler(program, step, rank, options)
-        profiler.fill(profile_seconds())
+        profiler.fill(-math.inf if options.briefly else options.until_s(profiler.step_s))
         profile = with_toll(profiler.profile(machine(rank.device)), link)
         profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
         cluster, profiles = profiler.in_use(graph, profiles, cluster)
@@ -181,7 +183,7 @@ class DdpProfiler:
     of its round. An error that any rank meets is raised on every rank.
 
     >>> profiler = DdpProfiler(program, step, rank, ProfileOptions(save_less=True))
-    >>> profiler.fill(seconds=30.0)
+    >>> profiler.fill(time.perf_counter() + 30.0)
     """
 
     def __init__(
@@ -204,6 +206,10 @@ class DdpProfiler:
         self.profiler = agree_locally("profiling", lambda: Profiler(
             program, lambda: self._loss(), parameters, self.precisions, clock, options.of_profiler(most)
         ))  # fmt: skip
+        is_late = agree("profiling", lambda: time.perf_counter() > options.until_s(math.inf))
+        if any(is_late) and not options.save_less:
+            self.profiler.shorten_round(most)
+        self.step_s = max(self.profiler.typical_s())  # of the slowest assignment and rank
         self._order = list(range(self.profiler.num_choices))  # by turn of a round, which of this rank's steps
         if job.world_size() > 1:
             self._step_together(step, options)
@@ -218,6 +224,7 @@ class DdpProfiler:
         self._order = orders.get(self._rank.device_class.name, self._order)
         taken = [[times[k] for k in orders.get(name, range(len(times)))] for name, times, _ in everyone]
         typical_s = [max(of_ranks) for of_ranks in zip(*taken, strict=True)]
+        self.step_s = max(typical_s)
         own_s = dict(zip(self._order, typical_s, strict=True))
         self.profiler.set_typical_s([own_s[k] for k in range(self.num_choices)])
         if self.in_ddp:
@@ -254,10 +261,14 @@ class DdpProfiler:
         """Take the k-th step of a round, on all ranks."""
         agree("profiling", partial(self.profiler.measure, self._order[k]))
 
-    def fill(self, seconds: float) -> None:
-        """Take steps until every rank knows a step's time to half a per cent, or `seconds` have passed."""
+    def fill(self, until_s: float) -> None:
+        """Take steps until every rank knows a step's time to half a per cent, or until `until_s`.
+
+        That is a time of `time.perf_counter`. In any case the first step of a round is taken twice and every
+        other step once.
+        """
         k = 0
-        while any(agree("profiling", lambda: self.profiler.wants_more(seconds))):
+        while any(agree("profiling", lambda: self.profiler.wants_more(until_s))):
             self.measure(k)
             k = (k + 1) % self.num_choices
 

@@ -247,7 +247,9 @@ class _Compiled(ReplacedForward):
 
 
 @contextmanager
-def compiled_by(module: torch.nn.Module, backend: Callable[..., Any], **options: Any) -> Iterator[None]:
+def compiled_by(
+    module: torch.nn.Module, backend: Callable[..., Any], dynamic: bool | None = None
+) -> Iterator[None]:
     """Let a module's plain forward be traced for a backend, inside; afterwards the module is as before."""
     with running_plain(module):
         replace_forward(module, _Compiled(module, compile_forward(module, backend, dynamic)))
