@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qsync.allocator.explanation.plan_warnings import at_base, hidden_by_noise
 from qsync.allocator.problem import Constraints, added_variance, gradient_weight, make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
@@ -37,6 +38,9 @@ class Options(Constraints):
     `target_s` is the target step in seconds. If None, it is the least step that the cluster reaches with its
     strongest class in the base (FP32), times 1 + `slack`. The strongest class is the one whose step in the
     base takes least. It is lowered only with `lower_all`, or where the base does not fit in its memory.
+
+    Where lowering saves less time than the profiles can tell, and no target, slack, pins or memory ask for
+    it, everything runs in the base (`Plan.kept_base` says so).
 
     `slack` None is the error of the lowered classes' profiles (`Profile.error`), but no more than the
     strongest class waits: of steps that predictions cannot tell apart, that of least variance is taken.
@@ -133,12 +137,28 @@ def allocate(
         plan = as_plan(
             graph, solution.assignments, profiles, cluster, given, target_s=target_s, sensitivity=sensitivity
         )
-    late = {name: replace(entry, margin=state.late.get(name, 0.0)) for name, entry in plan.classes.items()}
+        late = {name: replace(one, margin=state.late.get(name, 0.0)) for name, one in plan.classes.items()}
+        plan = replace(plan, classes=late)
+        is_forced = given.lower_all or given.target_s is not None or given.slack is not None or given.pins
+        if not is_forced and (hidden := hidden_by_noise(graph, plan, profiles, cluster, given.budgets)):
+            plan = _at_base(plan, hidden, graph, profiles, cluster, given, sensitivity)
+            solution = replace(solution, bound=min(solution.bound, plan.added_variance or 0.0))
     return replace(
-        plan, classes=late, solver=given.solver, bound=solution.bound, status=solution.status,
+        plan, solver=given.solver, bound=solution.bound, status=solution.status,
         pins={pattern: Precision.parse(text) for pattern, text in (given.pins or {}).items()},
         budgets=given.budgets or {}, together=tuple(tuple(patterns) for patterns in given.together),
     )  # fmt: skip
+
+
+def _at_base(plan: Plan, hidden: str, graph: OpGraph, *records: Any) -> Plan:
+    """Return the plan of the base in the place of one whose gain is `hidden` by the profiles' noise."""
+    profiles, cluster, given, sensitivity = records
+    base = {c.name: at_base(graph, plan[c.name], profiles[c.name]) for c in cluster.classes}
+    plan = as_plan(graph, base, profiles, cluster, given, sensitivity=sensitivity)
+    return replace(plan, target_s=plan.step_s, kept_base=(
+        f"{hidden}: it is not used, and every operator runs in {plan.base}; profile again on a quieter "
+        "machine or for longer (QSYNC_PROFILE_S), or give slack=0 for the fastest plan"
+    ))  # fmt: skip
 
 
 def _target_s(state: State, lowerable: list[str], slack: float | None) -> float:

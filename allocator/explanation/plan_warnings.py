@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from qsync.records.base import base_of, is_below
 from qsync.records.cluster import Cluster
@@ -27,8 +28,7 @@ def find_warnings(
     """Return a sentence for each reason to doubt a plan. Simulated.
 
     Lowering should save more seconds than the uncertainty of the predicted step (nine runs in ten lie within
-    it). If it saves less, the profiles do not show that the plan saves any time. Plans that memory requires
-    get no such warning.
+    it), see `hidden_by_noise`. If it saves less, the profiles do not show that the plan saves any time.
 
     >>> find_warnings(graph, plan, profiles, cluster)
     []
@@ -42,7 +42,13 @@ def find_warnings(
     ] if norms and used else []  # fmt: skip
     found += _rounded_for_backward(graph, plan, profiles, cluster)
     found += _worth_asking_for(plan, profiles, cluster)
-    return found + _hidden_by_noise(graph, plan, profiles, cluster, budgets)
+    if plan.kept_base:
+        return [*found, plan.kept_base]
+    if not any(entry.lowered for entry in plan.classes.values()):
+        return found
+    if hidden := hidden_by_noise(graph, plan, profiles, cluster, budgets):
+        return [*found, f"{hidden}; profile again on a quieter machine, or for longer (QSYNC_PROFILE_S)"]
+    return found + [doubt for each in cluster.classes if (doubt := _doubt(profiles[each.name]))]
 
 
 def _doubt(profile: Profile) -> str:
@@ -120,42 +126,43 @@ def _worth_asking_for(plan: Plan, profiles: Mapping[str, Profile], cluster: Clus
     ]
 
 
-def _hidden_by_noise(
+def hidden_by_noise(
     graph: OpGraph,
     plan: Plan,
     profiles: Mapping[str, Profile],
     cluster: Cluster,
-    budgets: Mapping[str, int] | None,
-) -> list[str]:
-    """Warn if lowering saves less than the uncertainty of the profiles, or that is uncertain itself."""
+    budgets: Mapping[str, int] | None = None,
+) -> str:
+    """Say that lowering saves less than the uncertainty of the predicted step; empty where it saves more.
+
+    A drift of the machine slows both steps alike, and does not count. Empty also where no step in the base
+    was measured, where the base does not fit in memory, and for profiles that state no error.
+    """
     fp32 = all(
         Precision.FP32 in profiles[c.name].precisions_of(op.name)
         for c in cluster.classes
         for op in graph.adjustable
     )
     if not fp32 or not any(entry.lowered for entry in plan.classes.values()):
-        return []  # there is no FP32 step to compare with, or nothing is lowered
+        return ""
     cap = plan.bucket_cap_bytes
-    at_base = {c.name: _at_base(graph, plan[c.name], profiles[c.name]) for c in cluster.classes}
-    plain = replay(graph, at_base, profiles, cluster, bucket_cap_bytes=cap)
+    profiles = {name: replace(profile, drift=0.0) for name, profile in profiles.items()}
+    base = {c.name: at_base(graph, plan[c.name], profiles[c.name]) for c in cluster.classes}
+    plain = replay(graph, base, profiles, cluster, bucket_cap_bytes=cap)
     planned = replay(graph, plan, profiles, cluster, bucket_cap_bytes=cap)
     limits = {c.name: (budgets or {}).get(c.name, c.memory_bytes) for c in cluster.classes}
-    fits = all(plain[name].memory_bytes <= limit for name, limit in limits.items())
-    if not fits:
-        return []
-    doubts = [doubt for device_class in cluster.classes if (doubt := _doubt(profiles[device_class.name]))]
-    if planned.interval_s is None:
-        return doubts
+    if planned.interval_s is None or any(plain[name].memory_bytes > limit for name, limit in limits.items()):
+        return ""
     saved, half = plain.step_s - planned.step_s, (planned.interval_s[1] - planned.interval_s[0]) / 2
     if saved >= half:
-        return doubts
-    return [
+        return ""
+    return (
         f"the plan saves {saved * 1e3:.3g} ms of a step of {plain.step_s * 1e3:.4g} ms, and its step is only "
-        f"known to within {half * 1e3:.3g} ms; profile again on a quieter machine, or with more rounds"
-    ]
+        f"known to within {half * 1e3:.3g} ms"
+    )
 
 
-def _at_base(graph: OpGraph, plan: ClassPlan, profile: Profile) -> dict[str, Precision]:
+def at_base(graph: OpGraph, plan: ClassPlan, profile: Profile) -> dict[str, Precision]:
     """Return a class's assignment with its base, where that was measured, in place of lower precisions."""
     base = {op.name: base_of(op, plan.base) for op in graph.adjustable}
     base = {op: p if p in profile.precisions_of(op) else Precision.FP32 for op, p in base.items()}

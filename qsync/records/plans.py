@@ -80,6 +80,7 @@ class Plan:
     base: Precision = Precision.FP32  # against which it was planned: see qsync.records.base
     batch: tuple[tuple[int, ...], ...] = ()  # the shapes of a rank's batch that it was planned for
     compiled: bool = False  # it was made from profiles taken with compile=True, and runs so
+    kept_base: str = ""  # why nothing is lowered though lowering was predicted to save time
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -254,6 +255,7 @@ class Plan:
             "base": str(self.base) if self.base is not Precision.FP32 else None,
             "batch": [list(shape) for shape in self.batch] or None,
             "compiled": self.compiled or None,
+            "kept_base": self.kept_base or None,
         }
         return {
             "kind": "plan", "version": VERSION, "model": self.model, "graph_hash": self.graph_hash,
@@ -300,6 +302,7 @@ class Plan:
             _base_of(value),
             _shapes_of(value),
             value.get("compiled", False),
+            value.get("kept_base", ""),
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan

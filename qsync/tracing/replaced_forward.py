@@ -125,8 +125,8 @@ def compile_forward(
     forward = plain_forward(module)
     if isinstance(forward, MethodType) and trace_rules.check(forward):
         forward = MethodType(_framed, module)
-    optimize = torch._dynamo.optimize(backend, nopython=whole, dynamic=dynamic)  # type: ignore[no-untyped-call]
-    return optimize(forward)  # type: ignore[no-any-return]
+    optimize = torch._dynamo.optimize(backend, nopython=whole, dynamic=dynamic)
+    return optimize(forward)
 
 
 def trace_again(module: torch.nn.Module) -> None:

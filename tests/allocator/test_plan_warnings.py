@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
-from qsync.allocator import allocate, find_warnings, uniform
+from qsync.allocator import allocate, check_plan, find_warnings, uniform
+from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 
 GRAPH = mlp(2)
@@ -64,3 +65,26 @@ def test_an_operator_without_a_time_in_the_base_is_compared_in_fp32():
     plan = allocate(graph, profiles, sensitivity_of(graph), cluster_of(), base="bf16")
     assert plan["infer"].lowered
     assert isinstance(find_warnings(graph, plan, profiles, cluster_of()), list)
+
+
+def noisy_plan(error: float, drift: float = 0.0, **options):
+    profiles = {
+        n: replace(profile_of(GRAPH, n, slow=s), error=error, drift=drift)
+        for n, s in (("train", 1.0), ("infer", 2.0))
+    }
+    return profiles, allocate(GRAPH, profiles, sensitivity_of(GRAPH), CLUSTER, **options)
+
+
+def test_a_plan_whose_gain_is_hidden_by_noise_makes_way_for_the_base():
+    """What lowering saves is compared with what the profile can tell; a plan that is asked for stays."""
+    profiles, steady = noisy_plan(0.001)
+    assert steady["infer"].lowered and not steady.kept_base
+    assert noisy_plan(0.001, drift=5.0)[1]["infer"].lowered, "both steps drift alike"
+    profiles, plan = noisy_plan(0.15)
+    assert not any(entry.lowered for entry in plan.classes.values())
+    assert plan.kept_base.startswith("the plan saves ") and "slack=0" in plan.kept_base
+    assert plan.kept_base in find_warnings(GRAPH, plan, profiles, CLUSTER)
+    assert Plan.from_json(plan.to_json()).kept_base == plan.kept_base
+    assert check_plan(GRAPH, plan, profiles, sensitivity_of(GRAPH), CLUSTER).violations == ()
+    for asked_for in ({"slack": 0.0}, {"lower_all": True}, {"pins": {"fc1": "int8"}}):
+        assert noisy_plan(0.15, **asked_for)[1]["infer"].lowered
