@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from qsync.allocator.op_groups import check_pins, matched_groups, unmatched
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError, shortened
-from qsync.records.base import base_of, base_of_graph, base_on, bases_of, is_below
+from qsync.records.base import base_of, base_of_graph, base_on, bases_of, is_below, why_kept
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import unsupported_by_shape
@@ -144,9 +144,9 @@ def make_problem(
     """Check that all records belong together, and list what may be chosen.
 
     A precision may be chosen for an operator if the operator's kind, the class and the class's profile all
-    have it, and a kernel of the class's device supports the operator's shapes. Every operator that saves less
-    must have been timed saving less. Raises MismatchError, UnsupportedError, FormatError or CalibrationError
-    naming the class or operator that is wrong.
+    have it, a kernel of the class's device supports the operator's shapes, and the operator makes no weight
+    (but by a pin). Every operator that saves less must have been timed saving less. Raises MismatchError,
+    UnsupportedError, FormatError or CalibrationError naming the class or operator that is wrong.
     """
     given = given or Constraints()
     check_profiles(graph, profiles, cluster)
@@ -354,6 +354,7 @@ def _choices(
         if p in device_class.precisions
         and p in measured
         and p not in unsupported
+        and not why_kept(op, p)
         and op.magnitude <= LARGEST.get(p, math.inf)
     )
 

@@ -9,7 +9,7 @@ from qsync.allocator.planner import as_plan
 from qsync.allocator.problem import Constraints
 from qsync.errors import UnsupportedError
 from qsync.lowering.incremental import Lowering
-from qsync.records.base import base_of, base_of_graph, base_on, bases_of
+from qsync.records.base import base_of, base_of_graph, base_on, bases_of, why_kept
 from qsync.records.cluster import Cluster
 from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import supported_up
@@ -65,7 +65,7 @@ def uniform(
 def _up(op: Op, wanted: Precision | None, base: Precision, profile: Profile) -> list[Precision]:
     """Return the precisions from the wanted one up that the profile has; from the base up if none is low."""
     measured = profile.precisions_of(op.name)
-    missing = [precision for precision in Precision if precision not in measured]
+    missing = [p for p in Precision if p not in measured or why_kept(op, p)]
     half = "bf16" if Precision.BF16 in measured else None
     found = supported_up(op.kind, wanted or base, missing, half)
     if found[0] is not Precision.FP32 or wanted in (Precision.FP32, None):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qsync.records.base import why_kept
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import is_fixed_despite_kernels, unsupported_by_shape, why_unwritten
@@ -63,10 +64,12 @@ def _of_class(
     for op in graph.adjustable:
         unsupported = {**profile.refused.get(op.name, {}), **without_kernel.get(op.name, {})}
         for precision in device_class.precisions:
-            if precision not in unsupported and (precision in measured[op.name] or precision not in tried):
-                continue
-            why = unsupported.get(precision) or _why_not_measured(op, precision)
             runs_in = str(assignment.get(op.name, Precision.FP32))
+            kept = why_kept(op, precision) if runs_in != precision and precision in tried else ""
+            is_known = precision in measured[op.name] or precision not in tried
+            if precision not in unsupported and is_known and not kept:
+                continue
+            why = unsupported.get(precision) or kept or _why_not_measured(op, precision)
             yield UnsupportedPrecision(op.name, device_class.name, precision, runs_in, why)
 
 

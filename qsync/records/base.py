@@ -64,13 +64,27 @@ def base_on(base: Precision, known: Collection[Precision]) -> Precision:
     return next((p for p in (base, *_ALTERNATIVES.get(base, ())) if p in known), Precision.FP32)
 
 
+def why_kept(op: Op, precision: Precision) -> str:
+    """Return why an operator has no such precision unless a pin or a plan names it; empty where it may.
+
+    A product of parameters makes a weight: an orthogonal one, a merge of LoRA's, what a hypernetwork returns.
+    It stays in the model's type, as weights do. Small steps of what it multiplies would vanish in its
+    rounding, where those of a weight add up in FP32.
+    """
+    if not op.makes_weight or precision in (Precision.FP32, Precision.FP32_FAST, op.dtype):
+        return ""
+    return "it reads nothing of the batch: it makes a weight"
+
+
 def base_of(op: Op, base: Precision) -> Precision:
     """Return the precision of an operator under a base: the base where torch.autocast lowers it.
 
-    An operator of a model that was loaded in BF16 has BF16.
+    An operator of a model that was loaded in BF16 has BF16. What makes a weight is kept (`why_kept`).
     """
     if op.dtype == "bf16":
         return Precision.BF16
+    if why_kept(op, base):
+        return Precision.FP32
     return base if op.kind in _AUTOCAST_KINDS and base in PRECISIONS_BY_KIND[op.kind] else Precision.FP32
 
 

@@ -91,6 +91,8 @@ class Op:
     `channels_last`: its result, an image, had that memory order when it was traced.
     `splits`: its results are parts of its operand, and views of it are one part each.
     `derivative`: what torch's derivative saves and needs, in the traced type; None where it was not counted.
+    `makes_weight`: a product that reads nothing of the batch, only parameters, buffers and constants
+    (`qsync.records.base.why_kept`).
     """
 
     name: str
@@ -112,6 +114,7 @@ class Op:
     channels_last: bool = False
     splits: bool = False
     derivative: Derivative | None = None
+    makes_weight: bool = False
 
     @property
     def num_elements(self) -> int:

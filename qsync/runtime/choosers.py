@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from qsync import backend
-from qsync.records.base import base_of, base_on, bases_of
+from qsync.records.base import base_of, base_on, bases_of, why_kept
 from qsync.records.graph import OpGraph
 from qsync.records.kernel_support import precisions_up, supported_up, unsupported_by_shape
 from qsync.records.levers import is_in_module
@@ -36,12 +36,14 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
     """Choose one precision wherever the operator's kind has it, FP32 elsewhere.
 
     With `kernels` (of the device) an operator whose kind lacks it, or that none of them serves in it, runs in
-    the next precision up. Where a kernel is missing a warning says so, once for each reason.
+    the next precision up, and so does one that makes a weight. Where a kernel is missing a warning says so,
+    once for each reason.
     """
 
     def choose(graph: OpGraph) -> dict[str, Precision]:
         if kernels is None:
-            return {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
+            able = (op for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind])
+            return {op.name: precision for op in able if not why_kept(op, precision)}
         wanted = dict.fromkeys((op.name for op in graph.adjustable), precision)
         chosen = {op: up[0] for op, up in candidates(graph, wanted, kernels).items()}
         moved: dict[tuple[str, Precision, str], list[str]] = {}
@@ -62,12 +64,17 @@ def candidates(
     """Return the precisions from the wanted one up that this device serves each operator in, in order."""
     half = kernels.sixteen_bit
     up = dict.fromkeys(p for own in set(wanted.values()) for p in precisions_up(own, half))
-    missing = {precision: unsupported(graph, precision, kernels) for precision in up}
+    missing = {precision: unsupported(graph, precision, kernels) | kept(graph, precision) for precision in up}
     return {
         op.name: supported_up(op.kind, wanted[op.name], [p for p in up if op.name in missing[p]], half)
         for op in graph.adjustable
         if op.name in wanted
     }
+
+
+def kept(graph: OpGraph, precision: Precision) -> dict[str, str]:
+    """Return operator -> why it has no such precision unless a plan names it."""
+    return {op.name: why for op in graph.adjustable if (why := why_kept(op, precision))}
 
 
 def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:

@@ -96,8 +96,8 @@ def sentence(found: list[Product], asked: Mapping[str, Precision] | Precision, w
 
 
 def is_mostly_lowered(found: list[Product]) -> bool:
-    """Return whether at least half of the FLOPs that were to be lowered are."""
-    to_lower = [p for p in found if p.asked != Precision.FP32]
+    """Return whether at least half of the FLOPs that were to be lowered are; what makes weights is not."""
+    to_lower = [p for p in found if p.asked != Precision.FP32 and not p.op.makes_weight]
     adjustable = [p for p in to_lower if p.op.role is Role.ADJUSTABLE]
     lowered = sum(p.op.flops for p in adjustable if p.is_lowered or p.runs == p.asked)
     return lowered >= _LEAST_LOWERED * sum(p.op.flops for p in to_lower)

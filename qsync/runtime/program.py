@@ -24,7 +24,7 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import Precision
-from qsync.runtime.choosers import Chooser, SavingChooser, candidates, saving, unsupported
+from qsync.runtime.choosers import Chooser, SavingChooser, candidates, kept, saving, unsupported
 from qsync.runtime.coverage import warn_once
 from qsync.runtime.islands import keep_saved_tensors
 from qsync.runtime.node_calls import Observer
@@ -191,7 +191,7 @@ class Program:
     def why_not(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
         """Return operator -> why it does not run in a precision that its kind has."""
         slower = {op: why for entry in self._ran for op, why in entry.slower.items()}
-        return slower | self.unsupported(graph, precision)
+        return slower | self.unsupported(graph, precision) | kept(graph, precision)
 
     def unsupported(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
         """Return operator -> why the device does not serve it in a precision that its kind has."""

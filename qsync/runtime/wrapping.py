@@ -188,7 +188,7 @@ class Wrapping:
                 ]
                 ran |= set(names)
                 asked = {op: p for lowered in part.lowered for op, p in block.choose(lowered.graph).items()}
-                products += coverage.products(part.lowered, asked, part.unsupported)
+                products += coverage.products(part.lowered, asked, part.why_not)
         text = coverage.sentence(products, planned, f" on {self.device_class}")
         missing = [op for op, precision in planned.items() if precision != self.base and op not in ran]
         if missing:

@@ -230,6 +230,15 @@ def large_constants(node: torch.fx.Node) -> list[float]:
     return [abs(number) for number in numbers if LARGEST["fp16"] < abs(number) < math.inf]
 
 
+def draws(node: torch.fx.Node, kind: str) -> bool:
+    """Return whether a call returns random numbers. A dropout draws which of its input's it returns."""
+    packet = getattr(torch.ops.aten, bare_name(node).strip("_"), None)
+    if kind == "dropout" or not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads = [getattr(packet, name) for name in packet.overloads()]  # type: ignore[no-untyped-call]
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
 def names_a_type(node: torch.fx.Node) -> bool:
     """Return whether the author asked for a type, as `softmax(x, dtype=torch.float32)`, which is honoured."""
     return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))

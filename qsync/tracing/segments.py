@@ -31,6 +31,7 @@ from qsync.tracing.operator_table import (
     bodies_of,
     call_name,
     classify,
+    draws,
     dropped,
     flops,
     flops_of_einsum,
@@ -52,6 +53,7 @@ _KNOWN_SAVED = ("dropout", "function", UNSAVED_FUNCTION)
 _KNOWN_BACKWARD = ("view", "contiguous", "float", "cross_entropy", "batch_norm", FROZEN_NORM)
 # Products whose operands have encodings of their own.
 _PRODUCTS_OF_TWO = ("linear", "addmm", "matmul", "conv1d", "conv2d")
+_SIZES = ("size", "dim", "numel")  # calls that read no number of a tensor
 # Calls between which torch.vmap or another transform of torch.func runs, on a level of its own.
 _ENTER_LEVEL = (
     "_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level",
@@ -178,6 +180,8 @@ class _Reader:
         # Values that are somebody's data, at most seen in another shape: their numbers are not known here.
         self._given: set[str] = set()
         self._depth: dict[str, int] = {}
+        # Nodes that nothing of the batch reaches, but for sizes: they compute on parameters and constants.
+        self._apart: set[torch.fx.Node] = set()
         self._num_levels = 0  # of torch.vmap and torch.func, around the node that is read
 
     def enter(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
@@ -193,6 +197,8 @@ class _Reader:
         order = is_channels_last(value)
         self._declare(Input(name, kind, traced_type(value), traced_shape(value), value.requires_grad, order))
         segment.value_of[node] = name
+        if kind != "batch":
+            self._apart.add(node)
 
     def read(self, segment: Segment, nested: bool = False) -> None:
         """Read every node of a segment, in order."""
@@ -200,6 +206,8 @@ class _Reader:
         pinned = written | {user for node in written for user in node.users}
         segment.written = bool(written)
         for node in segment.module.graph.nodes:
+            if self._is_apart(node, written):
+                self._apart.add(node)
             if node.op == "get_attr":
                 self._read_constant(segment, node)
             elif node.op in ("call_function", "call_method"):
@@ -215,6 +223,17 @@ class _Reader:
         self._expose(segment)
         segment.module.recompile()
 
+    def _is_apart(self, node: torch.fx.Node, written: set[torch.fx.Node]) -> bool:
+        """Return whether a node computes on nothing of the batch, whose sizes and random draws aside."""
+        if node.op == "placeholder":  # tensors are entered before; the others are sizes
+            return node in self._apart or not isinstance(node.meta.get("example_value"), torch.Tensor)
+        if node.op == "get_attr":
+            return True
+        if node.op == "output" or node in written or draws(node, classify(node)[0]):
+            return False
+        is_size = call_name(node) in _SIZES
+        return is_size or all(source in self._apart for source in node.all_input_nodes)
+
     def _expose(self, segment: Segment) -> None:
         """Mark the operators whose results other calls than operators read: `setitem`, an RNN, `item`."""
         exposed = {
@@ -227,7 +246,7 @@ class _Reader:
     @staticmethod
     def _is_unseen(segment: Segment, node: torch.fx.Node) -> bool:
         known = node in segment.op_of or node in segment.nested or node.op == "output"
-        return not known and call_name(node) not in ("size", "dim", "numel")
+        return not known and call_name(node) not in _SIZES
 
     def _declare(self, value: Input) -> None:
         self.inputs.setdefault(value.name, value)
@@ -352,6 +371,7 @@ class _Reader:
             copies=False if is_view else copies(node, kind), channels_last=is_channels_last(call.value),
             splits=kind == "view" and isinstance(node.meta.get("example_value"), (tuple, list)),
             derivative=self._derivative(segment, node, call, count_of) if trained and count_of else None,
+            makes_weight=product and node in self._apart,
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
@@ -386,6 +406,8 @@ class _Reader:
         inner = Segment(getattr(outer.module, body.target))
         placeholders = [n for n in inner.module.graph.nodes if n.op == "placeholder"]
         for placeholder, argument in zip(placeholders, node.args[1:], strict=True):
+            if argument in self._apart:
+                self._apart.add(placeholder)
             value = example_of(placeholder)
             if not isinstance(argument, torch.fx.Node) or value is None or argument not in outer.value_of:
                 continue
