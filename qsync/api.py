@@ -67,7 +67,7 @@ def profile(
     precisions: Sequence[Precision | str] | None = None,
     rounds: int | None = None,
     seconds: float = 30.0,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    make_optimizer: Callable[[Any], Any] = torch.optim.AdamW,
     progress: Callable[[str], None] = lambda text: None,
     save_less: bool = False,
     loader: Iterable[Any] | None = None,
@@ -89,7 +89,8 @@ def profile(
             steps as it takes to know them to half a per cent.
         seconds: the longest time to take steps for, without `rounds`; each is taken once and the first twice
             in any case.
-        make_optimizer: the training loop's optimizer from parameters. Its time is part of a step.
+        make_optimizer: the training loop's optimizer from parameters, or a list of several. Its time is
+            part of a step.
         progress: is called with what is being done now.
         save_less: time following operators also as they save less for backward (`Plan.save_less`). This takes
             twice as long.

@@ -69,7 +69,7 @@ def hybrid(
     device_class: str | None = None,
     emulated_share: float | None = None,
     precisions: Sequence[Precision | str] | None = None,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    make_optimizer: Callable[[Any], Any] = torch.optim.AdamW,
     cache_dir: str | Path | None = None,
     bucket_cap_mb: float | None = None,
     timeout_s: float = 60.0,
@@ -105,7 +105,8 @@ def hybrid(
         emulated_share: the share of its core that an emulated rank gets, in (0, 1].
         precisions: those to choose from, instead of all that this rank multiplies in hardware; with the base
             and FP32 in any case.
-        make_optimizer: the training loop's optimizer from parameters: its time and memory are part of a step.
+        make_optimizer: the training loop's optimizer from parameters, or a list of several: their time and
+            memory are part of a step.
         cache_dir: the folder of cached plans on rank 0, instead of `~/.cache/qsync`. A plan that finds no
             room there is one warning.
         bucket_cap_mb: the size of DDP's buckets in MiB, instead of the plan's or DDP's own.

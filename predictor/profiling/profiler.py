@@ -26,6 +26,7 @@ from qsync.predictor.profiling.clocks import Clock, CudaClock, KernelClock, Laun
 from qsync.predictor.profiling.launches import Launches
 from qsync.predictor.profiling.loader_wait import TimedLoader
 from qsync.predictor.profiling.machine_drift import drift_factors, label_error, walk_rate
+from qsync.predictor.profiling.made_optimizer import MakeOptimizer, made, state_bytes
 from qsync.predictor.profiling.memory_trace import measure_residuals
 from qsync.predictor.profiling.mixed_assignments import RoundStep, num_round_steps, round_steps
 from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes, timing_hook_s
@@ -56,8 +57,6 @@ MAX_ROUNDS = 12
 NUM_WARMED_MIXTURES = 2
 # Relative standard error of a step's time against the others' below which no more rounds are taken.
 GOOD_ENOUGH = 0.005
-
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Wait(NamedTuple):
@@ -139,7 +138,7 @@ class Profiler:
         self._num_steps = 0
         self._ran: dict[str, set[str]] = {}  # the operators of the first step with a timer, by its label
         self.unused: set[int] = set()  # ids of the parameters that got no gradient in a step
-        self._optimizer = _made(options.make_optimizer, self._parameters)
+        self._optimizer = made(options.make_optimizer, self._parameters)
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
         self._typical_s = self._warm_up()
         self._memory_residuals = self._measure_memory()
@@ -310,7 +309,7 @@ class Profiler:
             outside=median_cost([step.outside for step in steps]),
             host_s=median(step.host_s for step in steps),
             optimizer_s=median(self._optimizer_s),
-            optimizer_bytes=self._optimizer_bytes(),
+            optimizer_bytes=state_bytes(self._optimizer, self._parameters),
             step_s={label: statistics.median(times) for label, times in totals.items()},
             machine=dict(machine),
             emulated_share=emulated_share,
@@ -470,13 +469,13 @@ class Profiler:
         """Step; CalibrationError for an optimizer that needs a closure, or takes no sparse gradients."""
         try:
             self._optimizer.step()
-        except (RuntimeError, TypeError) as error:
+        except Exception as error:
             raise CalibrationError(
                 f"a step of make_optimizer's {type(self._optimizer).__name__} failed "
                 f"({shortened(error, 200, quote=False)}); give another for the profile, for example "
                 "make_optimizer=functools.partial(torch.optim.SGD, lr=0.1)"
             ) from error
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
 
     def _next_batch(self) -> None:
         self._num_steps += 1
@@ -487,10 +486,6 @@ class Profiler:
         with torch.no_grad():
             for parameter, weight in zip(self._parameters, self._weights, strict=True):
                 parameter.copy_(weight)
-
-    def _optimizer_bytes(self) -> int:
-        state = [v for entry in self._optimizer.state.values() for v in entry.values()]
-        return sum(v.nbytes for v in state if isinstance(v, torch.Tensor))
 
 
 class _Last:
@@ -519,18 +514,6 @@ def _without_collection() -> Iterator[None]:
 def _waiting_clock(clock: Clock) -> Clock:
     """Return the clock that times the wait for a batch: wall time for a rank whose clock counts CPU time."""
     return WallClock() if isinstance(clock, ShareClock) and clock.share == 1.0 else clock
-
-
-def _made(make: MakeOptimizer, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of these parameters. Raises CalibrationError for what makes none."""
-    found = make(parameters) if callable(make) else None
-    if not (hasattr(found, "step") and hasattr(found, "zero_grad")):
-        what = f"made {shortened(found)}" if callable(make) else f"is a {type(make).__name__}"
-        raise CalibrationError(
-            f"make_optimizer {what}; give a function that returns an optimizer of the parameters it gets, "
-            "for example functools.partial(torch.optim.SGD, lr=0.1)"
-        )
-    return found
 
 
 def _all_that_can(graph: OpGraph) -> tuple[str, ...]:

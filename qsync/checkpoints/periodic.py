@@ -58,7 +58,7 @@ class Checkpoints:
         self,
         folder: str | Path,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Any = None,
         *,
         every: int,
         keep: int = 3,

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from qsync.checkpoints.contents import Checkpoint, find_verified
+from qsync.checkpoints.optimizer_state import OptimizerState
 from qsync.checkpoints.state import (
     ModelState,
-    OptimizerState,
     Tensors,
     join,
     names_in,
@@ -37,7 +37,7 @@ _MOST_TRIES = 5  # while another process removes checkpoints
 def load(
     folder: str | Path,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Any = None,
     *,
     random_state: bool = True,
     **objects: Any,
@@ -50,7 +50,7 @@ def load(
     Args:
         folder: a checkpoint, or a folder of several: the newest that is whole.
         model: of the same keys and shapes; plain, in DDP, compiled, or sharded.
-        optimizer: of the same class and groups.
+        optimizer: of the same class and groups; a list where a list was saved.
         random_state: set this rank's random state, if there was such a rank.
         **objects: by the names that they were saved under.
 
@@ -135,8 +135,8 @@ def _new_tensors(part: Any, state: Any, saved: Mapping[str, Any]) -> Tensors:
     like: Tensors = {}  # sharded as what is read must be
     if isinstance(part, OptimizerState):
         part.check(state)
-        for parameter, slots in state["state"].items():
-            like |= dict.fromkeys(names_in(slots), part.parameters[parameter].detach())
+        for parameter, slots in part.slots_of(state):
+            like |= dict.fromkeys(names_in(slots), parameter.detach())
     targets = {}
     for name in names_in(state):
         size, dtype = saved[name].size, saved[name].properties.dtype

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from qsync.errors import FormatError, MismatchError, shortened
+from qsync.checkpoints.optimizer_state import OptimizerState, check_optimizer, plain_key
+from qsync.errors import FormatError, shortened
 from qsync.runtime.wrapping import wrapped_module
 
 Tensors = dict[str, torch.Tensor]
@@ -78,75 +79,14 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by plain keys."""
-        return {_plain(key): value for key, value in self.module.state_dict().items()}
+        return {plain_key(key): value for key, value in self.module.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that has plain keys."""
-        self.module.load_state_dict({key: state[_plain(key)] for key in self.module.state_dict()})
+        self.module.load_state_dict({key: state[plain_key(key)] for key in self.module.state_dict()})
 
 
-class OptimizerState:
-    """The state of an optimizer by names of parameters.
-
-    torch's get_optimizer_state_dict takes a step of an optimizer that has no state yet, with gradients of
-    zero: saving would change what is trained.
-    """
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.parameters = {_plain(name): each for name, each in wrapped_module(model).named_parameters()}
-        names = {parameter: name for name, parameter in self.parameters.items()}
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(parameter not in names for parameter in own):
-            raise MismatchError("the optimizer has parameters that the model does not have; give its own")
-        self.names = [names[parameter] for parameter in own]  # by torch's numbers of them
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state by names."""
-        found = self.optimizer.state_dict()
-        others = {key: value for key, value in found.items() if key not in ("state", "param_groups")}
-        return {
-            **({"others": others} if others else {}),
-            "class": type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__,  # Accelerate wraps
-            "state": {self.names[number]: slots for number, slots in found["state"].items()},
-            "param_groups": [
-                {**group, "params": [self.names[number] for number in group["params"]]}
-                for group in found["param_groups"]
-            ],
-        }
-
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise MismatchError for the state of an optimizer of another class or with other groups."""
-        own = self.state_dict()
-        groups = [[sorted(group["params"]) for group in each["param_groups"]] for each in (saved, own)]
-        if (saved["class"], groups[0]) != (own["class"], groups[1]):
-            raise MismatchError(
-                f"the checkpoint is of {saved['class']} with {len(groups[0])} groups of parameters, the "
-                f"optimizer is {own['class']} with {len(groups[1])}; make it as the saved one"
-            )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that has names; parameters may have another order in their group."""
-        numbers = {name: number for number, name in enumerate(self.names)}
-        own = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({
-            **state.get("others", {}),
-            "state": {numbers[name]: slots for name, slots in state["state"].items()},
-            "param_groups": [
-                {**group, "params": mine["params"]}
-                for group, mine in zip(state["param_groups"], own, strict=True)
-            ],
-        })  # fmt: skip
-
-
-def _plain(key: str) -> str:
-    """Return a key of a state dict without what wrappers of parts of the model add."""
-    return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def stateful_parts(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Any]
-) -> dict[str, Any]:
+def stateful_parts(model: torch.nn.Module, optimizer: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything with a state by its name. FormatError for an object without state_dict."""
     for name, each in objects.items():
         if not name.isidentifier():
@@ -158,8 +98,8 @@ def stateful_parts(
                 f"{name}= needs state_dict and load_state_dict, found {shortened(each)}; give them or leave "
                 "it out"
             )
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise FormatError(f"optimizer must be one of torch's, found {shortened(optimizer)}; give that")
+    if optimizer is not None:
+        check_optimizer(optimizer)
     own = {"optimizer": OptimizerState(model, optimizer)} if optimizer is not None else {}
     return {"model": ModelState(model), **own, **objects}
 

@@ -55,7 +55,7 @@ class Subject:
     """What is saved: a model, its optimizer, other objects with a state, and records."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Any
     plan: Plan | None
     profiles: Mapping[str, Profile] | None
     objects: Mapping[str, Any]
@@ -284,7 +284,7 @@ def remove_partials(folder: Path, pattern: str, before: float = float("inf")) ->
 def save(
     folder: str | Path,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Any = None,
     *,
     step: int = 0,
     plan: Plan | None = None,
@@ -298,7 +298,8 @@ def save(
     Args:
         folder: a new or empty one, or a link to one, which all ranks see.
         model: plain, wrapped, in DDP, compiled, or sharded by fully_shard.
-        optimizer: of the model's parameters.
+        optimizer: of the model's parameters: whatever has step, state_dict and load_state_dict, a wrapper of
+            several or a list of several, too.
         step: how many optimizer steps were taken.
         plan: the plan to save, instead of the one that the model runs under.
         profiles: by device class, to be saved along.

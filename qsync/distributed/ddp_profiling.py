@@ -35,7 +35,8 @@ from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.loader_wait import undrawn
-from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler, ProfilerOptions
+from qsync.predictor.profiling.made_optimizer import MakeOptimizer
+from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import OpGraph

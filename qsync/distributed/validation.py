@@ -23,7 +23,7 @@ from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.validation_runs import Assignment, PlanRunner
 from qsync.errors import CalibrationError, shortened
 from qsync.predictor.profiling.loader_wait import endless
-from qsync.predictor.profiling.profiler import MakeOptimizer
+from qsync.predictor.profiling.made_optimizer import MakeOptimizer
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, digest
 from qsync.records.kernel_support import unsupported_by_shape
@@ -71,7 +71,7 @@ def validate(
         device_class: the name of this rank's class, instead of the detected one.
         emulated_share: the share of its core that an emulated rank gets, in (0, 1].
         precisions: those to draw from, instead of all that this rank multiplies in hardware.
-        make_optimizer: the training loop's optimizer from parameters.
+        make_optimizer: the training loop's optimizer from parameters, or a list of several.
         bucket_cap_mb: the size of DDP's buckets in MiB, instead of DDP's own.
         folder: where rank 0 writes validation.json beside the profiles; nothing is written without it.
         progress: is called with what is being done now.

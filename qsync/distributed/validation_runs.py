@@ -27,6 +27,7 @@ from qsync.distributed.ddp_profiling import (
 from qsync.distributed.monitoring.step_phases import CallHook, PhaseTimer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.machine_drift import drift_factors
+from qsync.predictor.profiling.made_optimizer import made
 from qsync.predictor.profiling.node_timer import NodeTimer, timing_hook_s
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
@@ -67,7 +68,7 @@ class PlanRunner:
             self._model = in_ddp(step.model, options.bucket_cap_mb)
         self._loss = replace(step, model=self._model).loss()
         trained = api.trained_parameters(step.model)
-        self._optimizer = options.make_optimizer(trained)
+        self._optimizer = made(options.make_optimizer, trained)
         self._timer = PhaseTimer(self._model, step.model)
         self._clock = job_clock(rank.device, rank.device_class.emulated_share)
         self._node_timer = NodeTimer(self._clock, timing_hook_s(self._clock))
@@ -148,7 +149,7 @@ class PlanRunner:
 
     def _update(self) -> None:
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
 
     def _next_batch(self) -> None:
         if self._batches is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import qsync
-from qsync.errors import FormatError, InfeasibleError, MismatchError, UnsupportedError
+from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
@@ -120,7 +120,7 @@ def test_other_things_than_a_model_and_its_plan_are_refused():
             qsync.check_growth(model, wrong, {"here": 2**40}, TOKENS)
     with pytest.raises(MismatchError, match="the small model has no blocks.1.*; give the model that was"):
         qsync.check_growth(Gpt(1, 64, 4, 64, 50), plan, {"here": 2**40}, TOKENS)
-    with pytest.raises(FormatError, match="make_optimizer's result is a int"):
+    with pytest.raises(CalibrationError, match="make_optimizer made 3; give a function"):
         qsync.check_growth(model, plan, {"here": 2**40}, TOKENS, make_optimizer=lambda parameters: 3)
 
 

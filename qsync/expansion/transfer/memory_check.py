@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from qsync.expansion.apply.grow import build_grown
 from qsync.expansion.plan.plan import ExpansionPlan
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
+from qsync.predictor.profiling.made_optimizer import MakeOptimizer, made, state_bytes
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_kind
@@ -57,7 +58,7 @@ def check_growth(
     budgets: Cluster | Mapping[str, int],
     example_inputs: Any,
     *,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    make_optimizer: MakeOptimizer = torch.optim.AdamW,
 ) -> tuple[Fit, ...]:
     r"""Predict whether the grown model can train within the memory of every device class.
 
@@ -72,7 +73,7 @@ def check_growth(
         plan: The plan to grow it.
         budgets: A cluster, or bytes by the name of a device class like this device.
         example_inputs: One batch of a rank: a tensor, a tuple or a dict.
-        make_optimizer: Makes the optimizer for a list of parameters.
+        make_optimizer: Makes the optimizer for a list of parameters, or a list of several.
 
     Returns:
         The prediction for each class.
@@ -109,7 +110,7 @@ def _traced(
     model: torch.nn.Module,
     plan: ExpansionPlan,
     example_inputs: Any,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    make_optimizer: MakeOptimizer,
 ) -> tuple[OpGraph, int]:
     """Return the training graph of the grown model and the bytes of its optimizer state."""
     with torch.device("meta"):
@@ -123,12 +124,11 @@ def _traced(
     return capture(new, inputs), _optimizer_bytes(new, make_optimizer)
 
 
-def _optimizer_bytes(model: torch.nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> int:
+def _optimizer_bytes(model: torch.nn.Module, make_optimizer: MakeOptimizer) -> int:
     """Return the bytes of an optimizer's state after one step."""
     trained = [value for value in model.parameters() if value.requires_grad]
+    optimizer = made(make_optimizer, trained)
     try:
-        optimizer = make_optimizer(trained)
-        check_kind(optimizer, torch.optim.Optimizer, "make_optimizer's result", "torch.optim.AdamW")
         for value in trained:
             value.grad = torch.empty_like(value)
         with _ZerosOnMeta():  # type: ignore[no-untyped-call]
@@ -138,8 +138,7 @@ def _optimizer_bytes(model: torch.nn.Module, make_optimizer: Callable[[Any], tor
             f"make_optimizer's optimizer cannot take a step on the meta device ({shortened(error)}); "
             "give one that keeps as much, without fused=True, as torch.optim.AdamW does"
         ) from error
-    state = [value for entry in optimizer.state.values() for value in entry.values()]
-    return sum(value.numel() * value.element_size() for value in state if isinstance(value, torch.Tensor))
+    return state_bytes(optimizer, trained)
 
 
 class _ZerosOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,0 +1,109 @@
+"""What `make_optimizer` makes for a profile: one optimizer, a list of several, or a wrapper around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from qsync.errors import CalibrationError, QSyncError, shortened
+
+MakeOptimizer = Callable[[Any], Any]
+
+_KEEP_NO_STATE = (torch.nn.Module, type, FunctionType, ModuleType, str, bytes)
+_FOR_EXAMPLE = "for example functools.partial(torch.optim.SGD, lr=0.1)"
+
+
+class Chain:
+    """Optimizers that step together, each of its own parameters: Muon of matrices, AdamW of the rest."""
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        self.optimizers = list(optimizers)
+
+    def step(self) -> None:
+        """Take a step of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of each."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def made(make: MakeOptimizer, parameters: Sequence[torch.nn.Parameter]) -> Any:
+    """Return the optimizer of these parameters; several as one.
+
+    Raises CalibrationError for what makes none, or fails.
+    """
+    if not callable(make):
+        raise CalibrationError(
+            f"make_optimizer is a {type(make).__name__}; give a function that returns an optimizer of the "
+            f"parameters it gets, or a list of optimizers, {_FOR_EXAMPLE}"
+        )
+    try:
+        found = make(parameters)
+    except QSyncError:
+        raise
+    except Exception as error:
+        raise CalibrationError(
+            f"make_optimizer failed ({type(error).__name__}: {shortened(error, 200, quote=False)}); it gets "
+            "all parameters that train, in a list: give a function that makes an optimizer of these, or "
+            "returns a list of optimizers, each of some of them"
+        ) from error
+    each = list(found) if isinstance(found, (list, tuple)) else [found]
+    if not each or not all(hasattr(one, "step") and hasattr(one, "zero_grad") for one in each):
+        raise CalibrationError(
+            f"make_optimizer made {shortened(found)}; give a function that returns an optimizer of the "
+            f"parameters it gets, or a list of optimizers, {_FOR_EXAMPLE}"
+        )
+    return found if each == [found] else Chain(each)
+
+
+def state_bytes(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
+    """Return the bytes that an optimizer keeps: in its state, in optimizers inside, wherever it holds them.
+
+    Parameters and their gradients are not its own. What several tensors share counts once.
+    """
+    others = [tensor for p in parameters for tensor in (p, p.grad) if tensor is not None]
+    known = {_storage(tensor) for other in others for tensor in _plain(other)}
+    kept = {_storage(tensor): tensor for found in _tensors_in(optimizer) for tensor in _plain(found)}
+    return sum(_num_bytes(tensor) for storage, tensor in kept.items() if storage not in known)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor that an object holds, in attributes and containers."""
+    ahead, seen = [value], dict[int, Any]()
+    while ahead:
+        each = ahead.pop()
+        if id(each) in seen or isinstance(each, _KEEP_NO_STATE):
+            continue
+        seen[id(each)] = each  # held: the identity of an object that is gone may be another's
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, Mapping):
+            ahead.extend(each.values())
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            ahead.extend(each)
+        else:
+            ahead.extend(getattr(each, "__dict__", {}).values())
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a tensor is made of: itself, or codes and scales of 8-bit states, or a shard."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
