@@ -2,7 +2,7 @@
 
 It lowers the precision of just enough operators on just the weak devices that nobody waits. `import qsync`
 imports nothing else: each name is loaded when it is first used. So are the operators `torch.ops.qsync` of
-programs that torch.export saved.
+programs that torch.export saved, and what `torch.load` finds of qsync in a model, also with weights_only.
 """
 
 from __future__ import annotations
@@ -108,15 +108,22 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+def _import_qsync_first(kind: str, *data: Any) -> Any:
+    """Make a part of a saved model: torch.load calls it, and its error names it where qsync is missing."""
+    return import_module("qsync.runtime.saved_models").restored(kind, *data)
+
+
 class _Torch:
-    """A finder of no module: it offers `torch.ops.qsync` once torch is there."""
+    """A finder of no module: once torch is there, `torch.ops.qsync` is, and saved models load as data."""
 
     @classmethod
     def find_spec(cls, *_: Any) -> None:
         """Find nothing."""
         torch: Any = sys.modules.get("torch")
-        if not hasattr(torch, "ops"):
+        serialization: Any = sys.modules.get("torch.serialization")
+        if not hasattr(torch, "ops") or not hasattr(serialization, "add_safe_globals"):
             return
+        serialization.add_safe_globals([_import_qsync_first])
 
         class Operators(torch._ops._OpNamespace):  # type: ignore[misc]
             __module__ = "torch.ops"  # by which saved programs name it

@@ -158,6 +158,17 @@ class HybridDDP(DistributedDataParallel):
                 )
         self._num_registered = _registered.count
 
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Register a communication hook. UnsupportedError where there is one, as qsync's own."""
+        if there := comm_hook_of(self):
+            raise UnsupportedError(one_hook(there))
+        super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        if there := comm_hook_of(self):
+            raise UnsupportedError(one_hook(there))
+        super()._register_builtin_comm_hook(comm_hook_type)  # type: ignore[no-untyped-call]
+
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """Refuse a second DDP, whose constructor asks for this first."""
@@ -180,6 +191,19 @@ class HybridDDP(DistributedDataParallel):
         for hook, of_hook in hooks:
             self.register_comm_hook(of_hook, hook)
         self._register()
+
+
+def comm_hook_of(parallel: DistributedDataParallel) -> str:
+    """Return the name of a DDP's communication hook, torch's built-in ones included; empty if it has none."""
+    return parallel._get_ddp_logging_data().get("comm_hook") or ""  # type: ignore[no-any-return, no-untyped-call]
+
+
+def one_hook(there: str) -> str:
+    """Say that a DDP takes no other communication hook beside the one that is there."""
+    return (
+        f"DDP takes one communication hook, and this one has {there}; leave one of them out (under "
+        "token_mean, weigh_gradients and levers qsync's own weighs gradients, and none fits beside it)"
+    )
 
 
 # The DDP that averages a model's gradients: qsync's, or that of a framework which was seen to call the model.

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from qsync.distributed import accelerate_state
 from qsync.distributed.agreement import agree, check_same
-from qsync.distributed.data_parallel import ddp_of
+from qsync.distributed.data_parallel import HybridDDP, comm_hook_of, ddp_of, one_hook
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.tracing.replaced_forward import untraced
 
@@ -85,28 +85,34 @@ class GradientHook:
         return future
 
     def reduce(self, buffer: torch.Tensor, is_first: bool) -> torch.futures.Future[torch.Tensor]:
-        """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights."""
+        """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights.
+
+        A bucket of a sparse gradient holds nothing else: weights do not fit behind it, and travel before it.
+        """
+        sparse = buffer.is_sparse
+        gradients = buffer.coalesce() if sparse else buffer
+        numbers = gradients.values() if sparse else buffer
         if is_first:
-            self._factor, weight, is_counted = self._take(buffer)
+            self._factor, weight, is_counted = self._take(numbers)
             self._is_empty = torch.as_tensor(weight, device=buffer.device) == 0 if is_counted else None
         if self._is_empty is not None:  # the mean over no token may be 0 / 0, and its gradients NaN
-            buffer.masked_fill_(self._is_empty, 0.0)
+            numbers.masked_fill_(self._is_empty, 0.0)
         if is_first:
             # Sums of 16-bit gradients could not hold a weight.
-            wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32)) * self._factor
+            wide = numbers.to(torch.promote_types(buffer.dtype, torch.float32)) * self._factor
             weights = torch.stack([torch.as_tensor(weight, dtype=wide.dtype, device=wide.device)] * 2)
-            sent = torch.cat([wide, weights if is_counted else weights * weights.new_tensor([1.0, 0.0])])
-        else:
-            sent = buffer.mul_(self._factor)
-        future = self.exchange(sent)
-        if is_first:
-            self._first = future
+            weights = weights if is_counted else weights * weights.new_tensor([1.0, 0.0])
+            sent = weights if sparse else torch.cat([wide, weights])
+            self._first = future = self.exchange(sent)
+        if sparse or not is_first:
+            numbers.mul_(self._factor)
+            future = self.exchange(gradients)
         first = self._first
 
         def mean(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             total, counted = first.wait()[0][-2:]
             torch._assert_async((counted == 0) | (counted == total), _MIXED)
-            found = done.value()[0][: buffer.numel()]
+            found = done.value()[0] if sparse else done.value()[0][: buffer.numel()]
             return buffer.copy_(found / total.clamp(min=torch.finfo(total.dtype).tiny))
 
         averaged: torch.futures.Future[torch.Tensor] = future.then(mean)
@@ -121,15 +127,22 @@ def _weights_of(parallel: DistributedDataParallel) -> GradientHook:
     for _, state in parallel._comm_hooks:
         if isinstance(state, GradientHook):
             return state
-    if parallel._comm_hooks:
+    if hook := comm_hook_of(parallel):
         raise UnsupportedError(
-            f"gradients are weighed in DDP's communication hook, and this DDP has one "
-            f"({getattr(parallel._comm_hooks[0][0], '__name__', 'unnamed')}); leave that one out"
+            f"gradients are weighed in DDP's communication hook, of which it takes one, and this DDP has "
+            f"{hook}; leave that one out"
         )
     weights = GradientHook(parallel.process_group)
     parallel.register_comm_hook(weights, average_bucket)
+    if not isinstance(parallel, HybridDDP):  # which refuses others itself
+        parallel.register_comm_hook = parallel._register_builtin_comm_hook = _refuse_hook  # type: ignore[method-assign, assignment]
     parallel.register_forward_pre_hook(weights.begin)
     return weights
+
+
+def _refuse_hook(*_: Any, **__: Any) -> None:
+    """Refuse another communication hook: stands in place of DDP's methods."""
+    raise UnsupportedError(one_hook("qsync's, which weighs gradients (token_mean, weigh_gradients)"))
 
 
 def weigh_gradients(

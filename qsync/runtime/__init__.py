@@ -4,6 +4,7 @@
 `program`                   what runs in a model's place: its traced graphs, rewritten as a plan says
 `choosers`                  functions from a graph to the precision of each operator
 `wrapping`                  what `wrap` was asked for, remembered for copies of the model
+`saved_models`              what files of a wrapped model hold of qsync
 `sharded_blocks`            the part of a plan that a block runs which FSDP2 shards
 `rewriting`                 the FX pass: one call per node of the lowered graph
 `memory_order`              where a rewritten graph lays elements out as they were traced

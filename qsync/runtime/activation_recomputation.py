@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import qsync
 from qsync.errors import MismatchError, shortened
 
 
@@ -29,17 +30,27 @@ def recompute(model: torch.nn.Module, paths: Sequence[str]) -> None:
             )
     for module in modules.values():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, partial) and forward.func is _twice:
+        if isinstance(forward, Recomputed):
             del module.__dict__["forward"]
-            if forward.args[1] is not None:
-                module.forward = forward.args[1]
+            if forward.own is not None:
+                module.forward = forward.own
     for path in paths:
         # A hook or an adapter, or qsync.wrap on a part, may have given this one module a forward of its own.
-        modules[path].forward = partial(_twice, modules[path], modules[path].__dict__.get("forward"))
+        modules[path].forward = Recomputed(modules[path], modules[path].__dict__.get("forward"))
 
 
-def _twice(module: torch.nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
-    forward = own or partial(type(module).forward, module)
-    if not (module.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+class Recomputed:
+    """A forward that is computed again in backward. `own`: the module's own before, if it had one."""
+
+    def __init__(self, module: torch.nn.Module, own: Callable[..., Any] | None) -> None:
+        self.module, self.own = module, own
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's forward once, and in training once more in backward."""
+        forward = self.own or partial(type(self.module).forward, self.module)
+        if not (self.module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return qsync._import_qsync_first, ("recomputed",), {"module": self.module, "own": self.own}

@@ -21,6 +21,7 @@ from torch._higher_order_ops.utils import setup_compilation_env
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch._subclasses.fake_tensor import FakeTensor
 
+import qsync
 from qsync.backend.devices.device_detection import device_of
 from qsync.backend.devices.kernel_timing import apart
 from qsync.errors import MismatchError
@@ -162,8 +163,12 @@ class PlannedForward(ReplacedForward):
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module, "own": self.own, "instead": self.instead, "make": self.make}
 
+    def __reduce__(self) -> Any:
+        return qsync._import_qsync_first, ("forward",), self.__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _compiled=None, _kind=None)
+        own = {name: state[name] for name in ("module", "own", "instead", "make")}
+        self.__dict__.update(own, _compiled=None, _kind=None)
         self._set_lowering()
 
 

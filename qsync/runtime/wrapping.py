@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+import qsync
 from qsync import backend
 from qsync.backend.devices.device_detection import device_of
 from qsync.backend.precisions_that_pay import emulation_note
@@ -94,6 +95,26 @@ class Wrapping:
         if own_base is not None:
             check_plan_base(plan, own_base)
         return cls(None, plan, device_class, save_less, plan.base)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Wrapping:
+        """Read what `to_json` wrote."""
+        plan = Plan.from_json(value["plan"]) if value["plan"] is not None else None
+        precision = Precision.parse(value["precision"]) if value["precision"] is not None else None
+        return cls(**{**value, "plan": plan, "precision": precision, "base": parse_base(value["base"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as a JSON object."""
+        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        plan = self.plan.to_json() if self.plan is not None else None
+        precision = str(self.precision) if self.precision is not None else None
+        return {**own, "plan": plan, "precision": precision, "base": str(self.base)}
+
+    def __reduce__(self) -> Any:
+        return qsync._import_qsync_first, ("wrapping", self.to_json())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapping:
+        return self
 
     @property
     def recomputed(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import torch
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import trace_rules
 
+import qsync
 from qsync.errors import UnsupportedError
 
 NO_DATA_PARALLEL = (
@@ -190,7 +191,7 @@ def replace_forward(module: torch.nn.Module, forward: Callable[..., Any] | None)
             attributes[_HELD] = forward
     attributes.pop(_REPLICATE, None)
     if isinstance(forward, ReplacedForward):
-        attributes[_REPLICATE] = _refuse_replicas
+        attributes[_REPLICATE] = REFUSE_REPLICAS
 
 
 def _forget(module: torch.nn.Module) -> dict[str, Any]:
@@ -199,8 +200,27 @@ def _forget(module: torch.nn.Module) -> dict[str, Any]:
     return {name: module.__dict__.pop(name) for name in names}
 
 
-def _refuse_replicas() -> None:
-    raise UnsupportedError(f"the model is wrapped by qsync; {NO_DATA_PARALLEL}")
+class _RefuseReplicas:
+    """What DataParallel calls on a replaced module."""
+
+    def __call__(self) -> None:
+        raise UnsupportedError(f"the model is wrapped by qsync; {NO_DATA_PARALLEL}")
+
+    def __reduce__(self) -> Any:
+        return qsync._import_qsync_first, ("replicas",)
+
+
+REFUSE_REPLICAS = _RefuseReplicas()
+
+
+class NoHook:
+    """A hook that does nothing: what copies and files of a model have in place of a hook of qsync's."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def __reduce__(self) -> Any:
+        return qsync._import_qsync_first, ("hook",)
 
 
 def restore_forward(module: torch.nn.Module) -> None:

@@ -200,7 +200,7 @@ def test_the_gradient_is_the_mean_over_the_tokens_of_all_ranks_and_passes(tmp_pa
     sentences = {
         "plain model": "UnsupportedError: gradients are weighed where they are averaged",
         "no number": "FormatError: num_tokens must be a whole number of at least 0, found -1",
-        "hooked": "and this DDP has one (allreduce_hook); leave that one out",
+        "hooked": "and this DDP has allreduce_hook; leave that one out",
         "mixed": "token_mean was called on some ranks only",
     }
     for what, sentence in sentences.items():

@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 from qsync.distributed.monitoring.positions import AFTER_BACKWARD, BACKWARD, Position
 from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
 from qsync.replayer.explanation.phases import Phases
-from qsync.tracing.replaced_forward import untraced
+from qsync.tracing.replaced_forward import NoHook, untraced
 
 logger = logging.getLogger("qsync")
 
@@ -335,17 +335,11 @@ class CallHook:
         self._then()
 
     def __reduce__(self) -> Any:
-        return _NoHook, ()
+        return NoHook().__reduce__()
 
     def remove(self) -> None:
         """Call `then` no more."""
         self._hook.remove()
-
-
-class _NoHook:
-    """A hook that does nothing."""
-
-    def __call__(self, *_: Any) -> None: ...
 
 
 def _on_gradient(parameter: torch.nn.Parameter, then: Callable[[], None]) -> Any:

@@ -1,0 +1,36 @@
+"""Wrapped models in files: torch.save writes data of qsync, which `torch.load(weights_only=True)` takes.
+
+A file names one function of qsync's, `qsync._import_qsync_first`, and the kinds of parts that it makes. It is
+registered as safe when qsync is imported; `restored` makes these kinds alone, from data that is checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qsync.errors import FormatError, shortened
+from qsync.runtime.activation_recomputation import Recomputed
+from qsync.runtime.planned_forward import PlannedForward
+from qsync.runtime.wrapping import Wrapping
+from qsync.tracing.replaced_forward import REFUSE_REPLICAS, NoHook
+
+
+def restored(kind: str, *data: Any) -> Any:
+    """Return a part of a saved model. Raises FormatError for what this qsync did not write."""
+    try:
+        if kind in ("forward", "recomputed"):
+            of = PlannedForward if kind == "forward" else Recomputed
+            torch.serialization.add_safe_globals([of])  # its state follows
+            return of.__new__(of)
+        if kind == "wrapping":
+            return Wrapping.from_json(*data)
+        if kind in ("replicas", "hook"):
+            return REFUSE_REPLICAS if kind == "replicas" else NoHook()
+        raise ValueError(kind)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"the model was saved by another version of qsync ({shortened(error)}); load it there, and save "
+            "its state_dict"
+        ) from error
