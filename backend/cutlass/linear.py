@@ -119,8 +119,8 @@ class _Linear(torch.autograd.Function):
         scaling = Scaling(rows=x_scale, columns=w_scale, bias=bias if fused else None)
         product = "int8_nt" if not half else "fp16_nn" if plan.transposed else "fp16_nt"
         out = gemm(product, x_data, w_data, scaling, plan.dtype)
-        if bias is not None and not fused:  # addmm broadcasts any shape
-            out = out + bias.to(out.dtype)
+        if bias is not None and not fused:  # torch broadcasts any shape to the result's
+            out = out.view(*x_encoded.data.shape[:-1], num_outputs) + bias.to(out.dtype)
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *((x_data, x_scale) if need_w else (None, None)), *((w_data, w_scale) if need_x else (None, None))
@@ -149,9 +149,9 @@ class _Linear(torch.autograd.Function):
             dw = dw.to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             shape, dtype = ctx.bias
-            db = (g.sum(0, dtype=torch.float32) if shape == g.shape[1:] else g.float().sum_to_size(shape)).to(
-                dtype
-            )
+            plain = shape == g.shape[1:]
+            db = g.sum(0, dtype=torch.float32) if plain else gradient.float().sum_to_size(shape)
+            db = db.to(dtype)
         return dx, dw, db, None, None, None
 
 

@@ -71,7 +71,7 @@ class _Fp8Product(torch.autograd.Function):
         x_scale, w_scale = x_encoded.code_scale.reshape(-1, 1), w_encoded.code_scale.reshape(1, -1)
         out = _scaled_product(x_codes, w_encoded.data.t(), x_scale, w_scale)
         if bias is not None:
-            out = out + bias
+            out = out.view(*x_encoded.data.shape[:-1], out.shape[-1]) + bias
         ctx.save_for_backward(x_codes, x_scale, w_encoded.data, w_scale)
         ctx.x, ctx.weight_dtype = (x.shape, x.dtype), weight.dtype
         ctx.weight_is_transposed = w_encoded.layout == "col"
@@ -93,7 +93,7 @@ class _Fp8Product(torch.autograd.Function):
             dw = _scaled_product(codes.t(), x_codes, scale.t(), scale.new_ones(1, x_codes.shape[1]))
             dw = (dw.t() if ctx.weight_is_transposed else dw).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
-            db = g.sum_to_size(ctx.bias[0]).to(ctx.bias[1])
+            db = gradient.float().sum_to_size(ctx.bias[0]).to(ctx.bias[1])
         return dx, dw, db, None, None, None
 
 

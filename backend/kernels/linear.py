@@ -40,10 +40,11 @@ def linear_int8(
         y  = s_x s_w (X W') + b          X, W the INT8 codes; s_x per row, s_w per output
         dx = bf16(g) bf16(s_w W),   dW = bf16(g)' bf16(s_x X),   db = sum g
 
-    x (..., K) encoded "row", W (N, K) encoded "row", b (N) in FP32; the result (..., N) is in `out_type`.
-    Saves the codes and scales only. On devices with FP16 and no BF16 the scales multiply g instead,
-    because decoded values may leave FP16's range. With an `activation` f the result is f(y), and g its
-    gradient times f'(y): gelu saves y in `out_type`, relu its result, as torch would.
+    x (..., K) encoded "row", W (N, K) encoded "row", b (N), or any shape that broadcasts to the result's, in
+    FP32; the result (..., N) is in `out_type`. Saves the codes and scales only. On devices with FP16 and no
+    BF16 the scales multiply g instead, because decoded values may leave FP16's range. With an `activation` f
+    the result is f(y), and g its gradient times f'(y): gelu saves y in `out_type`, relu its result, as torch
+    would.
 
     >>> linear_int8(F.linear, "fp32", Operand(x, x8), Operand(w, w8), b)
     """
@@ -150,8 +151,8 @@ class _Int8Product(torch.autograd.Function):
             saved, out = activated_product(*factors, dtype, activation)
         else:
             out = scaled_product(*factors, dtype if added is None else torch.float32)
-            if added is not None:  # addmm broadcasts any shape
-                out = out.add_(added).to(dtype)
+            if added is not None:  # torch broadcasts any shape to the result's
+                out = out.view(*call.x.data.shape[:-1], out.shape[-1]).add_(added).to(dtype)
             if activation is not None:
                 saved, out = out, activation(out)
                 saved = out if activation.kind == "relu" else saved
@@ -198,7 +199,7 @@ class _Int8Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             shape, dtype = ctx.bias
             if shape != g.shape[1:]:
-                sums = g.float().sum_to_size(shape)
+                sums = g.float().view(gradient.shape).sum_to_size(shape)
             db = (sum_columns(g) if sums is None else sums).to(dtype)
         return dx, dw, db, None
 

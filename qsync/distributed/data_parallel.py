@@ -195,7 +195,7 @@ class HybridDDP(DistributedDataParallel):
 
 def comm_hook_of(parallel: DistributedDataParallel) -> str:
     """Return the name of a DDP's communication hook, torch's built-in ones included; empty if it has none."""
-    return parallel._get_ddp_logging_data().get("comm_hook") or ""  # type: ignore[no-any-return, no-untyped-call]
+    return parallel._get_ddp_logging_data().get("comm_hook") or ""  # type: ignore[no-untyped-call]
 
 
 def one_hook(there: str) -> str:

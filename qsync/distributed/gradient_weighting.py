@@ -135,7 +135,7 @@ def _weights_of(parallel: DistributedDataParallel) -> GradientHook:
     weights = GradientHook(parallel.process_group)
     parallel.register_comm_hook(weights, average_bucket)
     if not isinstance(parallel, HybridDDP):  # which refuses others itself
-        parallel.register_comm_hook = parallel._register_builtin_comm_hook = _refuse_hook  # type: ignore[method-assign, assignment]
+        parallel.register_comm_hook = parallel._register_builtin_comm_hook = _refuse_hook  # type: ignore[method-assign]
     parallel.register_forward_pre_hook(weights.begin)
     return weights
 
