@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # for type checkers: the names below, imported
     from qsync.records.precision import Precision as Precision
     from qsync.records.profiles import Profile as Profile
     from qsync.records.profiles import Sensitivity as Sensitivity
+    from qsync.runtime.model_coverage import coverage as coverage
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ _PUBLIC = {
     "replay": "qsync.planning",
     "wrap": "qsync.api",
     "unwrap": "qsync.api",
+    "coverage": "qsync.runtime.model_coverage",
     "hybrid": "qsync.hybrid_training",
     "elastic": "qsync.elastic_training.start_job",
     "weigh_gradients": "qsync.distributed.gradient_weighting",

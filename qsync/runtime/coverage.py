@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -21,6 +21,7 @@ from qsync.tracing.tracer import tensor_names
 # Below this part of the FLOPs that were to be lowered, the line is a warning.
 _LEAST_LOWERED = 0.5
 _MAX_NAMED = 3
+_LONGEST = 160 - len("qsync: ")  # characters of the line at a model's first call
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +78,74 @@ def products(
     return found
 
 
-def sentence(found: list[Product], asked: Mapping[str, Precision] | Precision, where: str) -> str:
-    """Return one line: how many products run in which precision, and which do not though asked, and why."""
-    if isinstance(asked, Precision):
-        kept = sum(product.runs == asked for product in found)
-        text = f"{kept} of {len(found)} products in {asked}{where}"
-    else:
-        counts = Counter(product.runs for product in found if product.is_changed)
-        each = ", ".join(f"{count} {precision}" for precision, count in sorted(counts.items()))
-        lowered = sum(product.is_lowered for product in found)
-        text = f"{lowered} of {len(found)} products in low precision{where}" + (f" ({each})" if each else "")
-    other: dict[tuple[str, str], list[str]] = {}
-    for product in found:
-        if product.because:
-            other.setdefault((product.runs, product.because), []).append(product.op.name)
-    reasons = [f"{listed(names)} in {runs} because {why}" for (runs, why), names in other.items()]
-    return "; ".join([text, *reasons])
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Products of a model that run in one precision for one reason; no reason where that was asked for."""
+
+    runs: str
+    because: str
+    operators: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the row in one line."""
+        why = f" because {self.because}" if self.because else ""
+        return f"{len(self.operators)} in {self.runs}{why}: {_named(self.operators)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How many products of a model run as they were asked to, and in rows why the others do not.
+
+    `asked` is in words: a precision, or low precision on a device class. `notes` are of the whole model.
+    """
+
+    model: str
+    kept: int
+    asked: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    num_outside: int = 0  # layers that no trace reaches
+
+    @classmethod
+    def of(
+        cls, model: str, found: Iterable[Product], asked: Mapping[str, Precision] | Precision, where: str,
+        notes: Iterable[str] = (), num_outside: int = 0,
+    ) -> Coverage:  # fmt: skip
+        """Count the products of one call; `where` names the device class."""
+        found, by_reason = list(found), dict[tuple[str, str], list[str]]()
+        for product in found:
+            by_reason.setdefault((product.runs, product.because), []).append(product.op.name)
+        rows = tuple(Row(runs, why, tuple(names)) for (runs, why), names in by_reason.items())
+        if isinstance(asked, Precision):
+            kept, what = sum(product.runs == asked for product in found), str(asked)
+        else:
+            kept, what = sum(product.is_lowered for product in found), "low precision"
+        what += f" on {where}" if where else ""
+        return cls(model, kept, what, rows, tuple(filter(None, notes)), num_outside)
+
+    @property
+    def line(self) -> str:
+        """Return one line of at most `_LONGEST` characters: the counts, and where the reasons are."""
+        counts = Counter[str]()
+        for row in self.rows:
+            counts[row.runs] += len(row.operators)
+        each = ", ".join(f"{count} {runs}" for runs, count in sorted(counts.items()))
+        total, end = counts.total(), "; see qsync.coverage(model)"
+        text = f"{self.model}: {self.kept} of {total} products in {self.asked}"
+        if self.num_outside:
+            text += f", {self.num_outside} layers outside of the trace"
+        is_told = set(counts) <= {self.asked.split()[0]}  # all run in the one precision
+        with_counts = text if is_told else f"{text} ({each})"
+        if len(with_counts) + len(end) <= _LONGEST:
+            return with_counts + end
+        most = _LONGEST - len(end)
+        return (text if len(text) <= most else f"{text[: most - 3]}...") + end
+
+    def __str__(self) -> str:
+        """Return the table, a row a line."""
+        total = sum(len(row.operators) for row in self.rows)
+        title = f"{self.model}: {self.kept} of {total} products in {self.asked}"
+        return "\n".join([title, *(f"  {row}" for row in self.rows), *(f"  {note}" for note in self.notes)])
 
 
 def is_mostly_lowered(found: list[Product]) -> bool:
@@ -135,7 +188,9 @@ def warn_once(text: str) -> None:
 def listed(names: list[str]) -> str:
     """Name operators that run as they were not asked to, each once: all if they are few."""
     names = list(dict.fromkeys(names))
-    if len(names) == 1:
-        return f"{names[0]} runs"
+    return f"{_named(names)} {'runs' if len(names) == 1 else 'run'}"
+
+
+def _named(names: Sequence[str]) -> str:
     some = ", ".join(names[:_MAX_NAMED])
-    return f"{some} run" if len(names) <= _MAX_NAMED else f"{some} and {len(names) - _MAX_NAMED} more run"
+    return some if len(names) <= _MAX_NAMED else f"{some} and {len(names) - _MAX_NAMED} more"

@@ -91,6 +91,8 @@ class PlannedForward(ReplacedForward):
     def program(self) -> Program:
         """Return the program, made where there is none yet for the model's device."""
         program = programs.get(self.module)
+        if program is not None and program.runs_as_torch:  # on any device, sharded or not
+            return program
         if self._kind is not type(self.module):
             self._kind, self._compiled = type(self.module), None
             self.make = getattr(self.make, "for_shards", lambda _: self.make)(self.module)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,6 +129,7 @@ class Program:
         compile_islands: bool = False,
         strict: bool = True,
         dynamic: bool | None = None,
+        as_torch: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self.compiles_islands = compile_islands
@@ -142,6 +144,8 @@ class Program:
         self._observer: Observer | None = None
         self._saving_less = saving_less or saving(())
         self._checked = self._has_run = False  # against the plan; at all
+        # Nothing is lowered: once the plan is known to fit, the model's own forward runs, and is not traced.
+        self._as_torch = as_torch
         self.names: dict[str, str] = {}  # in the joined graph, of the segment that runs now, where others
         self._entries: list[_Entry] = []
         self._times_alike: Counter[str] = Counter()  # that a graph of the same shapes was traced
@@ -164,9 +168,19 @@ class Program:
         return model
 
     @property
+    def name(self) -> str:
+        """The name of the model's class."""
+        return type(self._model()).__name__
+
+    @property
+    def runs_as_torch(self) -> bool:
+        """Return whether the model's own forward runs from here on: its plan fits and lowers nothing."""
+        return self._as_torch and (self._checked or self._check is None)
+
+    @property
     def graph(self) -> OpGraph:
         """Return the graph of the last call: its segments joined in the order they ran."""
-        return join(self._segments, type(self._model()).__name__)
+        return join(self._segments, self.name)
 
     @property
     def _segments(self) -> list[Segment]:
@@ -222,6 +236,7 @@ class Program:
             other._check(self.graph, self._chosen_by_data())
         self._check, self._report, self._base = other._check, other._report, other._base
         self.compiles_islands, self.dynamic = other.compiles_islands, other.dynamic
+        self._as_torch = other._as_torch
         self._num_reported = -1
         self.choose(other._choose, saving_less=other._saving_less, strict=other._strict)
 
@@ -257,7 +272,7 @@ class Program:
     def _enter(self, module: torch.fx.GraphModule, inputs: list[Any]) -> _Entry:
         """Read a traced graph, and rewrite it."""
         segment = read_segment(module, inputs, self._names_in_call(), self._segments)
-        graph = join([segment], type(self.model).__name__)
+        graph = join([segment], self.name)
         lowered, slower = self._lower(segment, graph)
         entry = _Entry(segment, graph, lowered, slower, self._rewrite(segment, lowered))
         self._entries.append(entry)
@@ -287,9 +302,13 @@ class Program:
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
-        self._check_autocast()
+        is_autocast = self._check_autocast()
         self.num_calls += torch.is_grad_enabled()
         model = self.model
+        if self.runs_as_torch:
+            self._report_new_graphs()
+            with without_autocast(self.device) if is_autocast else nullcontext():
+                return plain_forward(model)(*args, **kwargs)
         if model.training:
             check_copies(self._copies)
         else:
@@ -337,24 +356,29 @@ class Program:
         """Return the paths of the layers that a call may not reach: in code that the tracer gave up."""
         return {path for path, _ in self.model.named_modules() if path} if self.skipped else ()
 
-    def _check_autocast(self) -> None:
-        """Raise UnsupportedError inside a torch.autocast whose type is not the base."""
+    def _check_autocast(self) -> bool:
+        """Return whether torch.autocast is on. UnsupportedError where its type is not the base."""
         dtype = autocast_type(self.device)
         if self._base is not None and dtype is not None and dtype != self._base:
             raise UnsupportedError(
                 f"torch.autocast is on in {dtype}, and the model was planned above {self._base}: give "
                 f"base={dtype!r} to qsync.hybrid, plan or wrap, or call the model outside of autocast"
             )
+        return dtype is not None
+
+    def _report_new_graphs(self) -> None:
+        """Report what runs now, after a call in which a graph was traced, or the first."""
+        if len(self._entries) > self._num_reported:
+            self._speak()
 
     @untraced("it speaks to the user")
-    def _report_new_graphs(self) -> None:
-        """Report what runs now, after a call in which a graph was traced."""
-        if self._report is not None and len(self._entries) > self._num_reported:
+    def _speak(self) -> None:
+        if self._report is not None:
             self._report(self, self._num_reported < 0)
         self._num_reported = len(self._entries)
         if max(self._times_alike.values(), default=0) >= _MANY_ALIKE:
             warn_once(
-                f"{type(self._model()).__name__} was traced {_MANY_ALIKE} times for the same shapes: Python "
+                f"{self.name} was traced {_MANY_ALIKE} times for the same shapes: Python "
                 "state that forward or a hook reads changes from call to call, as the length of a list does "
                 "that it appends to; a trace takes seconds and its memory stays: keep that state outside of "
                 "the model (TORCH_LOGS=recompiles names it)"
@@ -363,7 +387,7 @@ class Program:
         num_traces = self._num_reported // max(len(self._ran), 1)
         if num_traces >= _MANY_TRACES:
             warn_once(
-                f"{type(self._model()).__name__} was traced {_MANY_TRACES} times, anew for shapes not seen "
+                f"{self.name} was traced {_MANY_TRACES} times, anew for shapes not seen "
                 "before; it runs as planned at each, but a trace takes seconds and its memory stays: pad "
                 "batches to a few lengths"
             )
@@ -383,7 +407,7 @@ class Program:
         note_copies()
         if not self._ran and (reason := why_untraced()):
             raise TracingError(
-                f"{type(self._model()).__name__} ran without its kernels: {reason}; call it without that, or "
+                f"{self.name} ran without its kernels: {reason}; call it without that, or "
                 "qsync.unwrap(model) first"
             )
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
 from qsync.runtime import coverage, islands
 from qsync.runtime.choosers import Chooser, at_base, following, saving, uniform
-from qsync.runtime.coverage import listed
+from qsync.runtime.coverage import Coverage, listed
 from qsync.runtime.planned_forward import PlannedForward, programs, take_over
 from qsync.runtime.program import Program
 from qsync.runtime.sharded_blocks import Block, blocks_apart
@@ -121,6 +121,14 @@ class Wrapping:
         """Return the paths of the modules that compute forward again in backward."""
         return self.plan.levers_of(self.device_class).recomputed if self.plan else ()
 
+    @property
+    def as_torch(self) -> bool:
+        """Return whether a plan lowers nothing on this class, which then runs as torch runs it."""
+        if self.plan is None or self.save_less or self.compile or self.recomputed:
+            return False
+        planned = self.plan[self.device_class]
+        return not planned.saving_less and set(planned.assignment.values()) <= {Precision.FP32}
+
     def check(self, model: torch.nn.Module) -> None:
         """Raise UnsupportedError where the model's device lacks a precision."""
         kernels = backend.select(device_of(model))
@@ -149,9 +157,10 @@ class Wrapping:
             less, strict = saving(["*"] if self.save_less else ()), self.strict or self.precision is None
             return make(choose=self._choice(model), saving_less=less, report=report, strict=strict)
         planned = self.plan[self.device_class]
+        make = partial(make, as_torch=self.as_torch)
         if self.path is not None:
             block = Block(self.path, planned.assignment)
-            report = self._report_blocks if self.speaks and not self.path else None  # one for all blocks
+            report = None if self.path else report  # one for all blocks
             return make(choose=block.choose, check=block.check, report=report, is_part=True)
         less = saving(["*"] if self.save_less else planned.saving_less, self.recomputed)
         check = None if self.fits else self.plan.check_graph
@@ -162,6 +171,8 @@ class Wrapping:
 
         One precision for all needs no parts. Raises UnsupportedError for a plan that saves less.
         """
+        if self.fits and self.as_torch:
+            return self
         blocks = list(blocks_apart(model)) if self.plan is not None else []
         if self.plan is None or not blocks:
             return self
@@ -196,8 +207,60 @@ class Wrapping:
     def _asked(self) -> Mapping[str, Precision] | Precision:
         return self.plan[self.device_class].assignment if self.plan else self.precision or self.base
 
-    def _report_blocks(self, program: Program, is_first: bool) -> None:
-        """Say what is lowered in all blocks of a sharded model, once, and what of the plan did not run."""
+    def _report(self, program: Program, is_first: bool) -> None:
+        """Say what is lowered, at the first call; later only if it is little of a new graph.
+
+        Say once that a plan was made for a batch of other shapes.
+        """
+        found, is_good = self.covered(program)
+        if not is_good or is_first:
+            coverage.say_once(found.line, is_good)
+        if self.path is None and program.lowered and torch.is_grad_enabled() and not program.met_other_shapes:
+            self._report_shapes(program)
+
+    def _report_shapes(self, program: Program) -> None:
+        planned, found = (
+            [shape for shape in of if shape] for of in (self._batch, program.graph.batch_shapes)
+        )
+        if program.skipped:  # the data decides what reaches its layers, beyond the first
+            planned, found = planned[:1], found[:1]
+        if planned and not _fit(found, planned):
+            program.met_other_shapes = True
+            coverage.say_once(
+                f"{program.name}: a batch of {shown_shapes(found)} was never profiled: it runs as planned "
+                f"for {shown_shapes(planned)}, and its time and memory are not known",
+                True,
+            )
+
+    def covered(self, program: Program) -> tuple[Coverage, bool]:
+        """Return what of the last call is lowered, and whether that is most of what was to be."""
+        if program.runs_as_torch and not program.lowered:
+            planned = self.plan[self.device_class].assignment if self.plan else {}
+            kept = coverage.Row(
+                Precision.FP32, "the plan leaves them: the model runs as torch runs it", (*planned,)
+            )
+            where = f"low precision on {self.device_class}"
+            return Coverage(
+                program.name, 0, where, (kept,), tuple(filter(None, [self._emulation(program)]))
+            ), True
+        if self.path is not None:
+            return self._covered_blocks(program)
+        products = coverage.products(program.lowered, self._asked, program.why_not)
+        outside = coverage.layers_outside(program.model, program.graph) if program.broken else []
+        notes = [self._emulation(program)] if not any(product.is_lowered for product in products) else []
+        if program.compiles_islands:
+            notes.append(islands.sentence(program.rewritten))
+        if program.skipped:
+            notes.append(f"of code that torch.compile gives up only layers are lowered: {program.skipped}")
+        if outside:
+            why = "" if program.skipped else f": {program.broken}"
+            notes.append(f"{listed(outside)} outside of what torch.compile traces, or not at all{why}")
+        is_good = coverage.is_mostly_lowered(products) and bool(products or not program.skipped)
+        found = Coverage.of(program.name, products, self._asked, self.device_class, notes, len(outside))
+        return found, is_good and len(outside) <= len(products)
+
+    def _covered_blocks(self, program: Program) -> tuple[Coverage, bool]:
+        """Return what is lowered in all blocks of a sharded model, and what of the plan did not run."""
         planned = self.plan[self.device_class].assignment if self.plan else {}
         products, ran = [], set()
         for module in program.model.modules():
@@ -210,45 +273,23 @@ class Wrapping:
                 ran |= set(names)
                 asked = {op: p for lowered in part.lowered for op, p in block.choose(lowered.graph).items()}
                 products += coverage.products(part.lowered, asked, part.why_not)
-        text = coverage.sentence(products, planned, f" on {self.device_class}")
         missing = [op for op, precision in planned.items() if precision != self.base and op not in ran]
-        if missing:
-            text += f"; {len(missing)} that the plan lowers are outside of what is traced: {listed(missing)}"
-        coverage.say_once(text, coverage.is_mostly_lowered(products) and not missing)
+        note = f"{len(missing)} that the plan lowers are outside of what is traced: {listed(missing)}"
+        found = Coverage.of(program.name, products, planned, self.device_class, [note] if missing else [])
+        return found, coverage.is_mostly_lowered(products) and not missing
 
-    def _report(self, program: Program, is_first: bool) -> None:
-        """Say what is lowered, at the first call; later only if it is little of a new graph.
+    def _emulation(self, program: Program) -> str:
+        return emulation_note(device_of(program.model)) or "" if self.plan is not None else ""
 
-        Say once that a plan was made for a batch of other shapes.
-        """
-        planned, found = (
-            [shape for shape in of if shape] for of in (self._batch, program.graph.batch_shapes)
-        )
-        if program.skipped:  # the data decides what reaches its layers, beyond the first
-            planned, found = planned[:1], found[:1]
-        if planned and found != planned and torch.is_grad_enabled() and not program.met_other_shapes:
-            program.met_other_shapes = True
-            coverage.say_once(
-                f"a batch of {shown_shapes(found)} was never profiled: it runs as planned for "
-                f"{shown_shapes(planned)}, and its time and memory are not known",
-                True,
-            )
-        products = coverage.products(program.lowered, self._asked, program.why_not)
-        is_good = coverage.is_mostly_lowered(products) and bool(products or not program.skipped)
-        if not is_good or is_first:
-            where = f" on {self.device_class}" if self.device_class else ""
-            text = coverage.sentence(products, self._asked, where)
-            lowers_none = self.plan is not None and not any(product.is_lowered for product in products)
-            if note := emulation_note(device_of(program.model)) if lowers_none else "":
-                text += f"; {note}"
-            if program.compiles_islands:
-                text += f"; {islands.sentence(program.rewritten)}"
-            if program.skipped:
-                text += f"; of code that torch.compile gives up only layers are lowered: {program.skipped}"
-            if outside := coverage.layers_outside(program.model, program.graph) if program.broken else []:
-                why = "" if program.skipped else f": {program.broken}"
-                text += f"; {listed(outside)} outside of what torch.compile traces, or not at all{why}"
-            coverage.say_once(text, is_good and len(outside) <= len(products))
+
+def _fit(found: Sequence[Sequence[int]], planned: Sequence[Sequence[int]]) -> bool:
+    """Return whether a batch has the planned shapes, but for fewer samples: the last of an epoch."""
+    if len(found) != len(planned):
+        return False
+    return all(
+        len(own) == len(of) and own[0] <= of[0] and list(own[1:]) == list(of[1:])
+        for own, of in zip(found, planned, strict=True)
+    )
 
 
 def plan_of(model: torch.nn.Module) -> Plan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import sys
@@ -9,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from types import CodeType
 from typing import Any
 
@@ -148,6 +149,7 @@ def met_recompile_limit(model: torch.nn.Module) -> bool:
     return any(len(_debug_get_cache_entry_list(code)) >= limit for code in own)
 
 
+_HINTING = logging.getLogger("torch._dynamo.variables.tensor")
 _SKIPPED: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 
 
@@ -293,10 +295,13 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
             np.random.set_state(numpy_drawn)
 
 
+_has_autocast = cache(torch.amp.is_autocast_available)  # asked at every call
+
+
 @untraced(_ASKS)
 def autocast_type(device: torch.device) -> str | None:
     """Return the type of the torch.autocast that is on for a device; None where none is."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    if not _has_autocast(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return DTYPES[torch.get_autocast_dtype(device.type)]
 
@@ -322,7 +327,8 @@ def dynamo_settings() -> Iterator[None]:
     traced into its products: torch takes it for one operator, or two layers for one in evaluation. Of a
     forward that cannot be traced (a loop over experts that asks how many tokens each has) the layers are
     traced one by one: torch would skip its own modules there. The check of a padding mask is ours: the
-    tracer ends at torch's, whose message names the mask.
+    tracer ends at torch's, whose message names the mask. Hints on how to trace more, ten lines a break, are
+    for who calls torch.compile: `qsync.coverage` says where a trace breaks.
     """
     traced_files = trace_rules.get_legacy_mod_inlinelist()
     layers = LAYER_FILES - traced_files
@@ -337,14 +343,17 @@ def dynamo_settings() -> Iterator[None]:
     check_mask = getattr(functional, _CHECKS_MASK, _check_mask)
     setattr(functional, _CHECKS_MASK, _check_mask)
     try:
-        with torch._dynamo.config.patch(
-            optimize_ddp=False,
-            allow_rnn=True,
-            recompile_limit=sys.maxsize,
-            accumulated_recompile_limit=sys.maxsize,
-            allow_unspec_int_on_nn_module=True,
-            skip_nnmodule_hook_guards=False,
-            use_numpy_random_stream=True,  # or NumPy's draws, and its seeds, become torch's
+        with (
+            _without_hints(),
+            torch._dynamo.config.patch(
+                optimize_ddp=False,
+                allow_rnn=True,
+                recompile_limit=sys.maxsize,
+                accumulated_recompile_limit=sys.maxsize,
+                allow_unspec_int_on_nn_module=True,
+                skip_nnmodule_hook_guards=False,
+                use_numpy_random_stream=True,  # or NumPy's draws, and its seeds, become torch's
+            ),
         ):
             yield
     finally:
@@ -354,6 +363,20 @@ def dynamo_settings() -> Iterator[None]:
         if rule is not None:
             del in_graph[torch.Tensor.unflatten]
             in_graph[functional.multi_head_attention_forward] = rule
+
+
+@contextmanager
+def _without_hints() -> Iterator[None]:
+    """Drop the tracer's hints about breaks, inside."""
+    _HINTING.addFilter(_is_no_hint)
+    try:
+        yield
+    finally:
+        _HINTING.removeFilter(_is_no_hint)
+
+
+def _is_no_hint(record: logging.LogRecord) -> bool:
+    return "Graph break from `Tensor.item()`" not in str(record.msg)
 
 
 @contextmanager

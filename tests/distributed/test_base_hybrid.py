@@ -65,7 +65,8 @@ dist.destroy_process_group()
         assert len(said(output, name)) == 2, name
     classes = ("strong", "weak")
     assert said(output, "coverage") == [
-        f"qsync: 3 of 3 products in low precision on {name} (3 bf16)" for name in classes
+        f"qsync: Net: 3 of 3 products in low precision on {name} (3 bf16); see qsync.coverage(model)"
+        for name in classes
     ]
 
 

@@ -25,8 +25,8 @@ SENTENCES = {
     "double backward (a gradient penalty)": "cannot be differentiated twice",
 }
 WARNINGS = {
-    "`model.half()` after the first call": "0 of 5 products in int8.*has it in fp16",
-    "`model.double()` after the first call": "0 of 5 products in int8.*has it in fp64",
+    "`model.half()` after the first call": "0 of 5 products in int8 (5 fp16)",
+    "`model.double()` after the first call": "0 of 5 products in int8 (5 fp64)",
 }
 
 
@@ -38,7 +38,7 @@ def test_a_case_works_or_is_refused_in_one_sentence(case):
         assert "\n" not in found.sentence
     elif case.name in WARNINGS:
         assert found.verdict == WARNS
-        assert all(part in found.sentence for part in WARNINGS[case.name].split(".*"))
+        assert WARNINGS[case.name] in found.sentence
     else:
         assert found.verdict == WORKS, found
 

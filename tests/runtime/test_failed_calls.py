@@ -108,5 +108,6 @@ def test_a_later_call_that_ends_the_lowering_says_so():
     model, x = qsync.wrap(Watches(), "bf16", strict=True), torch.randn(4, 32)
     model(x)
 
-    with pytest.warns(UserWarning, match="0 of 0 products in bf16; of code that torch.compile gives up only"):
+    with pytest.warns(UserWarning, match="0 of 0 products in bf16; see"):
         model(x, watched=True)
+    assert "of code that torch.compile gives up only layers are lowered" in str(qsync.coverage(model))

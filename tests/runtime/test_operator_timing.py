@@ -97,11 +97,11 @@ def ran(model, *inputs):
 
 def test_what_is_slower_runs_one_precision_up_and_is_said(on, capsys):
     on(Ticking({("int8", 4): 1.0}))
-    assert ran(qsync.wrap(Two(), "int8")) == {"wide": INT8, "small": BF16}
-    assert (
-        "1 of 2 products in int8; small runs in bf16 because int8 is slower at these shapes (strict=True"
-        in capsys.readouterr().err
-    )
+    model = qsync.wrap(Two(), "int8")
+    assert ran(model) == {"wide": INT8, "small": BF16}
+    assert "Two: 1 of 2 products in int8 (1 bf16, 1 int8); see" in capsys.readouterr().err
+    reason = "1 in bf16 because int8 is slower at these shapes (strict=True keeps it): small"
+    assert reason in str(qsync.coverage(model))
     assert ran(qsync.wrap(Two(), "int8", strict=True)) == {"wide": INT8, "small": INT8}
 
 

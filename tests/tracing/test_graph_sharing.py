@@ -314,8 +314,8 @@ def test_numbers_of_samples_per_expert_are_no_batch_that_was_never_profiled(caps
     assert "never profiled" not in capsys.readouterr().err
     torch._dynamo.reset()
     qsync.wrap(model, plan)
-    loss(model, chosen(0, 1, 2)).backward()
-    assert "a batch of 3x16 was never profiled: it runs as planned for 4x16" in capsys.readouterr().err
+    loss(model, chosen(0, 1, 2, 0, 1)).backward()
+    assert "a batch of 5x16 was never profiled: it runs as planned for 4x16" in capsys.readouterr().err
 
 
 def test_a_plan_of_more_layers_than_the_model_has_is_refused():

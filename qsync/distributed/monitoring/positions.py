@@ -12,7 +12,7 @@ _WHERE = ("before forward", "in forward", "in backward", "after backward")
 class Position(NamedTuple):
     """A place in the training loop; the rank with the least is the one that others wait for.
 
-    `num_gradients` are those of this step so far. `loads` is set while the loop waits for a batch.
+    `num_gradients` are the watched ones of this step so far. `loads` is set while the loop waits for a batch.
     """
 
     step: int

@@ -2,7 +2,7 @@
 
 `qsync.replayer.explanation.phases` says what the phases are. A pass begins with the first forward after a
 backward, and ends with the next backward: a step of gradient accumulation has several. A timing hook costs
-about a microsecond and runs once per parameter and step.
+about a microsecond; a step has some twenty of them, however many parameters it trains.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 
+from qsync.distributed.monitoring.gradient_hooks import GradientHooks
 from qsync.distributed.monitoring.positions import AFTER_BACKWARD, BACKWARD, Position
 from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
 from qsync.replayer.explanation.phases import Phases
@@ -78,14 +79,15 @@ class PhaseTimer:
         self._fetching = self._said = False
         self._thread = threading.get_ident()
         self._own = {id(p) for p in parameters}
-        here = weakref.ref(self)  # hooks must not keep the timer alive: its owner decides
+        self._when_ended = _weakly(self._backward_ended)
+        self._gradients = GradientHooks(parameters, _weakly(self._gradient))
         self._hooks = [
             _LoaderHook(self),
-            CallHook(model, lambda: _notify(here, "_forward")),
-            *([] if trained is model else [CallHook(trained, lambda: _notify(here, "_forward_inside"))]),
-            CallHook(trained, lambda: _notify(here, "_returned_from_forward"), after=True),
-            *(_on_gradient(p, lambda: _notify(here, "_gradient")) for p in parameters),
-            *self._optimizer_hooks(here),
+            CallHook(model, _weakly(self._forward)),
+            *([] if trained is model else [CallHook(trained, _weakly(self._forward_inside))]),
+            CallHook(trained, _weakly(self._returned_from_forward), after=True),
+            self._gradients,
+            *self._optimizer_hooks(),
         ]
         self._running.add(self)
 
@@ -100,14 +102,10 @@ class PhaseTimer:
         self._num_calls = self._num_gradients = 0
         self._fetches: list[tuple[Any, Any]] = []
 
-    def _optimizer_hooks(self, here: weakref.ref[PhaseTimer]) -> Iterator[Any]:
+    def _optimizer_hooks(self) -> Iterator[Any]:
         """Time the steps of all optimizers of the process until the timer is gone, stopped or not."""
-        begins = register_optimizer_step_pre_hook(
-            lambda optimizer, *_: _notify(here, "_step_begins", optimizer)
-        )
-        ended = register_optimizer_step_post_hook(
-            lambda optimizer, *_: _notify(here, "_step_ended", optimizer)
-        )
+        begins = register_optimizer_step_pre_hook(_weakly(self._step_begins))
+        ended = register_optimizer_step_post_hook(_weakly(self._step_ended))
         for hook in (begins, ended):
             weakref.finalize(self, hook.remove)
             yield hook
@@ -177,9 +175,10 @@ class PhaseTimer:
             self._fetches.append((start, self._clock.now()))
 
     def _forward(self) -> None:
-        for timer in self._running:
-            if timer is not self and timer._own.isdisjoint(self._own):
-                timer.others.add(self._name)
+        if len(self._running) > 1:
+            for timer in self._running:
+                if timer is not self and timer._own.isdisjoint(self._own):
+                    timer.others.add(self._name)
         if torch.is_grad_enabled():
             self._num_calls += 1
             if self._begun is None:
@@ -202,14 +201,14 @@ class PhaseTimer:
         if self._begun is None:  # a second backward after one forward
             self._begun = self._passes[-1].reduced if self._passes else self._last_gradient
             self._inside = self._returned = self._begun
-        here = weakref.ref(self)
         # DDP queues the wait for its all-reduces while backward runs: what is queued after backward is later.
-        _queue(lambda: _queue(lambda: _notify(here, "_backward_ended")))
+        _queue(lambda: _queue(self._when_ended))
 
     def _backward_ended(self) -> None:
         if self._begun is None:
             return
         now = self._clock.now()
+        self._gradients.backward_ended()
         if len(self._passes) >= _MOST_PASSES:
             self._give_up_step()
             return
@@ -228,11 +227,11 @@ class PhaseTimer:
         self._said, self._ended, self._stepping = True, None, None
         self._reset()
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_ours(optimizer):
             self._stepping, self._stepping_cpu_s = self._clock.now(), self._cpu_s()
 
-    def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_ours(optimizer):
             self.others.add(type(optimizer).__name__)
             return
@@ -245,6 +244,10 @@ class PhaseTimer:
             taken = (self._passes, self._stepping, now, self._fetches, self._num_calls, self._num_steps)
             self._marks.append(_Marks(self._ended, *taken, cpu_s))
         self._num_steps += 1
+        if is_first:
+            self._gradients.step_ended()
+        elif self._num_calls:  # no watched parameter got a gradient: others may have
+            self._gradients.see_all()
         self._ended, self._stepping = now, None
         self._reset()
         if len(self._marks) == self.num_kept:
@@ -342,8 +345,10 @@ class CallHook:
         self._hook.remove()
 
 
-def _on_gradient(parameter: torch.nn.Parameter, then: Callable[[], None]) -> Any:
-    return parameter.register_post_accumulate_grad_hook(lambda _: then())  # type: ignore[no-untyped-call]
+class _NoHook:
+    """A hook that does nothing."""
+
+    def __call__(self, *_: Any) -> None: ...
 
 
 def _queue(then: Callable[[], None]) -> None:
@@ -351,7 +356,14 @@ def _queue(then: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
-def _notify(here: weakref.ref[PhaseTimer], method: str, *args: Any) -> None:
-    timer = here()
-    if timer is not None:
-        getattr(timer, method)(*args)
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a call of a method that does not keep its object alive: the owner of a timer decides."""
+    bound: Any = method
+    here, function = weakref.ref(bound.__self__), bound.__func__
+
+    def call(*args: Any) -> None:
+        timer = here()
+        if timer is not None:
+            function(timer, *args)
+
+    return call
