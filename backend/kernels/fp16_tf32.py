@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from qsync.backend.autograd import differentiable, is_replayed, once_differentiable
 from qsync.backend.encoding import Encoded, Operand
-from qsync.backend.kernels.convolution.image_order import find_channels_last
+from qsync.backend.kernels.convolution.image_order import find_channels_last, with_own_strides
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.sixteen_bit_operands import power_of_two
 
@@ -33,7 +33,7 @@ def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwa
 
 
 def conv2d_fp16(
-    target: Callable[..., Tensor], out_type: str, input: Operand, *args: Any, **kwargs: Any
+    target: Callable[..., Tensor], out_type: str, input: Operand, weight: Operand, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Compute `product_fp16` of images in channels-last order, in which the result lies too.
 
@@ -41,7 +41,8 @@ def conv2d_fp16(
     """
     value, data = find_channels_last(input.value, input.encoded.data)
     images = Operand(value, Encoded(data, input.encoded.scale, input.encoded.layout))
-    return product_fp16(target, out_type, images, *args, **kwargs)
+    filters = Operand(with_own_strides(weight.value), weight.encoded)
+    return product_fp16(target, out_type, images, filters, *args, **kwargs)
 
 
 def product_tf32(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:

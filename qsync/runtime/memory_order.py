@@ -41,6 +41,16 @@ def is_image_by_rows(node: torch.fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim >= 3 and lies_by_rows(value)
 
 
+def is_filter_of_open_strides(node: torch.fx.Node, source: torch.fx.Node) -> bool:
+    """Return whether an operand is the weight of a convolution, with dimensions of size 1.
+
+    The gradient that torch returns for it lies as the images do, and those may lie otherwise than traced.
+    """
+    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    value = source.meta.get("example_value")
+    return source is weight and isinstance(value, torch.Tensor) and value.ndim == 4 and 1 in value.shape
+
+
 def is_registered(node: torch.fx.Node) -> bool:
     """Return whether a call is of an operator that somebody registered, which may ask for any strides."""
     return isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))

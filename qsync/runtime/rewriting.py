@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync.backend.casts.epilogues import activation
 from qsync.backend.encoding import Operand
+from qsync.backend.kernels.convolution.image_order import with_own_strides
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.norms import NORMS_OF_ONE_TYPE, has_bias_alone, norm
 from qsync.lowering.cast_rules import runs_as_traced
@@ -34,6 +35,7 @@ from qsync.runtime.islands import PURE, REPORTS, form_islands, note_conversion, 
 from qsync.runtime.memory_order import (
     asks_for_order,
     by_rows,
+    is_filter_of_open_strides,
     is_image_by_rows,
     is_registered,
     owners_of_order,
@@ -288,6 +290,8 @@ class _Rewriter:
                 return viewed_again(source, base, {base: self._as_traced(segment, base, new)}, new)
             if native and self._reorders and asks_for_order(op, node):
                 return self._in_order(source, taken)
+            if native and self._reorders and op.kind == "conv2d" and is_filter_of_open_strides(node, source):
+                taken = module.graph.call_function(with_own_strides, (taken,))
             value = segment.value_of.get(source)
             if self._watched and run.mode == "fp32" and op.role == "adjustable" and value in op.inputs:
                 index = op.inputs.index(value)

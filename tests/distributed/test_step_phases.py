@@ -15,6 +15,7 @@ from two_ranks import launch, said
 
 from qsync.distributed.monitoring import step_phases
 from qsync.distributed.monitoring.drift_monitor import Monitor, Prediction
+from qsync.distributed.monitoring.positions import AFTER_BACKWARD
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.predictor.profiling.clocks import WallClock
 from qsync.replayer.explanation.phases import Phases
@@ -134,6 +135,34 @@ def test_a_second_backward_after_one_forward_counts():
         parts_s = phases.forward_s + phases.optimizer_cpu_s
         assert phases.period_s == pytest.approx(sum(phases.to_json().values()) - parts_s)
     assert set(timer.num_calls) == {1}
+
+
+def test_few_gradients_are_watched_once_their_order_is_known():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
+    optimizer, timer = torch.optim.SGD(model.parameters(), lr=0.1), PhaseTimer(model, model)
+    for layer in model:  # known to take a millisecond
+        layer.weight.register_hook(lambda _: CLOCK.sleep(0.001))
+
+    def step():
+        optimizer.zero_grad()
+        model(BATCH).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        assert len(timer._gradients) == 60
+        step()
+    assert len(timer._gradients) == 8
+    model(BATCH).sum().backward()
+    assert timer.position() == (2, AFTER_BACKWARD, 8, False)
+    optimizer.step()
+    timer.settle()
+    assert [phases.compute_s for phases in timer.steps] == pytest.approx([0.03] * 2)  # to the last gradient
+
+    watched = {id(p) for p in model.parameters() if p._post_accumulate_grad_hooks}
+    for p in model.parameters():
+        p.requires_grad_(id(p) not in watched)
+    step()
+    assert len(timer._gradients) == 52  # none that was watched came, so all that are trained are again
 
 
 def test_an_optimizer_whose_first_parameter_is_frozen_ends_steps():
@@ -358,6 +387,7 @@ def test_two_models_of_a_job_publish_apart():
 
 
 WAITS = """
+from qsync.distributed.monitoring.positions import AFTER_BACKWARD
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.replayer.explanation.phases import median
 from torch.nn.parallel import DistributedDataParallel as DDP

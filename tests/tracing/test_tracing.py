@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from models import ResNet, build, mlp, step
 from torch import nn
+from torch._dynamo.variables.tensor import TensorVariable
 from traced_models import Applied, Broken, Checkpointed, X
 
 import qsync
@@ -1175,3 +1177,29 @@ def test_operators_have_other_names_than_buffers_and_parameters(precision):
     expected = model(x)
     found = qsync.wrap(model, precision, strict=True)(x)
     assert torch.equal(found, expected) if precision == "fp32" else (found - expected).norm() < 0.1
+
+
+def test_hints_for_who_calls_torch_compile_are_not_shown():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x) * x.sum().item()
+
+    said = []
+    logger = logging.getLogger("torch._dynamo.variables.tensor")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    once = TensorVariable._warn_capture_scalar_outputs  # a process
+    try:
+        once.cache_clear()
+        qsync.capture(Asks(), torch.randn(4, 8))
+        assert not said
+        once.cache_clear()
+        torch.compile(Asks(), backend="eager")(torch.randn(4, 8))  # the user's own still are
+        assert len(said) == 1 and "Graph break" in said[0]
+    finally:
+        logger.removeHandler(handler)

@@ -55,7 +55,8 @@ class GradientHooks:
 
     def _watch(self, numbers: Iterable[int]) -> None:
         self.remove()
-        self._hooks = [self._hook(number) for number in sorted(numbers)]
+        trained = (number for number in sorted(numbers) if self._parameters[number].requires_grad)
+        self._hooks = [self._hook(number) for number in trained]
 
     def _hook(self, number: int) -> Any:
         def arrived(_: torch.Tensor) -> None:
