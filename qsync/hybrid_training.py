@@ -430,7 +430,7 @@ def _profile_and_plan(
     plan.check_graph(graph)
     check_same({"the plan": digest(plan.to_json())})
     if job.is_rank_zero() and (folder / "plan.json").is_file():
-        say_once(f"the plan and its profiles are in {folder}", True)
+        say_once(f"{graph.model}: the plan and its profiles are in {folder}", True)
     return plan, folder
 
 

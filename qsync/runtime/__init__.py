@@ -13,5 +13,6 @@
 `operator_timing`           which precision is fastest for each operator, where no profile says so
 `weight_cache`              weights are cast once per optimizer step on CPUs
 `activation_recomputation`  modules compute forward again in backward
+`model_coverage`            `qsync.coverage`, of a wrapped model
 `coverage`                  how much of a model runs as asked, and why the rest does not
 """

@@ -52,7 +52,7 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
             if op.name in missing:
                 moved.setdefault((op.kind, chosen[op.name], missing[op.name]), []).append(op.name)
         for (kind, instead, reason), names in moved.items():
-            warn_once(f"{kind} in {precision}: {reason}; {listed(names)} in {instead}")
+            warn_once(f"{graph.model}: {kind} in {precision}: {reason}; {listed(names)} in {instead}")
         return chosen
 
     return choose

@@ -28,7 +28,7 @@ def coverage(model: torch.nn.Module) -> Coverage:
     """
     module = wrapped_module(model)
     program, wrapping = program_of(module), wrapping_of(module)
-    if wrapping is None or not (program.lowered or program.runs_as_torch):
+    if wrapping is None or not program.was_called:
         raise MismatchError(
             f"{program.name} was not called yet, and is traced at its first call; train a step, then ask"
         )

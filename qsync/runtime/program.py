@@ -173,6 +173,11 @@ class Program:
         return type(self._model()).__name__
 
     @property
+    def was_called(self) -> bool:
+        """Return whether a call has shown what runs, or none is needed."""
+        return self._checked or self._has_run or self.runs_as_torch
+
+    @property
     def runs_as_torch(self) -> bool:
         """Return whether the model's own forward runs from here on: its plan fits and lowers nothing."""
         return self._as_torch and (self._checked or self._check is None)

@@ -56,7 +56,7 @@ def agree(model: nn.Module, x: torch.Tensor, precision: str) -> None:
         assert (actual - expected).norm() <= 0.05 * expected.norm()
 
 
-@pytest.mark.filterwarnings("ignore:qsync. . of . products:UserWarning")
+@pytest.mark.filterwarnings("ignore:qsync. .* of . products:UserWarning")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_coinciding_operands(name, precision):

@@ -67,7 +67,7 @@ CALLS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:qsync. . of . products")
+@pytest.mark.filterwarnings("ignore:qsync. .* of . products")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("order", ["good bad good good", "bad good", "bad bad good bad good"])
 @pytest.mark.parametrize("call", CALLS)
@@ -90,7 +90,7 @@ def test_an_error_is_torch_s_and_the_next_call_is_lowered(call, order, precision
         assert str(found.value) == str(expected.value)
 
 
-@pytest.mark.filterwarnings("ignore:qsync. . of . products")
+@pytest.mark.filterwarnings("ignore:qsync. .* of . products")
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
 def test_a_call_in_torch_func_is_refused_and_the_next_one_is_lowered(transform):
     torch._dynamo.reset()

@@ -265,7 +265,7 @@ INDEXED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:qsync. . of . products")
+@pytest.mark.filterwarnings("ignore:qsync. .* of . products")
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 @pytest.mark.parametrize("form", INDEXED)
 def test_a_result_that_whole_numbers_index_is_timed_without_them(form, precision):

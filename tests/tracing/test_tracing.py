@@ -956,7 +956,7 @@ class Unbatched(nn.Module):
         return self.fc(self.conv(x[None]))
 
 
-@pytest.mark.filterwarnings("ignore:qsync. . of . products in int8")
+@pytest.mark.filterwarnings("ignore:qsync. .* of . products in int8")
 @pytest.mark.parametrize("make", [Mapped, MappedBeside, Unbatched])
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_what_kernels_cannot_take_stays_in_fp32_beside_what_they_can(make, precision):
