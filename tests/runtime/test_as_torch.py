@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from counting import num_calls
@@ -9,13 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qsync
-from qsync.api import wrap_as
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.experiments.harness.ranks import process_group_of_one
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
-from qsync.runtime.planned_forward import program_of
-from qsync.runtime.wrapping import swap_plan
+from qsync.runtime.planned_forward import program_of, take_over
+from qsync.runtime.wrapping import Wrapping, swap_plan
 
 
 class Net(nn.Module):
@@ -33,6 +34,11 @@ def plan_of(graph, low: Precision) -> Plan:
     return Plan(graph.model, graph.hash, made)
 
 
+def wrap_fitting(model: nn.Module, plan: Plan, speaks: bool = False) -> None:
+    """Wrap a model for the strong class, as `hybrid` does with a plan that it made of the model."""
+    take_over(model, replace(Wrapping.of(plan, "strong", False), speaks=speaks, fits=True))
+
+
 @pytest.fixture
 def planned():
     model, x = Net(), torch.randn(4, 8)
@@ -42,7 +48,7 @@ def planned():
 def test_the_model_s_own_forward_runs_and_nothing_is_traced(planned, capsys):
     model, x, plan = planned
     expected = model(x)
-    wrap_as(model, plan, "strong", speaks=True, fits=True)
+    wrap_fitting(model, plan, speaks=True)
     for _ in range(3):
         assert torch.equal(model(x), expected)
     assert program_of(model).runs_as_torch and not program_of(model).rewritten
@@ -56,7 +62,7 @@ def test_the_model_s_own_forward_runs_and_nothing_is_traced(planned, capsys):
 def test_a_call_costs_a_few_python_calls(planned):
     model, x, plan = planned
     plain = num_calls(lambda: model(x))
-    wrap_as(model, plan, "strong", speaks=False, fits=True)
+    wrap_fitting(model, plan)
     model(x)
     assert num_calls(lambda: model(x)) <= plain + 25  # of 200 in a step of DDP
 
@@ -78,7 +84,7 @@ def test_a_plan_from_elsewhere_is_checked_by_one_trace(planned):
 def test_a_lowered_class_is_traced_and_plans_are_swapped_both_ways(planned):
     model, x, plan = planned
     expected = model(x)
-    wrap_as(model, plan, "strong", speaks=False, fits=True)
+    wrap_fitting(model, plan)
     model(x)
     swap_plan(model, plan, "weak")
     assert not torch.equal(model(x), expected) and program_of(model).rewritten
@@ -89,11 +95,11 @@ def test_a_lowered_class_is_traced_and_plans_are_swapped_both_ways(planned):
 def test_autocast_is_refused_or_switched_off_as_for_lowered_models(planned):
     model, x, plan = planned
     expected = model(x)
-    wrap_as(model, plan, "strong", speaks=False, fits=True)
+    wrap_fitting(model, plan)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="planned above fp32"):
         model(x)
     above = Plan(plan.model, plan.graph_hash, plan.classes, base=Precision.BF16)
-    wrap_as(model, above, "strong", speaks=False, fits=True)
+    wrap_fitting(model, above)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(x), expected)
 
@@ -101,7 +107,7 @@ def test_autocast_is_refused_or_switched_off_as_for_lowered_models(planned):
 def test_blocks_of_a_sharded_model_stay_as_they_are(planned):
     model, x, plan = planned
     expected = model(x)
-    wrap_as(model, plan, "strong", speaks=False, fits=True)
+    wrap_fitting(model, plan)
     with process_group_of_one():
         fully_shard(model.up), fully_shard(model)
         assert torch.equal(model(x), expected)
