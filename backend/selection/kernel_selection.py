@@ -257,6 +257,11 @@ def select(device: str | torch.device = "cpu") -> Kernels:
     'int_mm'
     """
     device = torch.device(device)
+    if device.type == "meta":
+        raise UnsupportedError(
+            "the model is on the meta device: give it memory and weights first (model.to_empty(device=...), "
+            "then its own initialisation)"
+        )
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"qsync has no kernels for {device.type!r}: use cpu or cuda")
     if device.type == "cuda":

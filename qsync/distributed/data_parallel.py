@@ -46,6 +46,7 @@ _WHY_NOT = {
     "skip_all_reduce_unused_params": "it may skip the first bucket, which carries the weights of gradients",
     "check_reduction": "torch ignores it",
 }
+_VIEWS = "gradient_as_bucket_view"
 _CALLS_PER_CHECK = 100
 _TWICE = (
     "the model is in qsync's DistributedDataParallel already, and a second one would divide its gradients by "
@@ -255,6 +256,7 @@ def check_ddp_options(options: object, bucket_cap_mb: float | None = None) -> No
             f"ddp_options must be a mapping of DDP's arguments, found {shortened(options)}; give "
             '{"find_unused_parameters": True}'
         )
+    options = stated_options(options)
     for name in options:
         if name in _WHY_NOT:
             raise FormatError(f"ddp_options takes no {name}: {_WHY_NOT[name]}")
@@ -281,6 +283,21 @@ def check_ddp_options(options: object, bucket_cap_mb: float | None = None) -> No
         )
 
 
+def stated_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that differ from DDP's defaults, which command lines and configurations pass on."""
+
+    def is_default(name: str) -> bool:
+        default = _DDP_ARGUMENTS[name].default if name in _DDP_ARGUMENTS else inspect.Parameter.empty
+        return type(options[name]) is type(default) and options[name] == default
+
+    return {name: value for name, value in options.items() if not is_default(name)}
+
+
+def settled_options(options: Mapping[str, Any], by_qsync: bool) -> dict[str, Any]:
+    """Return stated options, and whether gradients are views of buckets: not in a framework's own DDP."""
+    return {**stated_options(options), _VIEWS: options.get(_VIEWS, by_qsync)}
+
+
 def in_ddp(
     model: torch.nn.Module, bucket_cap_mb: float | None = None, options: Mapping[str, Any] | None = None,
     **planned: Any,
@@ -290,6 +307,6 @@ def in_ddp(
     `planned` is the plan's base and share of the batch.
     """
     device = device_of(model)
-    given = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb, **(options or {})}
+    given = {_VIEWS: True, "bucket_cap_mb": bucket_cap_mb, **(options or {})}
     device_ids = [device.index] if device.type == "cuda" else None
     return HybridDDP(model, device_ids=device_ids, **planned, **given)

@@ -11,13 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from qsync.distributed.agreement import agree_locally, check_same
-from qsync.distributed.data_parallel import check_ddp_options
+from qsync.distributed.data_parallel import check_ddp_options, stated_options
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.hybrid_training import hybrid
 from qsync.integrations.remembered_state import unchanged
@@ -50,8 +50,11 @@ class QSyncStrategy(DDPStrategy):
         FormatError: options that the strategy states itself, or a plan with shares of the batch.
         MismatchError: ranks with different settings.
 
+    Once this module is imported, Lightning knows the strategy by its name, too, with no options.
+
     Example:
         >>> trainer = pl.Trainer(devices=2, strategy=QSyncStrategy(hybrid_options={"slack": 0.05}))
+        >>> trainer = pl.Trainer(devices=2, strategy="qsync")
     """
 
     strategy_name = "qsync"
@@ -60,8 +63,14 @@ class QSyncStrategy(DDPStrategy):
         check_version("lightning")
         super().__init__(**options)
         check_ddp_options(self._ddp_kwargs)
+        self._ddp_kwargs = stated_options(self._ddp_kwargs)  # LightningCLI passes every default of DDP's
         self._hybrid_options = dict(hybrid_options or {})
         self._plan_before: Any = None  # as JSON, of the checkpoint that training goes on from
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Let a Trainer find the strategy by its name alone; DDPStrategy's names stay its own."""
+        strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__ or "", override=True)
 
     def configure_ddp(self) -> None:
         """Plan the network of the LightningModule, then let Lightning wrap that in DDP."""
@@ -256,3 +265,6 @@ def _without_effects(module: pl.LightningModule) -> Iterator[None]:
                 object.__delattr__(module, name)
             if trainer is not None:
                 trainer.loggers = loggers
+
+
+QSyncStrategy.register_strategies(StrategyRegistry)

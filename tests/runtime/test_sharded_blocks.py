@@ -36,6 +36,30 @@ class Model(torch.nn.Module):
             x = block(x)
         return self.head(x)
 
+def sharded(model):
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+def filled(model):
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return model
+
+def modes(model):
+    ran = {}
+    for name, module in model.named_modules():
+        if module in planned_forward.programs:
+            for lowered in planned_forward.programs[module].lowered:
+                adjustable = {op.name for op in lowered.graph.adjustable}
+                for node in lowered.nodes:
+                    if hasattr(node, "mode") and node.op in adjustable:
+                        ran[f"{name}.{node.op}".strip(".").removesuffix(".linear")] = node.mode
+    return ran
+
 torch.manual_seed(0)
 model = Model()
 x = torch.randn(32, 8, generator=torch.Generator().manual_seed(rank))
@@ -47,18 +71,8 @@ assignment = {op: qsync.Precision(p) for op, p in wanted.items()}
 plan = Plan(graph.model, graph.hash, {"here": ClassPlan(assignment)})
 plain = copy.deepcopy(model)
 qsync.hybrid(model, plan=plan, device_class="here", ddp=False)
-for block in model.blocks:
-    fully_shard(block)
-fully_shard(model)
-model(x).square().mean().backward()
-ran = {}
-for name, module in model.named_modules():
-    if module in planned_forward.programs:
-        for lowered in planned_forward.programs[module].lowered:
-            adjustable = {op.name for op in lowered.graph.adjustable}
-            for node in lowered.nodes:
-                if hasattr(node, "mode") and node.op in adjustable:
-                    ran[f"{name}.{node.op}".strip(".").removesuffix(".linear")] = node.mode
+sharded(model)(x).square().mean().backward()
+ran = modes(model)
 say(f"ran: {ran == wanted} {ran}")
 ran_in_fp32 = plain(x).square().mean()
 ran_in_fp32.backward()
@@ -75,14 +89,27 @@ qsync.hybrid(other, plan=plan, device_class="here", ddp=False)
 other.extra = torch.nn.Linear(4, 4)
 forward = Model.forward
 Model.forward = lambda self, x: self.extra(forward(self, x)) if hasattr(self, "extra") else forward(self, x)
-for block in other.blocks:
-    fully_shard(block)
-fully_shard(other)
 try:
-    other(x)
+    sharded(other)(x)
     say("other: went through")
 except QSyncError as error:
     say(f"other: {error}")
+Model.forward = forward
+
+def on_meta():
+    with torch.device("meta"):
+        return Model()
+
+try:
+    qsync.hybrid(on_meta(), plan=plan, device_class="here", ddp=False)
+except QSyncError as error:
+    say(f"on meta: {error}")
+first = qsync.hybrid(filled(on_meta()), plan=plan, device_class="here", ddp=False)
+later = filled(sharded(on_meta()))
+qsync.wrap(later, plan, device_class="here")
+for what, one in (("filled first", sharded(first)), ("sharded first", later)):
+    one(x).square().mean().backward()
+    say(f"{what}: {modes(one) == wanted} {modes(one)}")
 dist.destroy_process_group()
 """
 
@@ -94,6 +121,10 @@ def test_every_block_runs_its_part_of_the_plan(tmp_path):
     assert all(text.startswith("True") for text in said(output, "gradients"))
     for text in said(output, "other"):
         assert "the plan says nothing of extra.linear in the sharded Linear" in text
+    for text in said(output, "on meta"):  # the orders that frameworks.md gives
+        assert "the model is on the meta device: give it memory and weights first" in text
+    for what in ("filled first", "sharded first"):
+        assert all(text.startswith("True") for text in said(output, what)), said(output, what)
 
 
 ALONE = """
