@@ -50,6 +50,7 @@ def frontier(
     progress(f"point 1 of {num}")
     least = allocate(graph, profiles, sensitivity, cluster, **{**options, "slack": 0.0})
     # With unlimited time only memory and pins lower anything.
+    options = {**options, "slack": None}
     highest = allocate(graph, profiles, sensitivity, cluster, **{**options, "target_s": 1e6})
     assert least.step_s is not None and highest.step_s is not None
     plans = [least]
@@ -101,7 +102,7 @@ def fastest_within(
 
     def planned(target_s: float | None) -> Plan:
         progress("least step" if target_s is None else f"a step of {target_s * 1e3:.4g} ms")
-        target = {"target_s": target_s, "slack": 0.0}
+        target = {"target_s": target_s, "slack": 0.0 if target_s is None else None}
         return allocate(graph, profiles, sensitivity, cluster, **{**options, **target})
 
     fast, slow = planned(None), planned(1e6)

@@ -36,8 +36,9 @@ class Options(Constraints):
     """All options of `allocate`: the constraints of the problem, the target, and the solver.
 
     `target_s` is the target step in seconds. If None, it is the least step that the cluster reaches with its
-    strongest class in the base (FP32), times 1 + `slack`. The strongest class is the one whose step in the
-    base takes least. It is lowered only with `lower_all`, or where the base does not fit in its memory.
+    strongest class in the base (FP32), times 1 + `slack`; only one of the two is given. The strongest class
+    is the one whose step in the base takes least. It is lowered only with `lower_all`, or where the base does
+    not fit in its memory.
 
     Where lowering saves less time than the profiles can tell, and no target, slack, pins or memory ask for
     it, everything runs in the base (`Plan.kept_base` says so).
@@ -75,6 +76,8 @@ class Options(Constraints):
             )
         if self.target_s is not None and not 0.0 < self.target_s < math.inf:
             raise FormatError(f"the target must be positive and finite, found {self.target_s}; give seconds")
+        if self.target_s is not None and self.slack is not None:
+            raise FormatError("target_s says what slack adds to the least step; leave one of them out")
         if self.solver not in SOLVERS:
             raise FormatError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
         if not 0.0 <= self.gap < 1.0:
@@ -229,6 +232,7 @@ def as_plan(
             saving_less=tuple((given.saving_less or {}).get(c.name, ())),
             origin=profiles[c.name].origin,
             base=base_on(base, bases_of(c.device, c.precisions)),
+            carries_16bit=c.carried_16bit is not None,
         )
         for c in cluster.classes
     }

@@ -101,7 +101,7 @@ class Search:
         if self.target_s is None or target_s >= self.target_s:
             return
         with suppress(InfeasibleError):  # more samples may not fit, and pins may forbid the base
-            plan = self.solve(setting, target_s=target_s, slack=0.0)
+            plan = self.solve(setting, target_s=target_s, slack=None)
             self.target_s, self.known, self.known_value = target_s, setting, self._relative(plan)
 
     def _relative(self, plan: Plan) -> float:
@@ -150,7 +150,7 @@ class Search:
                 return _INFEASIBLE, None
             return plan.step_s or 0.0, plan
         try:
-            plan = self.solve(setting, target_s=self.target_s, slack=0.0)
+            plan = self.solve(setting, target_s=self.target_s, slack=None)
         except InfeasibleError:
             return self._late(setting)
         return self._relative(plan), plan
@@ -275,7 +275,7 @@ def search(
     value, plan = problem.evaluate(setting)
     if plan is None or value >= _TOO_SLOW:
         return problem.solve(
-            setting, target_s=problem.target_s, slack=0.0
+            setting, target_s=problem.target_s, slack=None
         )  # raises the error that says what is missing
     setting, plan = _fewest_saving(problem, setting, value, plan)
     plan = _with_lever_gains(problem, setting, plan)

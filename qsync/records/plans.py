@@ -49,6 +49,7 @@ class ClassPlan:
     origin: str = "measured"  # of the costs it was chosen by: Profile.origin
     base: Precision = Precision.FP32  # of this class: see qsync.records.base
     margin: float = 0.0  # the part of its compute by which it may be late and the step still reach the target
+    carries_16bit: bool = True  # BF16 along edges, where the device has it; False: not even there
 
     @property
     def lowered(self) -> tuple[str, ...]:
@@ -238,6 +239,7 @@ class Plan:
                 **({"origin": class_plan.origin} if class_plan.origin != "measured" else {}),
                 **({"base": str(class_plan.base)} if class_plan.base is not Precision.FP32 else {}),
                 **({"margin": class_plan.margin} if class_plan.margin else {}),
+                **({} if class_plan.carries_16bit else {"carries_16bit": False}),
                 "predicted": _predicted_to_json(class_plan.predicted),
                 "saving_less": list(class_plan.saving_less),
                 "assignment": {op: str(precision) for op, precision in class_plan.assignment.items()},
@@ -288,6 +290,7 @@ class Plan:
             classes[name] = ClassPlan(
                 assignment, predicted, entry.get("profile_hash"), less, entry.get("origin", "measured"),
                 _base_of(entry), field_of({"margin": 0.0, **entry}, "margin", (int, float), where),
+                field_of({"carries_16bit": True, **entry}, "carries_16bit", bool, where),
             )  # fmt: skip
         if not classes:
             raise FormatError("the plan has no device class; plan again")

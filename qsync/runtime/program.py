@@ -130,6 +130,7 @@ class Program:
         strict: bool = True,
         dynamic: bool | None = None,
         as_torch: bool = False,
+        carries_16bit: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
         self.compiles_islands = compile_islands
@@ -137,6 +138,7 @@ class Program:
             keep_saved_tensors()
         self.dynamic = dynamic  # as in torch.compile: False traces every shape by itself
         self._strict = strict  # else an operator runs in the fastest precision from the chosen one up
+        self._carries_16bit = carries_16bit  # where the device does; False: as the plan was priced
         self._is_part = is_part  # of a model whose sharded blocks have programs of their own
         self._choose, self._check, self._report = choose, check, report
         self._num_reported = -1  # none yet: a call that traces nothing is reported, too
@@ -440,7 +442,8 @@ class Program:
     def _lower(self, segment: Segment, graph: OpGraph) -> tuple[LoweredGraph, dict[str, str]]:
         """Return the lowered graph, and why operators run in a higher precision than was chosen."""
         chosen, saving_less = dict(self._choose(graph)), self._saving_less(graph)
-        lowered = lower(graph, chosen, self.kernels.sixteen_bit, saving_less)
+        carried_16bit = self.kernels.sixteen_bit if self._carries_16bit else None
+        lowered = lower(graph, chosen, carried_16bit, saving_less)
         if self._strict:
             return lowered, {}
         found = fastest_precisions(segment, lowered, candidates(graph, chosen, self.kernels), self.kernels)
@@ -450,7 +453,7 @@ class Program:
             if p != chosen[op]
         }
         if slower:
-            lowered = lower(graph, found, self.kernels.sixteen_bit, saving_less)
+            lowered = lower(graph, found, carried_16bit, saving_less)
         return lowered, slower
 
 

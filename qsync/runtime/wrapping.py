@@ -157,7 +157,7 @@ class Wrapping:
             less, strict = saving(["*"] if self.save_less else ()), self.strict or self.precision is None
             return make(choose=self._choice(model), saving_less=less, report=report, strict=strict)
         planned = self.plan[self.device_class]
-        make = partial(make, as_torch=self.as_torch)
+        make = partial(make, as_torch=self.as_torch, carries_16bit=planned.carries_16bit)
         if self.path is not None:
             block = Block(self.path, planned.assignment)
             report = None if self.path else report  # one for all blocks
