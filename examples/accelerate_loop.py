@@ -27,7 +27,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 10))
     example = (images[:BATCH], labels[:BATCH])
-    # Rank 1 emulates a weak device: it is profiled on half a core.
+    # Rank 1 emulates a weak device: it gets half a core.
     share = 0.5 if accelerator.process_index == 1 else None
     model = qsync.hybrid(model, example, lambda m, b: cross_entropy(m(b[0]), b[1]), emulated_share=share)
 

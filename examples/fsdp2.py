@@ -34,7 +34,7 @@ def main() -> None:
     blocks = [Block(LayerNorm(256), Linear(256, 1024), GELU(), Linear(1024, 256)) for _ in range(2)]
     model = Sequential(Linear(64, 256), *blocks, Linear(256, 10))
     plain = copy.deepcopy(model)
-    # Rank 1 emulates a weak device: it is profiled on half a core.
+    # Rank 1 emulates a weak device: it gets half a core.
     options = {"ddp": False, "emulated_share": 0.5 if dist.get_rank() == 1 else None}
     example = (images[:BATCH], labels[:BATCH])
     model = qsync.hybrid(model, example, lambda m, batch: cross_entropy(m(batch[0]), batch[1]), **options)

@@ -29,7 +29,7 @@ def main() -> None:
     sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 256, "n_layer": 1, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
     model.loss_type = "ForCausalLM"  # for GPT-2 the Trainer would else count a label too many in each row
-    # Rank 1 emulates a weak device: it is profiled on half a core.
+    # Rank 1 emulates a weak device: it gets half a core.
     share = 0.5 if os.environ.get("RANK") == "1" else None
     with tempfile.TemporaryDirectory() as folder:
         options = TrainingArguments(

@@ -32,7 +32,7 @@ def main() -> None:
     adapted = get_peft_model(base, LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM"))
     example = {"input_ids": rows[:BATCH], "labels": rows[:BATCH]}
     rank = int(os.environ.get("RANK", "0"))
-    # Rank 1 emulates a weak device: it is profiled on half a core.
+    # Rank 1 emulates a weak device: it gets half a core.
     model = qsync.hybrid(adapted, example, emulated_share=0.5 if rank == 1 else None)
     num_trained, num_all = adapted.get_nb_trainable_parameters()
 

@@ -103,7 +103,16 @@ __all__ = list(_PUBLIC)
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'qsync' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    module = _PUBLIC[name]
+    if module in sys.modules:
+        return getattr(import_module(module), name)
+    import random
+
+    drawn = random.getstate()  # rich draws as it is imported: a script that has set its seed would see that
+    try:
+        return getattr(import_module(module), name)
+    finally:
+        random.setstate(drawn)
 
 
 def __dir__() -> list[str]:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from qsync import api
 from qsync.allocator import check_options, find_warnings
 from qsync.backend.devices.device_detection import device_of
 from qsync.distributed import accelerate_state, ddp_profiling, job
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
-from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp
+from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp, settled_options
 from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.framework_ddp import FirstCall
 from qsync.distributed.gradient_weighting import set_share, warn_of_batch_norm
@@ -39,6 +40,7 @@ from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan, make_folder
 from qsync.errors import FormatError, QSyncError, shortened
 from qsync.planning import plan as choose_plan
+from qsync.predictor.profiling.loader_wait import first_batch, undrawn
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import default_base, measured_base, parse_base
 from qsync.records.graph import digest
@@ -50,7 +52,7 @@ from qsync.records.precision import Precision
 from qsync.replayer import Sized, profiles_under_levers
 from qsync.runtime.coverage import say_once
 from qsync.runtime.wrapping import check_plan_base, check_plan_compiled, swap_plan, wrapping_of
-from qsync.tracing.tracer import autocast_type, without_autocast
+from qsync.tracing.tracer import autocast_type, undisturbed, without_autocast
 
 logger = logging.getLogger("qsync")
 
@@ -98,11 +100,14 @@ def hybrid(
     Args:
         model: the same on every rank; DDP gives all ranks the values of the first.
         example_batch: a real batch of this rank: a tensor, a tuple (positional) or a dict (keywords), or
-            whatever `loss_fn` takes. Not needed with a `plan`.
+            whatever `loss_fn` takes. Without it the first of the `loader`, on the model's device; random
+            states and the loader's generators are afterwards as before. Not needed with a `plan`.
         loss_fn: `loss_fn(model, batch)` returns the scalar loss. Without it the model's own `.loss` counts.
         plan: run this plan; nothing is profiled then.
         device_class: the name of this rank's class, instead of the detected one.
-        emulated_share: the share of its core that an emulated rank gets, in (0, 1].
+        emulated_share: emulate a weaker device: this process gets that share of its core, in (0, 1], until it
+            ends. It is paused and resumed every few milliseconds, unless something slows it so already
+            (Linux, and a model on the CPU; a loader's workers are not paused).
         precisions: those to choose from, instead of all that this rank multiplies in hardware; with the base
             and FP32 in any case.
         make_optimizer: the training loop's optimizer from parameters, or a list of several: their time and
@@ -167,6 +172,7 @@ def hybrid(
             check_kind(plan, Plan, "plan", "qsync.plan or qsync.Plan.load")
 
     agree_locally("checking options", check_arguments)
+    ddp_options = settled_options(ddp_options, by_qsync=ddp)
     bucket_cap_mb = ddp_options.get("bucket_cap_mb") if bucket_cap_mb is None else bucket_cap_mb
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
@@ -184,6 +190,8 @@ def hybrid(
     folder = program = None
     if plan is None:
         _warn_of_wrapping(model)
+        if example_batch is None and loader is not None:
+            example_batch = agree_locally("making the example batch", lambda: _batch_of(loader, model))
         step = job.TrainingStep(model, example_batch, loss_fn)
         options |= {"base": str(parse_base(base))} if base is not None else {}
         with ExitStack() as stack, without_autocast(device):
@@ -383,6 +391,13 @@ def _in_training_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _batch_of(loader: Iterable[Any], model: torch.nn.Module) -> Any:
+    """Return a loader's first batch on the model's device, and leave nothing drawn."""
+    with undisturbed(model), undrawn(loader):
+        found = first_batch(loader)
+    return tree_map(lambda part: part.to(device_of(model)) if hasattr(part, "to") else part, found)
 
 
 def _may_save_less(options: Mapping[str, Any]) -> bool:

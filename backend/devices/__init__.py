@@ -4,4 +4,6 @@
 `amx`               whether a processor multiplies tiles, and their shapes
 `gpu_state`         clocks of GPUs, and what holds them down
 `kernel_timing`     short timings on CPUs and GPUs
+`emulation`         give a rank a share of its core
+`pausing`           the process that pauses and resumes a rank
 """

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync.backend.devices.emulation import Throttle
 from qsync.experiments.diagnosis.job import Training
-from qsync.experiments.harness.emulation import Throttle
 from qsync.records.precision import Precision
 from qsync.runtime.wrapping import plan_of, swap_plan
 

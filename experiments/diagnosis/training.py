@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import qsync
+from qsync.backend.devices.emulation import pin_to_core
 from qsync.distributed.monitoring.drift_monitor import (
     LASTING_S,
     STEPS_PER_COMPARISON,
@@ -23,7 +24,6 @@ from qsync.distributed.monitoring.drift_monitor import (
 )
 from qsync.experiments.diagnosis.faults import FAULTS
 from qsync.experiments.diagnosis.job import Rows, Training, loss
-from qsync.experiments.harness.emulation import pin_to_core
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.json_files import write_json

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import qsync
+from qsync.backend.devices.emulation import slowed_otherwise
 
 NUM_SAMPLES, FEATURES, CLASSES = 1000, 64, 10
 
@@ -114,6 +115,7 @@ def main(config: dict[str, Any]) -> None:
     model = model_of(config["width"], dtype, seed=config["core"] + len(config["card"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     share = config["share"]
+    slowed_otherwise(share)
     job = qsync.elastic(
         model, optimizer, Rows(dtype), batch_size=config["batch_size"], loss_fn=loss_of,
         card=config["card"], device_class=config["class"], emulated_share=share if share < 1 else None,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import qsync
+from qsync.backend.devices.emulation import slowed_otherwise
 from qsync.elastic_training.shares import SampleOrder
 from qsync.experiments.elastic.card import NUM_SAMPLES, Log, Rows, Slowed, digest_of, loss_of, model_of
 from qsync.experiments.elastic.cluster import Cards
@@ -72,6 +73,7 @@ def main(config: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
     own = names[rank]
     kind, _, number = own.rpartition("-")
+    slowed_otherwise(config["weak_share"] if kind == "infer" else 1.0)
     dtype = getattr(torch, config["dtype"])
     model = model_of(config["width"], dtype, seed=int(number) + len(own))
     model = qsync.hybrid(

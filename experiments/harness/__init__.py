@@ -4,8 +4,6 @@
 `provenance`         machine, versions and commit of a result
 `processes`          run a function in a fresh interpreter
 `ranks`              run a function on real ranks, one of them emulated
-`emulation`          give a rank a share of its core
-`pausing`            the process that pauses and resumes a rank
 `planned_steps`      steps of a model under a plan, timed, and their memory
 `offered_precisions`  the precisions that this machine compares
 `emulated_profiles`  profiles as if a device were slower, a batch smaller, casts free

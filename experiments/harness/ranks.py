@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from qsync import QSyncError
+from qsync.backend.devices.emulation import Throttle, busy_share, pin_to_core
 from qsync.distributed import job
 from qsync.experiments.harness import processes
-from qsync.experiments.harness.emulation import Throttle, busy_share, pin_to_core
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.provenance import folder_of
 from qsync.records.json_files import read_json, write_json

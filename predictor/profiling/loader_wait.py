@@ -76,6 +76,20 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
             )
 
 
+def first_batch(loader: Iterable[Any]) -> Any:
+    """Return the first batch that a loop would get; inside `undrawn` the loop gets it all the same.
+
+    Raises CalibrationError for a loader that can be read once (a generator), which would lose that batch, and
+    what `endless` raises.
+    """
+    if isinstance(loader, Iterator):
+        raise CalibrationError(
+            "the loader can be read once, and planning would use up its first batch; give an example_batch, "
+            "or a loader that can be begun again, as a DataLoader"
+        )
+    return next(endless(loader))
+
+
 @contextmanager
 def undrawn(loader: object) -> Iterator[None]:
     """Fetch from a loader inside; the generators that shuffle it are as before afterwards."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import qsync
 from qsync import api
 from qsync.backend.devices.device_detection import detect_class, device_of
+from qsync.backend.devices.emulation import slow_down
 from qsync.distributed.agreement import agree, agree_locally, check_same
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, measure_link
@@ -159,11 +160,13 @@ def backend_for(device: torch.device) -> str:
 def detect_rank(model: torch.nn.Module, emulated_share: float | None = None, name: str | None = None) -> Rank:
     """Return this rank, with its class under the given name or, without one, the detected name.
 
-    An error on one rank is raised on all.
+    A rank of an `emulated_share` gets no more of its core from now on. An error on one rank is raised on all.
     """
 
     def detect() -> Rank:
         device = device_of(model)
+        if emulated_share is not None:
+            slow_down(device, emulated_share)
         found = detect_class(device, emulated_share, ranks_on_host())
         return Rank(device, replace(found, name=name) if name else found)
 

@@ -69,7 +69,7 @@ def validate(
         steps: how many steps of a plan count in each turn.
         seed: of the plans and of the order in a turn; the same on every rank.
         device_class: the name of this rank's class, instead of the detected one.
-        emulated_share: the share of its core that an emulated rank gets, in (0, 1].
+        emulated_share: the share of its core, in (0, 1], that this process gets: as in `qsync.hybrid`.
         precisions: those to draw from, instead of all that this rank multiplies in hardware.
         make_optimizer: the training loop's optimizer from parameters, or a list of several.
         bucket_cap_mb: the size of DDP's buckets in MiB, instead of DDP's own.

@@ -19,6 +19,7 @@ import qsync
 from qsync import api
 from qsync.allocator import check_options
 from qsync.backend.devices.device_detection import detect_class, device_of
+from qsync.backend.devices.emulation import slow_down
 from qsync.distributed import job
 from qsync.distributed.data_parallel import check_not_parallel
 from qsync.distributed.ddp_profiling import profile_seconds
@@ -89,7 +90,8 @@ def elastic(
         plan: run this plan under every membership; nothing is profiled then. False: lower nothing.
         card: the name of this card, for `qsync release`; without it its class and a number.
         device_class: the name of this card's class, instead of the detected one.
-        emulated_share: the share of its core that an emulated card gets, in (0, 1].
+        emulated_share: the share of its core, in (0, 1], that this process gets from now on: as in
+            `qsync.hybrid`.
         precisions: those to choose from, instead of all that this card multiplies in hardware.
         base: as in `qsync.hybrid`; "fp32" without one.
         share: give cards samples in proportion to their predicted speed, instead of equally many.
@@ -153,6 +155,8 @@ def elastic(
         num_workers,
         collate_fn or default_collate,
     )
+    if emulated_share is not None:
+        slow_down(device_of(model), emulated_share)
     found = detect_class(device_of(model), emulated_share, job.ranks_on_host())
     own = replace(found, name=device_class) if device_class else found
     server = Server(rendezvous.own_host(), timeout_s)

@@ -21,6 +21,7 @@ def test_unequal_ranks_train_together_and_the_plan_is_kept(tmp_path):
     even, and the noise of the profile decides who is lowered).
     """
     body = """
+from qsync.backend.devices import emulation
 from qsync.backend.precisions_that_pay import emulation_note
 from pathlib import Path
 from qsync.runtime import planned_forward
@@ -42,6 +43,7 @@ def other_sgd(parameters):
 net = make(width=512)
 model = qsync.hybrid(net, large, make_optimizer=sgd, **options)
 parallel = torch.nn.parallel.DistributedDataParallel
+say(f"slowed: {emulation._slowed.by and emulation._slowed.by.helper_pid is not None}")
 say(f"wrapper: {isinstance(model, parallel)} {type(model.module).__name__} {model.module is net}")
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -84,6 +86,7 @@ dist.destroy_process_group()
 """
     output = launch(tmp_path, body)
     assert said(output, "wrapper") == ["True Net True"] * 2
+    assert said(output, "slowed") == ["None", "True"]
     assert said(output, "identical") == ["True True"] * 2
     fast, weak = said(output, "modes")
     (base,) = {of_rank.removeprefix("True ") for of_rank in said(output, "base")}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,3 +111,53 @@ def test_hybrid_plans_with_the_loader_and_not_with_a_plan_made_without(tmp_path)
     profiles = [Profile.load(path) for path in tmp_path.glob("*/profile-*.json")]
     without, waiting = sorted(profile.loading_s for profile in profiles)
     assert without == 0.0 and waiting >= 2 * 0.002
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Rows that are drawn from all random states."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        drawn = random.random() + float(np.random.rand())
+        return {"x": torch.randn(8) + drawn, "y": torch.tensor(index % 3)}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the global generator", "a generator of its own"])
+def test_hybrid_takes_its_batch_from_the_loader_and_draws_nothing(own, tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_PROFILE_S", "1")
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1) if own else None
+    loader = torch.utils.data.DataLoader(Augmented(), batch_size=4, shuffle=True, generator=generator)
+    model, seen = nn.Linear(8, 3), []
+
+    def loss_fn(model, batch):
+        seen.append(batch)
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    def states():
+        drawn = generator.get_state().tolist() if generator else []
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), drawn
+
+    before = states()
+    qsync.hybrid(model, loader=loader, loss_fn=loss_fn, cache_dir=tmp_path)
+    assert states() == before
+    first = next(iter(loader))  # the loop's own: not another one
+    assert torch.equal(first["x"], seen[0]["x"]) and torch.equal(first["y"], seen[0]["y"])
+
+
+def test_a_loader_that_can_be_read_once_keeps_its_first_batch(tmp_path):
+    loader = iter([torch.randn(4, 8)])
+    with pytest.raises(
+        CalibrationError, match="planning would use up its first batch; give an example_batch"
+    ):
+        qsync.hybrid(nn.Linear(8, 3), loader=loader, loss_fn=lambda m, b: m(b).sum(), cache_dir=tmp_path)
+    assert next(loader).shape == (4, 8)
+
+
+def test_a_name_that_is_loaded_when_it_is_used_draws_nothing():
+    code = (
+        "import random, qsync; before = random.getstate(); qsync.hybrid; print(random.getstate() == before)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "True"

@@ -2,21 +2,29 @@
 
 Kernels, types and messages are real, only slower by a known factor, and every output that stems from such a
 rank says "emulated". Linux only: it needs signals, CPU affinity and a death signal for the helper.
+
+A process is slowed once, whoever asks: an experiment that has slowed its rank declares what the rank got, and
+`slow_down` adds nothing.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import subprocess
 import sys
 import time
 
-from qsync import QSyncError
-from qsync.errors import UnsupportedError
-from qsync.experiments.harness import pausing
+import torch
+
+from qsync.backend.devices import pausing
+from qsync.errors import FormatError, QSyncError, UnsupportedError
 
 _STOP_TIMEOUT_S = 5.0
+_WHOLE = "leave emulated_share out (--weak-share 1 of qsync demo)"
+# By how much what a slowed rank measured of its share may differ from what it was to get.
+_SAME_SHARE = 0.1
 
 
 def pin_to_core(local_rank: int) -> int:
@@ -32,6 +40,43 @@ def pin_to_core(local_rank: int) -> int:
         with contextlib.suppress(ProcessLookupError):  # a thread that ended meanwhile
             os.sched_setaffinity(int(thread), {core})
     return core
+
+
+def slow_down(device: torch.device, share: float) -> None:
+    """Give this process `share` of its core until it ends, unless something slows it so already.
+
+    Raises UnsupportedError on a GPU, which works on while its process is paused, and where `Throttle` does;
+    FormatError where this process is slowed to another share.
+    """
+    if device.type != "cpu":
+        raise UnsupportedError(
+            f"emulated_share pauses a rank's process, and a {device.type} device works on meanwhile; leave "
+            "it out"
+        )
+    if _slowed.by is not None:
+        if abs(_slowed.by.share - share) > _SAME_SHARE:
+            raise FormatError(
+                f"emulated_share is {share:.4g}, but this process gets {_slowed.by.share:.4g} of its core "
+                "already; give the same to every call"
+            )
+        return
+    throttle = Throttle(share)
+    throttle.__enter__()
+    atexit.register(throttle.__exit__)
+
+
+def slowed_otherwise(share: float) -> None:
+    """Note that this process is made as slow as a share of its core by other means: nothing pauses it."""
+    _slowed.by = Throttle(share)
+
+
+class _Slowed:
+    """What slows this process."""
+
+    by: Throttle | None = None
+
+
+_slowed = _Slowed()
 
 
 class Throttle:
@@ -58,8 +103,7 @@ class Throttle:
         """Start pausing; return when the first cycle has begun. UnsupportedError if the helper cannot run."""
         if self.share == 1:
             return self
-        if not sys.platform.startswith("linux"):
-            raise UnsupportedError("an emulated device needs Linux; use --weak-share 1 on this system")
+        self._check()
         # -I -S: nothing of the user's environment, so that the helper is there within 20 ms. It inherits our
         # core. A session of its own keeps Ctrl-C from ending it before us.
         command = [sys.executable, "-I", "-S", pausing.__file__, str(os.getpid()), repr(self.share)]
@@ -73,15 +117,32 @@ class Throttle:
             self.__exit__()
             raise UnsupportedError(
                 f"the emulated device's helper did not start ({reason[-1] if reason else 'no message'}); "
-                "use --weak-share 1, or a system that allows prctl and signals"
+                f"{_WHOLE}, or use a system that allows prctl and signals"
             )
+        _slowed.by = self
         return self
+
+    def _check(self) -> None:
+        """Raise UnsupportedError where pauses cannot work, or would be taken for something else."""
+        if not sys.platform.startswith("linux"):
+            raise UnsupportedError(f"an emulated device needs Linux; {_WHOLE} on this system")
+        if os.getpid() == 1:
+            raise UnsupportedError(
+                f"the first process of a container cannot be paused; start it by torchrun, or {_WHOLE}"
+            )
+        if os.getppid() == os.getsid(0) and _has_terminal():
+            raise UnsupportedError(
+                "a shell takes its child for stopped as soon as it is paused; start an emulated device by "
+                "torchrun, or put `setsid -w` in front of the command"
+            )
 
     def __exit__(self, *error: object) -> None:
         """Stop pausing; this process runs on at full speed."""
         helper, self._helper = self._helper, None
         if helper is None:
             return
+        if _slowed.by is self:
+            _slowed.by = None
         helper.terminate()
         try:
             helper.wait(_STOP_TIMEOUT_S)
@@ -91,6 +152,14 @@ class Throttle:
         for stream in (helper.stdout, helper.stderr):
             if stream:
                 stream.close()
+
+
+def _has_terminal() -> bool:
+    """Return whether this process has a terminal that controls it."""
+    with contextlib.suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+        return True
+    return False
 
 
 def busy_share(duration_s: float) -> float:

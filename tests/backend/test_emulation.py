@@ -4,26 +4,29 @@ dies."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import pty
 import random
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from qsync.backend.devices import pausing
+from qsync.backend.devices.emulation import Throttle
 from qsync.errors import QSyncError
-from qsync.experiments.harness import pausing
-from qsync.experiments.harness.emulation import Throttle, busy_share
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the emulation is for Linux")
 
 RANK = """
 import sys
-from qsync.experiments.harness.emulation import Throttle, busy_share, pin_to_core
+from qsync.backend.devices.emulation import Throttle, busy_share, pin_to_core
 pin_to_core(0)
 throttle = Throttle(float(sys.argv[1]))
 throttle.__enter__()
@@ -119,13 +122,77 @@ def test_a_rank_runs_on_when_its_helper_dies(how):
         assert all(state(rank.pid) != "T" for _ in range(1000))
 
 
+STOPPED = """
+import os
+from qsync.backend.devices.emulation import Throttle, busy_share
+with Throttle(0.2) as throttle:
+    helper, slow = throttle.helper_pid, busy_share(0.5)
+print(os.path.exists(f"/proc/{helper}"), throttle.helper_pid)
+print(any(busy_share(0.3) > 1.5 * slow for _ in range(100)))
+"""
+
+
 def test_stop_gives_the_whole_core_back_and_leaves_no_process():
-    with Throttle(0.2) as throttle:
-        helper = throttle.helper_pid
-        slow = busy_share(0.5)
-    assert state(helper) == "gone"
-    assert throttle.helper_pid is None
-    assert any(busy_share(0.3) > 1.5 * slow for _ in range(100))
+    output = subprocess.check_output([sys.executable, "-c", STOPPED], text=True)
+    assert output.split() == ["False", "None", "True"]
+
+
+ONCE = """
+import os
+from pathlib import Path
+import torch
+from qsync.backend.devices.emulation import Throttle, _slowed, slow_down, slowed_otherwise
+from qsync.errors import QSyncError
+
+def helpers():
+    (thread,) = [t for t in Path("/proc/self/task").iterdir() if t.name == str(os.getpid())]
+    return len((thread / "children").read_text().split())
+
+def refused(device, share):
+    try:
+        slow_down(torch.device(device), share)
+    except QSyncError as error:
+        print(error)
+
+cpu = torch.device("cpu")
+with Throttle(0.5):  # as the demo's weak rank
+    slow_down(cpu, 0.493)  # what it measured
+    print(helpers())
+slowed_otherwise(0.5)
+slow_down(cpu, 0.5)
+print(helpers())
+_slowed.by = None
+slow_down(cpu, 0.5)
+slow_down(cpu, 0.5)  # a second model of the same rank
+print(helpers())
+refused("cpu", 0.25)
+refused("cuda", 0.5)
+"""
+
+
+def test_a_process_is_slowed_once_whoever_asks():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ONCE], capture_output=True, text=True, check=True
+    )
+    *counts, other, gpu = done.stdout.splitlines()
+    assert counts == ["1", "0", "1"] and not done.stderr  # nor does the helper outlive it unreaped
+    assert "emulated_share is 0.25, but this process gets 0.5 of its core already" in other
+    assert "a cuda device works on meanwhile" in gpu
+
+
+def test_a_shell_that_would_take_the_rank_for_stopped_is_named():
+    code = "from qsync.backend.devices.emulation import Throttle; Throttle(0.5).__enter__()"
+    leader, follower = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--norc", "-i"], stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(follower)
+    os.write(leader, f"{sys.executable} -c '{code}' 2>&1 | tail -1; exit\n".encode())
+    shell.wait()
+    said = os.read(leader, 100_000).decode()
+    os.close(leader)
+    assert "put `setsid -w` in front of the command" in " ".join(said.split())
 
 
 def test_a_whole_share_needs_no_helper():
@@ -143,7 +210,7 @@ def test_every_thread_is_pinned():
     code = (
         "import os, threading, time\n"
         "threading.Thread(target=time.sleep, args=(1,), daemon=True).start()\n"
-        "from qsync.experiments.harness.emulation import pin_to_core\n"
+        "from qsync.backend.devices.emulation import pin_to_core\n"
         "core = pin_to_core(1)\n"
         "print(all(os.sched_getaffinity(int(t)) == {core} for t in os.listdir('/proc/self/task')))\n"
     )
@@ -162,7 +229,7 @@ def test_the_helper_imports_neither_torch_nor_qsync():
 
 def test_pinning_counts_within_the_cores_allowed():
     code = (
-        "import os; from qsync.experiments.harness.emulation import pin_to_core\n"
+        "import os; from qsync.backend.devices.emulation import pin_to_core\n"
         "cores = os.sched_getaffinity(0)\n"
         "print(pin_to_core(len(cores)) == min(cores))\n"
     )
