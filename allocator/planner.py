@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qsync.allocator.explanation.plan_warnings import at_base, hidden_by_noise
+from qsync.allocator.explanation.plan_warnings import AGAIN, at_base, hidden_by_noise
 from qsync.allocator.problem import Constraints, added_variance, gradient_weight, make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
@@ -159,8 +159,8 @@ def _at_base(plan: Plan, hidden: str, graph: OpGraph, *records: Any) -> Plan:
     base = {c.name: at_base(graph, plan[c.name], profiles[c.name]) for c in cluster.classes}
     plan = as_plan(graph, base, profiles, cluster, given, sensitivity=sensitivity)
     return replace(plan, target_s=plan.step_s, kept_base=(
-        f"{hidden}: it is not used, and every operator runs in {plan.base}; profile again on a quieter "
-        "machine or for longer (QSYNC_PROFILE_S), or give slack=0 for the fastest plan"
+        f"{hidden}: it is not used, and every operator runs in {plan.base}; {AGAIN} on a quieter machine "
+        "or for longer (QSYNC_PROFILE_S=120), or give slack=0 for the fastest plan"
     ))  # fmt: skip
 
 

@@ -209,6 +209,7 @@ def hybrid(
         if base is not None:
             agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
         agree_locally("checking the plan", lambda: check_plan_compiled(plan, compile))
+        _log_warnings(plan)
     own = rank.device_class.name
     is_first = job.is_first_of(own)
     agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, is_first, program))
@@ -442,6 +443,8 @@ def _profile_and_plan(
         plan = Plan.from_json(from_rank_zero(
             "planning", lambda: _plan_and_save(basis, folder, profiling.bucket_cap_bytes, options).to_json()
         ))  # fmt: skip
+    else:
+        _log_warnings(plan)
     plan.check_graph(graph)
     check_same({"the plan": digest(plan.to_json())})
     if job.is_rank_zero() and (folder / "plan.json").is_file():
@@ -456,14 +459,19 @@ def _plan_and_save(
         basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
         bucket_cap_bytes=bucket_cap_bytes, **options,
     )  # fmt: skip
-    save_with_warnings(folder, plan, basis, options.get("budgets"), options.get("other"))
-    return plan
+    return save_with_warnings(folder, plan, basis, options.get("budgets"), options.get("other"))
 
 
 def save_with_warnings(
     folder: Path, plan: Plan, basis: Basis, budgets: Mapping[str, int] | None, other: Sized | None = None
-) -> None:
-    """Write a plan beside its basis, and log the reasons to doubt it, or why it is not kept."""
+) -> Plan:
+    """Write a plan beside its basis, and log the reasons to doubt it, or why it is not kept.
+
+    Returns the plan with these reasons, which whoever uses it later reads again.
+    """
+    profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers, other)
+    found = find_warnings(basis.graph, plan, profiles, basis.cluster, budgets)
+    plan = replace(plan, warnings=tuple(found))
     try:
         if other is not None:
             other.save(folder)
@@ -473,6 +481,10 @@ def save_with_warnings(
             "qsync: the plan is not kept in %s (%s), so the next start profiles again; make space there, or "
             "give cache_dir another folder", folder, error.strerror or error,
         )  # fmt: skip
-    profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers, other)
-    for warning in find_warnings(basis.graph, plan, profiles, basis.cluster, budgets):
+    _log_warnings(plan)
+    return plan
+
+
+def _log_warnings(plan: Plan) -> None:
+    for warning in plan.warnings if job.is_rank_zero() else ():
         logger.warning("qsync: %s", warning)

@@ -15,6 +15,8 @@ from qsync.records.profiles import CARRIED, LEARNED, MEASURED, Profile
 from qsync.replayer import replay
 from qsync.replayer.check_records import checked_lowerings
 
+# A cached plan is not profiled again: the next start needs another folder for it.
+AGAIN = "profile again, with cache_dir= another folder,"
 UNSTEADY = 0.05  # of a step: steps of one kind differ by more on a busy machine
 
 
@@ -37,7 +39,7 @@ def find_warnings(
     used = set(plan.levers.used) & {SHARE, ACCUMULATE} if plan.levers else set()
     found = [
         f"{norms[0]} and the other batch norms take their statistics over the samples of one rank and pass, "
-        f"which the plan changes ({' and '.join(sorted(used))}); leave these levers off, or train with "
+        f"which the plan changes ({' and '.join(sorted(used))}); leave them out of levers=, or train with "
         "SyncBatchNorm"
     ] if norms and used else []  # fmt: skip
     found += _rounded_for_backward(graph, plan, profiles, cluster)
@@ -47,7 +49,7 @@ def find_warnings(
     if not any(entry.lowered for entry in plan.classes.values()):
         return found
     if hidden := hidden_by_noise(graph, plan, profiles, cluster, budgets):
-        return [*found, f"{hidden}; profile again on a quieter machine, or for longer (QSYNC_PROFILE_S)"]
+        return [*found, f"{hidden}; {AGAIN} on a quieter machine or for longer (QSYNC_PROFILE_S=120)"]
     return found + [doubt for each in cluster.classes if (doubt := _doubt(profiles[each.name]))]
 
 
@@ -60,25 +62,25 @@ def _doubt(profile: Profile) -> str:
     ):
         return (
             f"no model prices launches, so {profile.device_class} waits for its host in no prediction, and "
-            "steps of short kernels take longer; profile this shape"
+            "steps of short kernels take longer; profile this shape by qsync.profile"
         )
     if profile.origin != MEASURED:
         return ""
     if profile.held_down:
         return (
             f"the clock of {profile.device_class} was held down by {' and '.join(profile.held_down)} during "
-            "its profile, so its times are a hot card's; profile again once it is cooler"
+            f"its profile, so its times are a hot card's; {AGAIN} once it is cooler"
         )
     unsteady = max(profile.noise, profile.drift)
     if unsteady > UNSTEADY:
         return (
             f"the profile of {profile.device_class} was taken on a busy machine: its steps differ by "
-            f"{unsteady:.0%}; profile again when nothing else runs"
+            f"{unsteady:.0%}; {AGAIN} when nothing else runs"
         )
     if profile.num_steps and not profile.noise:
         return (
             f"the profile of {profile.device_class} saw most of its steps once, so its noise is unknown; "
-            "profile for longer (QSYNC_PROFILE_S)"
+            f"{AGAIN} for longer (QSYNC_PROFILE_S=120, in seconds)"
         )
     return ""
 
@@ -96,7 +98,7 @@ def _rounded_for_backward(
             more = f" and {len(coded) - 1} more" if len(coded) > 1 else ""
             found.append(
                 f"{coded[0]}{more} keep eight-bit codes for backward on {name}, and what that adds to the "
-                "gradient's variance is in no prediction; where it matters, let fewer operators save less"
+                "gradient's variance is in no prediction; where it matters, name fewer in saving_less="
             )
     return found
 

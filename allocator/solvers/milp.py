@@ -19,11 +19,14 @@ of backward runs, the all-reduces that follow are slower. These rows are linear 
 The solutions of the programs are replayed. If a replayed step is longer than the rows say (a class waits for
 another), the programs are solved again for a target shorter by the difference. An assignment that needs too
 much memory is cut off. Every solution returned was replayed. One row counts the bytes certainly saved for
-backward (`memory_lower_bound`); other memory is in no row, so the bound is loose where memory binds.
+backward (`memory_lower_bound`); other memory is in no row, so the bound is loose where memory binds. Where
+the best by the rows does not hold, a class of few assignments is solved by replaying them from the least
+variance up.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +48,11 @@ from qsync.allocator.solvers.milp_expressions import (
     total,
 )
 from qsync.allocator.solvers.precision_recovery import PRIORITIES, TOLERANCE, holds, recover
+from qsync.allocator.solvers.replayed_assignments import (
+    MAX_REPLAYED,
+    ReplayedAssignments,
+    num_assignments,
+)
 from qsync.allocator.solvers.solution import Solution
 from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.records.precision import Precision
@@ -155,6 +163,7 @@ class _Class:
         self._ready = [0, *(bucket.ready for bucket in state.problem.exchange.buckets)]
         self._rows: dict[int, Sum] = {}
         self._add_row(0)
+        self._replayed: ReplayedAssignments | None = None
 
     def solve(self, time_limit_s: float, gap: float) -> float:
         """Find the best assignment; return the variance that none falls below."""
@@ -169,13 +178,15 @@ class _Class:
                 bound = max(bound, least)
             if found is None:
                 break
-            over = self._misses(found)
+            over = self._misses(found, with_row=not few)
             if over is None:
                 self.best = found
                 break
             if time.perf_counter() > end:
                 self.status = TIME_LIMITED
                 break
+            if num_assignments(self._one.part) <= MAX_REPLAYED:
+                return self._replay_all(bound, end)
             if few:
                 self._cuts.append(self._model.excluding(found))
             else:
@@ -186,6 +197,21 @@ class _Class:
                     self._cuts.append(row)
         return bound
 
+    def _replay_all(self, bound: float, end: float) -> float:
+        """Replay the assignments of no less variance than `bound`; keep the best, and return its variance.
+
+        Where rows know little, as of memory, cutting off one assignment after the other takes a program each.
+        """
+        self._replayed = ReplayedAssignments(
+            self._one.part, self._step_s_where_it_fits, bound, self._variance
+        )
+        found, least = self._replayed.best_within(self._target_s, end)
+        if found is not None:
+            self.best = found
+        elif least < self._variance:
+            self.status = TIME_LIMITED
+        return min(least, self._variance)
+
     def relaxed(self, time_limit_s: float) -> float:
         """Return the variance that no assignment falls below if precisions could be mixed."""
         if self._is_settled:
@@ -194,7 +220,11 @@ class _Class:
 
     def within(self, target_s: float, time_limit_s: float, gap: float) -> dict[str, Precision] | None:
         """Return the best assignment for another target, None if none is found in time."""
-        return None if self._is_settled else self._solved(target_s, time_limit_s, gap)[0]
+        if self._is_settled:
+            return None
+        if self._replayed is not None:
+            return self._replayed.best_within(target_s, time.perf_counter() + time_limit_s)[0]
+        return self._solved(target_s, time_limit_s, gap)[0]
 
     @property
     def _is_settled(self) -> bool:
@@ -280,20 +310,36 @@ class _Class:
         lost = float(least_losses_s(self._one.work, exchange)[: k - 1].sum())
         return seconds + lost + sum(exchange.durations_s[k - 1 :])
 
-    def _misses(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
+    def _misses(self, assignment: Mapping[str, Precision], with_row: bool) -> tuple[float, Row | None] | None:
         """Return the part by which an assignment misses the target, and a row if it misses memory; else None.
 
-        The class is replayed beside the classes that are not lowered. Where other classes are, none of these
-        is taken to be the last that computes, which costs more: no step of all classes is shorter.
+        `with_row` False leaves the row out.
         """
-        state, move = self._state, self._state.move(self.name, assignment)
-        works = [self._one.work.slower(state.late_factor(self.name)), *self._beside]
+        move = self._state.move(self.name, assignment)
+        late, fits = self._step_s() / self._target_s - 1.0, self._one.fits()
+        row = self._less_memory_row(assignment) if with_row and not fits else None
+        self._state.back(move)
+        return (max(late, 0.0), row) if late > TOLERANCE or not fits else None
+
+    def _step_s_where_it_fits(self, assignment: Mapping[str, Precision]) -> float:
+        """Return the seconds of the step under an assignment; infinite if it is in time and misses memory."""
+        move = self._state.move(self.name, assignment)
+        step_s = self._step_s()
+        if step_s <= self._target_s * (1 + TOLERANCE) and not self._one.fits():
+            step_s = math.inf
+        self._state.back(move)
+        return step_s
+
+    def _step_s(self) -> float:
+        """Return the seconds of the step as the class stands, beside the classes that are not lowered.
+
+        Where other classes are, none of these is taken to be the last that computes, which costs more: no
+        step of all classes is shorter.
+        """
+        works = [self._one.work.slower(self._state.late_factor(self.name)), *self._beside]
         if self._is_partial:
             works = [replace(work, is_one=False) for work in works]
-        late = step_time(works, state.problem.exchange) / self._target_s - 1.0
-        row = None if self._one.fits() else self._less_memory_row(assignment)
-        state.back(move)
-        return (max(late, 0.0), row) if late > TOLERANCE or row is not None else None
+        return step_time(works, self._state.problem.exchange)
 
     def _memory_row(self) -> Row:
         """Return the row that bytes certainly saved for backward fit in the budget."""

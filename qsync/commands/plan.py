@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,14 +164,15 @@ def plan(
         return
     basis, chosen = _choose(basis, goal, search, folder, options)
     _check_by_replay(basis, chosen, options["budgets"])
-    warnings = find_warnings(basis.graph, chosen, basis.profiles, basis.cluster, options["budgets"])
+    found = find_warnings(basis.graph, chosen, basis.profiles, basis.cluster, options["budgets"])
+    chosen = replace(chosen, warnings=tuple(found))
     chosen.save(out)
     if as_json:
-        print_json({**chosen.to_json(), **({"warnings": warnings} if warnings else {})})
+        print_json(chosen.to_json())
         return
     console.print(tables.plan_table(chosen))
     print_lines(*tables.lever_lines(chosen), *tables.base_lines(chosen), *tables.gap_lines(chosen))
-    for warning in warnings:
+    for warning in chosen.warnings:
         console.print(Text.assemble(("Warning:", "yellow"), f" {warning}"), soft_wrap=True)
     print_lines(f"written to {out}; checked by full replay (simulated)")
 

@@ -61,6 +61,8 @@ class ClassPlan:
 class Plan:
     """Precisions per device class. Keyed by class, never by rank.
 
+    Predictions and warnings are of the plan as it was made: `pin` and `save_less` drop them.
+
     >>> plan = qsync.Plan.load("plan.json").pin("encoder.layer.0.*", "fp32")
     >>> plan.save("pinned.json")
     """
@@ -82,6 +84,7 @@ class Plan:
     batch: tuple[tuple[int, ...], ...] = ()  # the shapes of a rank's batch that it was planned for
     compiled: bool = False  # it was made from profiles taken with compile=True, and runs so
     kept_base: str = ""  # why nothing is lowered though lowering was predicted to save time
+    warnings: tuple[str, ...] = ()  # reasons to doubt it, found when it was made
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -180,7 +183,7 @@ class Plan:
             )
             for name, class_plan in self.classes.items()
         }
-        return replace(self, classes=classes, step_s=None, bound=None)
+        return replace(self, classes=classes, step_s=None, bound=None, warnings=())
 
     def save_less(self, pattern: str = "*", device_class: str | None = None) -> Plan:
         """Return a plan in which the following operators that match save less for backward.
@@ -201,7 +204,7 @@ class Plan:
             )
             for name in chosen
         }
-        return replace(self, classes={**self.classes, **changed}, step_s=None, bound=None)
+        return replace(self, classes={**self.classes, **changed}, step_s=None, bound=None, warnings=())
 
     def diff(self, other: Plan) -> str:
         """Return the differences to another plan, one a line; empty if the plans run alike.
@@ -258,6 +261,7 @@ class Plan:
             "batch": [list(shape) for shape in self.batch] or None,
             "compiled": self.compiled or None,
             "kept_base": self.kept_base or None,
+            "warnings": list(self.warnings) or None,
         }
         return {
             "kind": "plan", "version": VERSION, "model": self.model, "graph_hash": self.graph_hash,
@@ -306,6 +310,7 @@ class Plan:
             _shapes_of(value),
             value.get("compiled", False),
             value.get("kept_base", ""),
+            tuple(field_of({"warnings": [], **value}, "warnings", list, "plan")),
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan

@@ -69,7 +69,7 @@ def products(
             if op.role is not Role.ADJUSTABLE:
                 because = op.fixed_because
             elif wanted is None:
-                because = "the plan does not name it: plan again with a batch that reaches it"
+                because = "the plan does not name it: plan again with an example_batch= that reaches it"
             elif runs != wanted:
                 because = reasons(wanted).get(op.name, "")
                 if not because and wanted not in PRECISIONS_BY_KIND[op.kind]:

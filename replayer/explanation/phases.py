@@ -95,7 +95,7 @@ class Drift:
             f"a step takes {self.step_s * 1e3:.0f} ms, {late:.0%} longer than the predicted "
             f"{self.predicted_step_s * 1e3:.0f} ms: {self.phase} on rank {self.rank} ({self.device_class}) "
             f"takes {self.phase_s * 1e3:.0f} ms, predicted {self.predicted_phase_s * 1e3:.0f} ms{slower}; "
-            "plan again if it stays so"
+            "if it stays so, plan again: restart with cache_dir= another folder"
         )
 
 

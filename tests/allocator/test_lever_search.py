@@ -312,13 +312,13 @@ def test_bucket_caps_double_from_1_mib_up_to_one_bucket_for_all():
 def test_a_plan_with_levers_is_doubted_and_kept_as_any_other(tmp_path):
     basis = Basis(GRAPH, CLUSTER, PROFILES, SENSITIVITY)
     plan = planning.plan(*PARTS, levers=["buckets", "recompute"], trials=3, **FAST)
-    save_with_warnings(tmp_path, plan, basis, None)
+    plan = save_with_warnings(tmp_path, plan, basis, None)
     assert Plan.load(tmp_path / "plan.json") == plan
     levers = Levers({"infer": ClassLevers(recomputed=("layer.0",))})
     twice = allocate(
         GRAPH, profiles_under_levers(GRAPH, PROFILES, CLUSTER, levers), SENSITIVITY, CLUSTER, **FAST
     )
-    save_with_warnings(tmp_path, twice, basis, None)
+    twice = save_with_warnings(tmp_path, twice, basis, None)
     assert Plan.load(tmp_path / "plan.json") == twice and checked(plan, None)
 
 

@@ -214,6 +214,19 @@ def test_memory_that_binds_is_kept_to():
     assert state.classes["infer"].fits() and solution.bound <= solution.variance
 
 
+@pytest.mark.parametrize("budget", [0.1, 0.5])
+def test_a_small_problem_whose_memory_binds_takes_few_programs(budget, monkeypatch):
+    """Cut off one by one, its assignments took 80 programs, and the time limit came first."""
+    programs, solve = [], Program.solve
+    monkeypatch.setattr(
+        Program, "solve", lambda *args, **options: programs.append(1) or solve(*args, **options)
+    )
+    state, target = begun(encoder(1), budget=budget, slack=0.1)
+    solution = milp.solve(state, ["infer"], target, time_limit_s=600)
+    assert solution.status == "optimal" and solution.gap <= 1e-6 and solution.variance > 0
+    assert holds(state, target) and len(programs) <= 4
+
+
 def test_few_free_operators_are_solved_exactly_however_many_are_pinned():
     graph = mlp(14)
     pins = {f"fc{layer}": "fp32" for layer in range(14) if layer % 3}

@@ -1,13 +1,20 @@
-"""What a plan warns of: here, a precision that was not looked for because nobody asked for it."""
+"""What a plan warns of: a precision that nobody asked for; and every warning names what to do about it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import ast
+import inspect
+import re
+from dataclasses import fields, replace
 
 import pytest
 from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
+import qsync
 from qsync.allocator import allocate, check_plan, find_warnings, uniform
+from qsync.allocator.explanation import plan_warnings
+from qsync.allocator.planner import Options
+from qsync.distributed.ddp_profiling import PROFILE_S_VARIABLE
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 
@@ -88,3 +95,32 @@ def test_a_plan_whose_gain_is_hidden_by_noise_makes_way_for_the_base():
     assert check_plan(GRAPH, plan, profiles, sensitivity_of(GRAPH), CLUSTER).violations == ()
     for asked_for in ({"slack": 0.0}, {"lower_all": True}, {"pins": {"fc1": "int8"}}):
         assert noisy_plan(0.15, **asked_for)[1]["infer"].lowered
+
+
+def warnings_written() -> list[str]:
+    """Every sentence in the code that finds warnings, with what it puts in by its source."""
+    tree, known = ast.parse(inspect.getsource(plan_warnings)), vars(plan_warnings)
+
+    def text(part: ast.expr) -> str:
+        if isinstance(part, ast.Constant):
+            return str(part.value)
+        name = ast.unparse(part.value)  # type: ignore[attr-defined]
+        return known[name] if isinstance(known.get(name), str) else "x"
+
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    written = [
+        "".join(map(text, node.values)) if isinstance(node, ast.JoinedStr) else str(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in docs
+    ]
+    return [one for one in written if len(one) > 60 and "; " in one]
+
+
+def test_every_warning_names_the_option_or_the_function_that_does_what_it_suggests():
+    options = {*inspect.signature(qsync.hybrid).parameters, *(field.name for field in fields(Options))}
+    options |= {PROFILE_S_VARIABLE, "levers"}
+    assert len(warnings_written()) >= 7
+    for sentence in warnings_written():
+        advice = sentence.rpartition("; ")[2] if "precisions=" not in sentence else sentence
+        named = re.findall(r"\b(\w+)=", advice) or ["none"]
+        assert set(named) <= options or "qsync.profile" in advice, sentence

@@ -10,9 +10,11 @@ from dataclasses import replace
 import torch
 from graphs import cluster_of, mlp
 
+import qsync
 from qsync.distributed.plan_cache import cache_key
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph
+from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 
 SCRIPT = """
@@ -153,3 +155,23 @@ class Views:
 def test_attributes_of_a_loss_count():
     assert key(Views(1)) == key(Views(1)) != key(Views(3))
     assert key(torch.nn.CrossEntropyLoss()) != key(torch.nn.CrossEntropyLoss(label_smoothing=0.1))
+
+
+def test_a_cached_plan_is_doubted_again_when_it_is_reused(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("QSYNC_PROFILE_S", "1")
+    options = {"loss_fn": lambda model, batch: model(batch).square().mean(), "cache_dir": tmp_path}
+
+    def start(**more):
+        caplog.clear()
+        qsync.hybrid(torch.nn.Linear(8, 3), None if more else torch.ones(4, 8), **(more or options))
+        return [record.getMessage() for record in caplog.records]
+
+    first = start()
+    (file,) = tmp_path.glob("*/plan.json")
+    plan = Plan.load(file)
+    assert [text for text in first if text.removeprefix("qsync: ") in plan.warnings] == first
+    replace(plan, warnings=("the profile was taken on a busy machine", *plan.warnings)).save(file)
+    doubted = ["qsync: the profile was taken on a busy machine", *first]
+    assert start() == doubted
+    assert start(plan=Plan.load(file)) == doubted
+    assert Plan.load(file).pin("*", "fp32").warnings == ()  # they were of another assignment
