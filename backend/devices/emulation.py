@@ -23,8 +23,6 @@ from qsync.errors import FormatError, QSyncError, UnsupportedError
 
 _STOP_TIMEOUT_S = 5.0
 _WHOLE = "leave emulated_share out (--weak-share 1 of qsync demo)"
-# By how much what a slowed rank measured of its share may differ from what it was to get.
-_SAME_SHARE = 0.1
 
 
 def pin_to_core(local_rank: int) -> int:
@@ -48,20 +46,21 @@ def slow_down(device: torch.device, share: float) -> None:
     Raises UnsupportedError on a GPU, which works on while its process is paused, and where `Throttle` does;
     FormatError where this process is slowed to another share.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" and share < 1:
         raise UnsupportedError(
             f"emulated_share pauses a rank's process, and a {device.type} device works on meanwhile; leave "
             "it out"
         )
     if _slowed.by is not None:
-        if abs(_slowed.by.share - share) > _SAME_SHARE:
+        if _slowed.asked not in (None, share):
             raise FormatError(
-                f"emulated_share is {share:.4g}, but this process gets {_slowed.by.share:.4g} of its core "
+                f"emulated_share is {share:.4g}, but this process gets {_slowed.asked:.4g} of its core "
                 "already; give the same to every call"
             )
         return
     throttle = Throttle(share)
     throttle.__enter__()
+    _slowed.asked = share if share < 1 else None
     atexit.register(throttle.__exit__)
 
 
@@ -71,9 +70,13 @@ def slowed_otherwise(share: float) -> None:
 
 
 class _Slowed:
-    """What slows this process."""
+    """What slows this process, and the share that `slow_down` was asked for.
+
+    What an experiment has slowed declares the share that it measured, which a busy machine makes smaller.
+    """
 
     by: Throttle | None = None
+    asked: float | None = None
 
 
 _slowed = _Slowed()
