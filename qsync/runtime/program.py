@@ -243,7 +243,7 @@ class Program:
             other._check(self.graph, self._chosen_by_data())
         self._check, self._report, self._base = other._check, other._report, other._base
         self.compiles_islands, self.dynamic = other.compiles_islands, other.dynamic
-        self._as_torch = other._as_torch
+        self._as_torch, self._carries_16bit = other._as_torch, other._carries_16bit
         self._num_reported = -1
         self.choose(other._choose, saving_less=other._saving_less, strict=other._strict)
 
