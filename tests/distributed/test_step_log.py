@@ -35,6 +35,22 @@ def test_a_process_alone_logs_its_steps_and_starts_its_files_anew(tmp_path):
     assert new_log(None) is None
 
 
+def test_a_full_disk_ends_the_log_with_one_warning_and_training_goes_on(tmp_path, caplog):
+    log_file(tmp_path, 0).symlink_to("/dev/full")
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    StepLog(new_log(tmp_path), PhaseTimer(model, model, 4), model, "train")
+    for _ in range(3 * 4):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    del model, optimizer
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"qsync: steps are logged no more: {log_file(tmp_path, 0)} cannot be written "
+        "(No space left on device)"
+    ]
+
+
 SCRIPT = """
 from pathlib import Path
 model = qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache, log_steps=Path(cache) / "steps")

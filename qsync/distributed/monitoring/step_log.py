@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import weakref
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from qsync.distributed.agreement import agree_locally
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
 from qsync.replayer.explanation.measured_steps import log_file
+
+logger = logging.getLogger("qsync")
 
 
 def new_log(folder: str | Path | None) -> Path | None:
@@ -45,11 +48,13 @@ def new_log(folder: str | Path | None) -> Path | None:
 class StepLog:
     """A file of the phases of all further steps that the timer of a model takes.
 
-    The last steps are written when the model is gone, or the process ends.
+    The last steps are written when the model is gone, or the process ends. Steps that cannot be written, on a
+    full disk say, are one warning: training goes on, without further lines.
     """
 
     def __init__(self, path: Path, timer: PhaseTimer, model: torch.nn.Module, device_class: str) -> None:
         self._path, self._timer, self._class = path, timer, device_class
+        self._has_failed = False
         timer.log = self.write
         weakref.finalize(model, self._write_last)
 
@@ -65,5 +70,13 @@ class StepLog:
             + "\n"
             for number, calls, phases in kept
         ]
-        with self._path.open("a") as file:
-            file.writelines(lines)
+        if self._has_failed:
+            return
+        try:
+            with self._path.open("a") as file:
+                file.writelines(lines)
+        except OSError as error:
+            self._has_failed = True
+            logger.warning(
+                "qsync: steps are logged no more: %s cannot be written (%s)", self._path, error.strerror
+            )
