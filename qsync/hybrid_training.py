@@ -75,6 +75,7 @@ def hybrid(
     cache_dir: str | Path | None = None,
     bucket_cap_mb: float | None = None,
     timeout_s: float = 60.0,
+    join_timeout_s: float = 600.0,
     loader: Iterable[Any] | None = None,
     base: str | None = None,
     ddp: bool = True,
@@ -116,6 +117,7 @@ def hybrid(
             room there is one warning.
         bucket_cap_mb: the size of DDP's buckets in MiB, instead of the plan's or DDP's own.
         timeout_s: seconds of silence after which a rank counts as dead; at least 1.
+        join_timeout_s: seconds to wait for a rank that has not come yet. From the tenth on a line names it.
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
             and planned with.
         base: "fp32", "fp32_fast", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast
@@ -159,9 +161,9 @@ def hybrid(
     """
     device = device_of(model)
     base = base or autocast_type(device) or accelerate_state.mixed_precision()
-    job.join_job(device)
+    job.join_job(device, silence_s=timeout_s, join_timeout_s=join_timeout_s)
     if job.world_size() > 1:
-        liveness.watch_once(timeout_s)
+        liveness.watch_once(timeout_s, join_timeout_s)
     ddp_options = ddp_options if ddp_options is not None else {}
 
     def check_arguments() -> None:

@@ -1,6 +1,7 @@
 """Everything that the ranks of a running job do together.
 
 `job`                 join a job; its ranks, their devices, graph and cluster
+`job_address`         where the ranks of a job meet
 `agreement`           share results; raise the error of one rank on all
 `monitoring/`         ranks that die or wait, and steps that take longer than predicted
 `ddp_profiling`       profile every class in steps of the job

@@ -6,6 +6,7 @@ Every step here is one exchange of `agreement`: an error on one rank is raised o
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from qsync import api
 from qsync.backend.devices.device_detection import detect_class, device_of
 from qsync.backend.devices.emulation import slow_down
 from qsync.distributed.agreement import agree, agree_locally, check_same
+from qsync.distributed.job_address import JobAddress
+from qsync.distributed.monitoring import liveness
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, measure_link
 from qsync.records.cluster import Cluster, DeviceClass, Link
@@ -28,6 +31,8 @@ from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 
 Progress = Callable[[str], None]
+
+_num_joins = itertools.count()
 
 
 def silent(text: str) -> None:
@@ -58,17 +63,35 @@ class TrainingStep:
         return api.loss_of(self.model, self.batch, self.loss_fn)
 
 
-def join_job(device: torch.device, timeout_s: float = 600.0) -> None:
+def join_job(
+    device: torch.device,
+    timeout_s: float = 600.0,
+    silence_s: float = liveness.DEFAULT_TIMEOUT_S,
+    join_timeout_s: float = liveness.JOIN_TIMEOUT_S,
+) -> None:
     """Join the job that torchrun (or the environment it would set) describes, unless that is done already.
 
-    A process that joined here leaves the job when Python ends without an error. A GPU becomes the current
-    one: torch exchanges objects over NCCL on that.
+    Ranks that have not come are named every ten seconds; one that does not come within `join_timeout_s`, or
+    falls silent for `silence_s` while ranks join, ends this process or is a QSyncError. A process that joined
+    here leaves the job when Python ends without an error. A GPU becomes the current one: torch exchanges
+    objects over NCCL on that. Raises QSyncError for a timeout under 1 s.
     """
+    liveness.check_timeouts(silence_s, join_timeout_s)
     if device.type == "cuda" and (dist.is_initialized() or "RANK" in os.environ):
         torch.cuda.set_device(device)
     if dist.is_initialized() or "RANK" not in os.environ:
         return
-    dist.init_process_group(backend_for(device), timeout=timedelta(seconds=timeout_s))
+    backend = backend_for(device)
+    place = JobAddress.of_environment()
+    store = place.connect(join_timeout_s, timedelta(seconds=timeout_s))
+    number = next(_num_joins)  # a store may outlive the job that a process leaves before it joins another
+    before = dist.PrefixStore(f"qsync/join {number}", store), place.rank, place.world_size
+    with liveness.start(silence_s, join_timeout_s, before) as watch:
+        watch.wait_for_all()
+        dist.init_process_group(
+            backend, timeout=timedelta(seconds=timeout_s), store=store, rank=place.rank,
+            world_size=place.world_size,
+        )  # fmt: skip
     atexit.register(_leave_job)
 
 

@@ -11,8 +11,16 @@ import threading
 
 import pytest
 
+from qsync.distributed.job_address import JobAddress
 from qsync.distributed.monitoring import liveness
-from qsync.distributed.monitoring.liveness import Pulses
+from qsync.distributed.monitoring.positions import (
+    AFTER_BACKWARD,
+    BACKWARD,
+    BEFORE_FORWARD,
+    EarlyEnd,
+    Position,
+)
+from qsync.distributed.monitoring.pulses import Pulses
 from qsync.errors import QSyncError
 
 TIMEOUT_S = 2
@@ -30,27 +38,33 @@ SLEEP = "time.sleep(600)\n"
 REDUCE = "for _ in range(10**6): dist.all_reduce(torch.ones(10)); time.sleep(0.01)\n"
 
 
-def run_ranks(*bodies: str, awaited: tuple[int, ...] = (0, 1)) -> list[tuple[int, str]]:
-    """Exit code and output of each awaited rank: plain processes, so that no agent ends the survivors."""
+def run_ranks(
+    *bodies: str | None, awaited: tuple[int, ...] = (0, 1), header: str = HEADER
+) -> list[tuple[int, str]]:
+    """Exit code and output of each awaited rank: plain processes, so that no agent ends the survivors.
+
+    A rank without a body never starts.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", HEADER + body],
+    ranks = {
+        rank: subprocess.Popen(
+            [sys.executable, "-c", header + body],
             env={**common, "RANK": str(rank), "WORLD_SIZE": str(len(bodies))},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for rank, body in enumerate(bodies)
-    ]
+        if body is not None
+    }
     try:
         outputs = {rank: ranks[rank].communicate(timeout=120)[0] for rank in awaited}
         return [(ranks[rank].returncode, output) for rank, output in outputs.items()]
     finally:
-        for process in ranks:
+        for process in ranks.values():
             process.kill()
             process.communicate()
 
@@ -110,20 +124,140 @@ def test_a_rank_that_finishes_early_alarms_nobody(early, farewell):
         assert "stops" not in output
 
 
+# With beats so rare, a rank that waited for one would end a minute later.
+RARE = """
+liveness._INTERVAL_S = 30.0
+watch = liveness.start(timeout_s=300)
+store = dist.distributed_c10d._get_default_store()
+dist.barrier()
+def ends():
+    began_s = time.monotonic()
+    watch.finish()
+    print(f"ends in {time.monotonic() - began_s:.3f} s")
+    store.set(f"ended {rank}", "1")
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("first", [0, 1])
+def test_no_rank_waits_for_a_beat_at_its_end(first):
+    bodies = ["ends(); store.wait(['ended 0', 'ended 1'])" for _ in range(2)]
+    bodies[1 - first] = f"store.wait(['ended {first}']); time.sleep(0.2); " + bodies[1 - first]
+    header = HEADER.replace(f"watch = liveness.start(timeout_s={TIMEOUT_S})\ndist.barrier()\n", RARE)
+    for code, output in run_ranks(*bodies, header=header):
+        assert code == 0, output
+        assert float(output.split("ends in ")[1].split()[0]) < 15, output
+
+
+JOIN = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import qsync
+from qsync.distributed import job, job_address
+from qsync.distributed.monitoring import liveness
+liveness.TOLD_S = job_address.TOLD_S = 0.5
+rank = int(os.environ["RANK"])
+"""
+HYBRID = "qsync.hybrid(torch.nn.Linear(2, 2), torch.ones(2, 2), lambda m, b: m(b).sum(), join_timeout_s=3)"
+
+
+@pytest.mark.dist
+def test_a_rank_that_never_comes_is_waited_for_by_name_and_ends_the_job():
+    ((code, output),) = run_ranks(HYBRID, None, awaited=(0,), header=JOIN)
+    assert code == liveness.EXIT_CODE, output
+    assert output.count("s for rank 1 to join") >= 2
+    assert "rank 1 did not join within 3 s, so rank 0 stops; look at the output of rank 1" in output
+
+
+@pytest.mark.dist
+def test_the_rank_that_serves_the_store_is_waited_for_by_name_too():
+    ((code, output),) = run_ranks(None, HYBRID, awaited=(1,), header=JOIN)
+    assert code == 1
+    assert output.count("s for rank 0, which serves the rendezvous store at 127.0.0.1:") >= 3
+    assert "QSyncError: rank 1 has waited" in output and "look at the output of rank 0" in output
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_while_others_join_is_named():
+    """The third rank never comes, so that all are still joining."""
+    joins = f"job.join_job(torch.device('cpu'), silence_s={TIMEOUT_S})"
+    dies = f"liveness.Watch._hear_bell = lambda watch: os.kill(os.getpid(), {int(signal.SIGKILL)}); {joins}"
+    ((code, output),) = run_ranks(joins, dies, None, awaited=(0,), header=JOIN)
+    assert code == liveness.EXIT_CODE, output
+    assert "rank 1 (" in output and "stopped responding" in output
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_between_its_group_and_its_watch_is_named():
+    header = JOIN + "dist.init_process_group('gloo')\n"
+    waits = f"liveness.start({TIMEOUT_S}, join_timeout_s=3); time.sleep(600)"
+    ((code, output),) = run_ranks(waits, "os.kill(os.getpid(), 9)", awaited=(0,), header=header)
+    assert code == liveness.EXIT_CODE, output
+    assert "s for rank 1 to join" in output and "rank 1 did not join within 3 s" in output
+
+
+@pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", ""), ("MASTER_ADDR", ""), ("MASTER_PORT", "x")])
+def test_an_environment_that_lacks_a_part_is_refused(monkeypatch, name, text):
+    for other in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(other, "1")
+    monkeypatch.setenv(name, text)
+    with pytest.raises(QSyncError, match=f"but {name} is '{text}'; start it with torchrun, or unset RANK"):
+        JobAddress.of_environment()
+
+
+STANDS = """
+from qsync.distributed.monitoring.positions import AFTER_BACKWARD, Position
+class Loop:
+    def where(self):
+        return Position({step}, {phase}, 4, False)
+loop = Loop()
+liveness.follow(loop.where)
+{then}
+"""
+
+
+@pytest.mark.dist
+def test_a_rank_that_ended_steps_ago_is_named_by_one_that_stands_still_in_the_next():
+    """So it is under NCCL, where no exchange fails. A rank that stands still after as many steps may."""
+    body = STANDS.format(step=3, phase="{phase}", then="time.sleep({s})")
+    waits = body.format(phase="AFTER_BACKWARD", s=3 * TIMEOUT_S)
+    evaluates = body.format(phase="0", s=3 * TIMEOUT_S)
+    for longer, is_named in ((waits, True), (evaluates, False)):
+        (_, output), (code, _) = run_ranks(longer, body.format(phase="0", s=0))
+        assert code == 0
+        assert ("finished before rank 0, so a collective with it fails" in output) is is_named
+        assert ("(rank 0 has been after backward of step 3 for 2 s)" in output) is is_named
+
+
+def test_an_early_end_is_told_once_a_standstill():
+    early_end = EarlyEnd(patience_s=2)
+    where = Position(3, BACKWARD, 1, False)
+    assert early_end.hear(0, where, {1: 3}) is None
+    assert early_end.hear(3, where, {1: 4, 2: None}) is None  # it took that step, or nobody knows
+    assert early_end.hear(3, where, {1: 3}) == 1
+    assert early_end.hear(9, where, {1: 3}) is None
+    moved = Position(3, AFTER_BACKWARD, 4, False)
+    assert early_end.hear(10, moved, {1: 3}) is None
+    assert early_end.hear(13, moved, {1: 3}) == 1
+    assert EarlyEnd(1).hear(0, Position(3, BEFORE_FORWARD, 0, False), {1: 3}) is None
+
+
 def test_alone_nothing_is_watched():
     with liveness.start(timeout_s=1) as watch:
         assert not [thread for thread in threading.enumerate() if "qsync liveness" in thread.name]
     watch.finish()
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, 0.5, float("nan")])
-def test_a_timeout_too_short_is_refused(timeout_s):
-    with pytest.raises(QSyncError, match="at least 1 s"):
+@pytest.mark.parametrize("timeout_s", [0, -1, 0.5, float("nan"), float("inf"), True, "x"])
+def test_a_timeout_that_is_none_is_refused(timeout_s):
+    with pytest.raises(QSyncError, match="timeout_s must be seconds of at least 1, found"):
         liveness.start(timeout_s)
+    with pytest.raises(QSyncError, match="join_timeout_s must be seconds of at least 1, found"):
+        liveness.start(30, join_timeout_s=timeout_s)
 
 
 def test_pulses_name_the_longest_silent_first():
-    pulses = Pulses([1, 2, 3], now_s=0, patience_s=5)
+    pulses = Pulses(now_s=0, patience_s=5)
     pulses.hear(1, {1: "1", 2: "1", 3: "1"})
     pulses.hear(4, {1: "2", 2: "1", 3: "1"})
     pulses.hear(7, {1: "3", 2: "1", 3: "2"})
@@ -133,12 +267,8 @@ def test_pulses_name_the_longest_silent_first():
     assert pulses.silent(8, timeout_s=3) == []
 
 
-def test_a_rank_that_never_began_is_silent_too():
-    assert Pulses([1], now_s=0, patience_s=5).silent(31, timeout_s=30) == [1]
-
-
 def test_nobody_is_judged_by_time_in_which_we_stood_still():
-    pulses = Pulses([1], now_s=0, patience_s=5)
+    pulses = Pulses(now_s=0, patience_s=5)
     pulses.hear(1, {1: "1"})
     pulses.hear(100, {1: "1"})
     assert pulses.silent(100, timeout_s=30) == []

@@ -1,6 +1,7 @@
 """A running job that is watched: ranks that die or wait, steps that take longer than predicted.
 
 `liveness`        name a rank that dies, and stop
+`pulses`          the last beat of each rank
 `positions`       where each rank's loop stands, and whom the others wait for
 `step_phases`     the time of each phase of a training step
 `gradient_hooks`  hooks on a few gradients of every backward

@@ -5,6 +5,8 @@ others. Gloo notices a peer whose connection closes, but names an address. NCCL 
 notices a host that vanishes or a process that is stopped. The main thread may be inside a collective and
 cannot be interrupted there, so the process ends itself, with a sentence on stderr and exit code 3.
 
+A rank that has not begun is waited for, with a line that names it every ten seconds, up to a bound.
+
 A rank that lives but does not move is named too, by a rank that waits for it: with its count every rank
 publishes where its loop stands (`follow`). That ends nothing, since a rank may take its time.
 """
@@ -21,60 +23,73 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from qsync.distributed.monitoring.positions import Position, Stall
-from qsync.errors import QSyncError
+from qsync.distributed.monitoring.positions import EarlyEnd, Position, Stall
+from qsync.distributed.monitoring.pulses import Pulses
+from qsync.errors import QSyncError, shortened
 
 EXIT_CODE = 3
 DEFAULT_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 600.0  # for ranks that have not begun: they may have more to load, or start later
+TOLD_S = 10.0  # from one line about a rank that is waited for to the next
 
 _FINISHED = "finished"
 _FAREWELL = "error: "
+_MOST_NAMED = 4
+_INTERVAL_S = 1.0  # between two beats, or less
+_JOIN_POLL_S = 0.05
+_POLL_S = 0.01  # while rank 0 waits for the others to read its farewell
+_FOR_EVER = datetime.timedelta(days=20)  # more milliseconds would not fit where the store keeps them
 _watched_groups: list[dist.ProcessGroup] = []
 _followed: list[weakref.WeakMethod[Callable[[], Position]]] = []
 
 
-def start(timeout_s: float = DEFAULT_TIMEOUT_S) -> Watch:
+def start(
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+    before: tuple[distributed_c10d.Store, int, int] | None = None,
+) -> Watch:
     """Watch over the other ranks of the default process group, from a daemon thread, until `finish`.
 
     This process prints one sentence and exits with code 3 if a rank shows no sign of life for `timeout_s`, if
-    a rank leaves with an error, or if the store is gone. Call it on every rank, after `init_process_group`. A
-    rank is silent while one of its calls holds the interpreter, so choose a timeout longer than any such
-    call. Without a process group, or alone in it, nothing is watched. Raises QSyncError for a timeout under 1
-    s.
+    a rank has not begun its watch within `join_timeout_s`, if a rank leaves with an error, or if the store is
+    gone. Call it on every rank, after `init_process_group`; `before` that, give the store, this rank and the
+    number of ranks. A rank is silent while one of its calls holds the interpreter, so choose a timeout longer
+    than any such call. Without a process group, or alone in it, nothing is watched. Raises QSyncError for a
+    timeout under 1 s.
 
     >>> with liveness.start(timeout_s=30):
     ...     train()  # an exception in here tells the others why this rank leaves
     """
-    if not timeout_s >= 1:
-        raise QSyncError(
-            f"the timeout for ranks that die must be at least 1 s, found {timeout_s}; 30 is usual"
-        )
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return Watch(None, 0, 1, timeout_s)
-    # A connection of our own: on the shared one, every call would wait for the blocking calls of the main
-    # thread.
-    store: Any = distributed_c10d._get_default_store()
-    store = store.clone()
-    store.set_timeout(datetime.timedelta(seconds=timeout_s))
-    store = distributed_c10d.PrefixStore("qsync/liveness", store)
-    watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout_s)
+    check_timeouts(timeout_s, join_timeout_s)
+    if before is None and dist.is_available() and dist.is_initialized():
+        before = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    if before is None or before[2] == 1:
+        return Watch(None, 0, 1, timeout_s, join_timeout_s)
+    watch = Watch(*before, timeout_s, join_timeout_s)
     watch.begin()
     return watch
 
 
-def watch_once(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+def check_timeouts(timeout_s: object, join_timeout_s: object) -> None:
+    """Raise QSyncError for a timeout that is no number of seconds of at least 1."""
+    for what, seconds in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 1 <= seconds < 1e6:
+            raise QSyncError(f"{what} must be seconds of at least 1, found {shortened(seconds)}; 60 is usual")
+
+
+def watch_once(timeout_s: float = DEFAULT_TIMEOUT_S, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
     """Start watching the ranks of this job, unless that was done: once, however many models are wrapped."""
     group = dist.group.WORLD
     if group is not None and not any(group is watched for watched in _watched_groups):
         _watched_groups.append(group)
-        start(timeout_s)
+        start(timeout_s, join_timeout_s)
 
 
 def follow(position: Callable[[], Position]) -> None:
@@ -87,62 +102,35 @@ def _own_position() -> Position | None:
     return position() if position is not None else None
 
 
-class Pulses:
-    """The last beat of each rank, and when it was heard. Pure: the clock is an argument.
-
-    `patience_s` is the longest that a round may take. A longer round shows that this process itself stood
-    still.
-    """
-
-    def __init__(self, ranks: Iterable[int], now_s: float, patience_s: float) -> None:
-        self.since_s = dict.fromkeys(ranks, now_s)
-        self._beats: dict[int, str] = {}
-        self._heard_s = now_s
-        self._patience_s = patience_s
-
-    def hear(self, now_s: float, beats: Mapping[int, str]) -> None:
-        """Take in the beats of one round. A rank is alive at `now_s` if its beat has changed."""
-        if now_s - self._heard_s > self._patience_s:
-            # The machine was suspended or this interpreter was held: that time says nothing of other ranks.
-            self.since_s = dict.fromkeys(self.since_s, now_s)
-        self._heard_s = now_s
-        for rank, beat in beats.items():
-            if self._beats.get(rank) != beat:
-                self._beats[rank], self.since_s[rank] = beat, now_s
-
-    def forget(self, rank: int) -> None:
-        """Expect no more beats of this rank: it has finished."""
-        self.since_s.pop(rank, None)
-
-    def silent(self, now_s: float, timeout_s: float) -> list[int]:
-        """Return the ranks silent for longer than `timeout_s`, the longest silent first."""
-        ranks = [rank for rank, since_s in self.since_s.items() if now_s - since_s > timeout_s]
-        return sorted(ranks, key=lambda rank: (self.since_s[rank], rank))
-
-
 class Watch:
     """The watch of one rank over the others, made by `start`. Use `with`, or end it by `finish` or `fail`."""
 
     def __init__(
-        self, store: distributed_c10d.Store | None, rank: int, world_size: int, timeout_s: float
+        self,
+        store: distributed_c10d.Store | None,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        join_timeout_s: float,
     ) -> None:
         self.rank = rank
-        self.timeout_s = timeout_s
-        self._store = store
-        self._interval_s = min(1.0, timeout_s / 10)
+        self.timeout_s, self.join_timeout_s = timeout_s, join_timeout_s
+        # Connections of our own: on a shared one, every call would wait for the blocking calls of others.
+        self._store, self._bell = (_connection(store, timeout_s) if store else None for _ in range(2))
+        self._interval_s = min(_INTERVAL_S, timeout_s / 10)
         self._names = {other: f"rank {other}" for other in range(world_size)}
-        self._met: set[int] = set()
-        self._finished: list[int] = []
-        self._round_s = time.monotonic()
-        others = [other for other in range(world_size) if other != rank]
-        self._pulses = Pulses(others, self._round_s, patience_s=3 * self._interval_s + 1)
-        self._stall = Stall(timeout_s)
-        self._ended = threading.Event()
+        self._absent = {other for other in range(world_size) if other != rank}
+        self._finished: dict[int, int | None] = {}  # and after how many steps, where that is known
+        self._began_s = self._round_s = self._told_s = time.monotonic()
+        self._pulses = Pulses(self._round_s, patience_s=3 * self._interval_s + 1)
+        self._stall, self._early_end = Stall(timeout_s), EarlyEnd(timeout_s)
+        self._ended, self._woken = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
     def finish(self) -> None:
         """Tell the others that this rank is done and well. A second call does nothing."""
-        self._end(_FINISHED)
+        own = _own_position()
+        self._end(_FINISHED if own is None else f"{_FINISHED} {own.step}")
 
     def fail(self, reason: str) -> None:
         """Tell the others that this rank leaves because of `reason`; they stop at once and repeat it."""
@@ -166,11 +154,17 @@ class Watch:
         """Start the threads. Called by `start`."""
         assert self._store is not None
         self._store.set(f"who/{self.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
-        for run in (self._watch_ranks, self._watch_store):
+        for run in (self._watch_ranks, self._watch_store, self._hear_bell):  # in this order, for `_end`
             thread = threading.Thread(target=run, name=f"qsync liveness {run.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
         atexit.register(self._leave)
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has begun its watch, or the watch ends this process for want of one."""
+        names = [f"who/{rank}" for rank in self._names]
+        while self._store is not None and not self._store.check(names):
+            time.sleep(_JOIN_POLL_S)
 
     def _leave(self) -> None:
         """End the watch when the interpreter ends, for scripts that do not end it themselves."""
@@ -192,48 +186,67 @@ class Watch:
         silent = self._pulses.silent(time.monotonic(), 3 * self._interval_s)
         if silent:
             return self._stopped(silent[0], 3 * self._interval_s)
-        return self._left_early(self._finished[0]) if self._finished else None
+        if self._absent:
+            return self._stayed_away(time.monotonic() - self._began_s)
+        return self._left_early(next(iter(self._finished))) if self._finished else None
 
     def _end(self, farewell: str) -> None:
         if self._store is None or self._ended.is_set():
             return
         self._ended.set()
+        self._woken.set()
         atexit.unregister(self._leave)
-        # A thread that is inside the store when Python ends takes the process down with SIGABRT, so wait for
-        # a slow answer.
-        for thread in self._threads:
-            thread.join(max(2 * self._interval_s, 10.0))
-            if thread.is_alive():
-                return  # the store does not answer, so no rank would read a farewell
-        with contextlib.suppress(RuntimeError):  # the store is gone, so again no rank would read a farewell
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no rank would read a farewell
+            if self._threads[-1].is_alive():
+                self._store.set(f"bell/{self.rank}", "1")
+            # A thread that is inside the store when Python ends takes the process down with SIGABRT, so wait
+            # for a slow answer.
+            for thread in self._threads:
+                thread.join(max(2 * self._interval_s, 10.0))
+                if thread.is_alive():
+                    return  # the store does not answer, so again no rank would read a farewell
             self._store.set(f"beat/{self.rank}", farewell)
             if self.rank == 0:
                 self._wait_until_read()
 
     def _wait_until_read(self) -> None:
-        """Let the others read rank 0's farewell, for a few rounds: the store may end with rank 0."""
+        """Let the others read rank 0's farewell, now: the store may end with rank 0.
+
+        A rank that is leaving itself reads no more. Its own farewell is as good.
+        """
         assert self._store is not None
+        unread = set(self._pulses.since_s) | self._absent
+        for other in unread:
+            self._store.set(f"bell/{other}", "1")
         end_s = time.monotonic() + 4 * self._interval_s
-        unread = set(self._pulses.since_s)
         while unread and time.monotonic() < end_s:
-            unread = {other for other in unread if not self._store.check([f"read/{other}"])}
-            time.sleep(self._interval_s / 10)
+            unread = {other for other in unread if not self._has_read(other)}
+            time.sleep(_POLL_S)
+
+    def _has_read(self, other: int) -> bool:
+        assert self._store is not None
+        if self._store.check([f"read/{other}"]):
+            return True
+        return self._store.check([f"beat/{other}"]) and not self._store.get(f"beat/{other}")[:1].isdigit()
 
     def _watch_ranks(self) -> None:
-        """Exchange beats once an interval until this rank or all others have ended; stop at a dead one."""
+        """Exchange beats once an interval until this rank has ended; stop at a dead one."""
         count = 0
         try:
-            while self._pulses.since_s and not self._ended.is_set():
+            while not self._ended.is_set():
                 count += 1
-                beats = self._exchange(count)
+                # Once all others have finished, the store may be gone.
+                beats = self._exchange(count) if self._pulses.since_s or self._absent else {}
                 self._round_s = time.monotonic()
                 self._pulses.hear(self._round_s, beats)
                 self._stop_at_dead(beats)
+                self._name_absent()
                 self._name_stuck(beats)
-                self._ended.wait(self._interval_s)
+                self._woken.wait(self._interval_s)
+                self._woken.clear()
         except RuntimeError as error:
             # Once rank 0 has finished, the store may end with it; then there is nothing to watch.
-            if 0 in self._pulses.since_s or self.rank == 0:
+            if 0 not in self._finished:
                 self._stop(self._lost_store(str(error).splitlines()[0]))
         finally:
             self._round_s = math.inf
@@ -243,11 +256,11 @@ class Watch:
         assert self._store is not None
         numbers = (count, *(_own_position() or ()))
         self._store.set(f"beat/{self.rank}", " ".join(str(int(number)) for number in numbers))
-        for other in set(self._pulses.since_s) - self._met:
-            if self._store.check([f"who/{other}", f"beat/{other}"]):
-                self._names[other] += f" ({self._store.get(f'who/{other}').decode()})"
-                self._met.add(other)
-        ranks = sorted(self._met & set(self._pulses.since_s))
+        come = {r for r in self._absent if self._store.check([f"who/{r}", f"beat/{r}"])}
+        for other in come:
+            self._names[other] += f" ({self._store.get(f'who/{other}').decode()})"
+        self._absent -= come
+        ranks = sorted(come | set(self._pulses.since_s))
         if not ranks:
             return {}
         values = self._store.multi_get([f"beat/{other}" for other in ranks])
@@ -256,9 +269,10 @@ class Watch:
     def _stop_at_dead(self, beats: Mapping[int, str]) -> None:
         assert self._store is not None
         for other, beat in beats.items():
-            if beat == _FINISHED:
+            if beat.startswith(_FINISHED):
                 self._pulses.forget(other)
-                self._finished.append(other)
+                steps = beat.removeprefix(_FINISHED).strip()
+                self._finished[other] = int(steps) if steps else None
             if other == 0 and not beat[:1].isdigit():
                 self._store.set(f"read/{self.rank}", "1")
             if beat.startswith(_FAREWELL):
@@ -268,10 +282,26 @@ class Watch:
         if silent:
             self._stop(self._stopped(silent[0], self.timeout_s))
 
+    def _name_absent(self) -> None:
+        """Print now and then which ranks have not begun, if this is the first that has; stop in the end."""
+        now_s = time.monotonic()
+        if self._absent and now_s - self._began_s > self.join_timeout_s:
+            self._stop(self._stayed_away(self.join_timeout_s) + "; a larger join_timeout_s waits longer")
+        if self._absent and now_s - self._told_s >= TOLD_S:
+            self._told_s = now_s
+            if not any(other < self.rank for other in self._pulses.since_s):
+                waited_s = now_s - self._began_s
+                _print(f"rank {self.rank} has waited {waited_s:.0f} s for {self._those_absent()} to join")
+
     def _name_stuck(self, beats: Mapping[int, str]) -> None:
         """Print which rank all others wait for, if this is the first of those that wait."""
         own = _own_position()
-        if own is None:
+        if own is None or self._absent:
+            return
+        early = self._early_end.hear(time.monotonic(), own, self._finished)
+        if early is not None:
+            _print(self._left_early(early) + f" (rank {self.rank} has been {own} for {self.timeout_s:g} s)")
+        if not self._pulses.since_s:
             return
         positions = {self.rank: own}
         for other in self._pulses.since_s:
@@ -295,6 +325,13 @@ class Watch:
             "what it does there (py-spy dump shows it)"
         )
 
+    def _hear_bell(self) -> None:
+        """Wake the other thread when rank 0 rings, which ends, or this rank, which ends itself."""
+        assert self._bell is not None
+        with contextlib.suppress(RuntimeError):  # the store is gone: the other thread says so
+            self._bell.wait([f"bell/{self.rank}"], _FOR_EVER)
+        self._woken.set()
+
     def _watch_store(self) -> None:
         """Stop if the other thread waits too long: a store whose host has vanished never answers."""
         awake_s = time.monotonic()
@@ -313,10 +350,21 @@ class Watch:
             f"look at the output of rank {other}"
         )
 
+    def _those_absent(self) -> str:
+        first = sorted(self._absent)[:_MOST_NAMED]
+        more = len(self._absent) - len(first)
+        return ", ".join(f"rank {other}" for other in first) + (f" and {more} more" if more else "")
+
+    def _stayed_away(self, waited_s: float) -> str:
+        return (
+            f"{self._those_absent()} did not join within {waited_s:.0f} s, so rank {self.rank} stops; look "
+            f"at the output of rank {min(self._absent)}"
+        )
+
     def _left_early(self, other: int) -> str:
         return (
             f"{self._names[other]} finished before rank {self.rank}, so a collective with it fails; "
-            "let all ranks take the same number of steps"
+            "let all ranks take the same number of steps, or look at its output if it called sys.exit"
         )
 
     def _failed(self, other: int, reason: str) -> str:
@@ -338,6 +386,13 @@ class Watch:
         flush.start()
         flush.join(1.0)
         os._exit(EXIT_CODE)
+
+
+def _connection(store: distributed_c10d.Store, timeout_s: float) -> Any:
+    """Return the watch's part of a store, over a connection of its own."""
+    own: Any = store.clone()
+    own.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return distributed_c10d.PrefixStore("qsync/liveness", own)
 
 
 def _sentence(error: BaseException) -> str:

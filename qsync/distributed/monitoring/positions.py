@@ -48,3 +48,26 @@ class Stall:
             return []
         self._since_s = None  # until some rank moves
         return [rank for rank, position in positions.items() if position == last]
+
+
+class EarlyEnd:
+    """Notice a rank that ended before a backward pass which this rank began, and after which it stands still.
+
+    Under gloo that exchange fails. Under NCCL the host goes on until it waits for the GPU, anywhere.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._own: Position | None = None
+        self._since_s: float | None = None
+
+    def hear(self, now_s: float, own: Position, finished: Mapping[int, int | None]) -> int | None:
+        """Return such a rank, once a standstill. `finished` are ranks and the steps that they took."""
+        if own != self._own:
+            self._own, self._since_s = own, now_s
+        begun = own.step + (own.phase >= BACKWARD)
+        early = [rank for rank, steps in finished.items() if steps is not None and steps < begun]
+        if not early or self._since_s is None or now_s - self._since_s <= self._patience_s:
+            return None
+        self._since_s = None  # until this rank moves
+        return early[0]
