@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 import qsync
 from qsync import api
@@ -85,7 +86,7 @@ def join_job(
     place = JobAddress.of_environment()
     store = place.connect(join_timeout_s, timedelta(seconds=timeout_s))
     number = next(_num_joins)  # a store may outlive the job that a process leaves before it joins another
-    before = dist.PrefixStore(f"qsync/join {number}", store), place.rank, place.world_size
+    before = PrefixStore(f"qsync/join {number}", store), place.rank, place.world_size
     with liveness.start(silence_s, join_timeout_s, before) as watch:
         watch.wait_for_all()
         dist.init_process_group(

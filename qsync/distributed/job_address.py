@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from qsync.distributed.monitoring.liveness import TOLD_S
 from qsync.errors import FormatError, QSyncError, shortened
@@ -39,10 +39,10 @@ class JobAddress:
                     f"RANK is set, so this is a rank of a job, but {name} is {shortened(text)}; start "
                     "it with torchrun, or unset RANK"
                 )
-        numbers = (int(found[name]) for name in ("RANK", "WORLD_SIZE"))
-        return cls(*numbers, found["MASTER_ADDR"], int(found["MASTER_PORT"]))
+        rank, world_size, port = (int(found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        return cls(rank, world_size, found["MASTER_ADDR"], port)
 
-    def connect(self, join_timeout_s: float, timeout: timedelta) -> dist.Store:
+    def connect(self, join_timeout_s: float, timeout: timedelta) -> Store:
         """Serve the store, or connect to it as soon as it is there; its calls then wait for `timeout`.
 
         Raises QSyncError where it is not there within `join_timeout_s`.
@@ -51,7 +51,7 @@ class JobAddress:
         if not serves:
             self._wait_for_server(join_timeout_s)
         try:
-            store = dist.TCPStore(
+            store = TCPStore(
                 self.host, self.port, self.world_size, serves, timedelta(seconds=join_timeout_s),
                 wait_for_workers=False, multi_tenant=True,
             )  # fmt: skip

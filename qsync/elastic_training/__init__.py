@@ -11,5 +11,7 @@
 `card_plan`         the plan that this card runs
 `training_state`    weights, optimizer, other states and random numbers
 `healing`           the training state, sent to a card that is behind
+`job_token`         proofs that a card belongs to the job
+`waiting`           what a card waits for, said now and then
 `pace`              whether this card is slower than planned
 """

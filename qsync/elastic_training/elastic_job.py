@@ -33,6 +33,7 @@ from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous, in_back
 from qsync.elastic_training.share_loader import Options, ShareLoader
 from qsync.elastic_training.shares import Share, num_passes, share_out
 from qsync.elastic_training.training_state import Hyperparameters, TrainingState
+from qsync.elastic_training.waiting import Waiting
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
 from qsync.records.cluster import Link
 from qsync.records.graph import digest
@@ -119,7 +120,8 @@ class ElasticJob:
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
         self._before: Hyperparameters = []  # at the beginning of a step that heals
-        self._seen_step, self._waits_for = 0, ""
+        self._seen_step = 0
+        self._waiting = Waiting(self.card, options.join_timeout_s)
         self._num_failures = 0
         self._failing: tuple[str, ...] = ()  # the cards whose last exchanges failed, and how many did
         self._failures_in_a_row = 0
@@ -128,7 +130,7 @@ class ElasticJob:
         self._buffers = BuffersBefore(model)  # as a step began with them
         encode(self._training.without_weights())  # raises while no other card depends on it
         self._released = threading.Event()
-        states["optimizer"].register_step_pre_hook(self._check_order)
+        self._order_hook = states["optimizer"].register_step_pre_hook(self._check_order)
 
     # --- The training loop ---
 
@@ -265,6 +267,8 @@ class ElasticJob:
         """Meet the other cards; None if this card is to leave, others stay, and no lighthouse answers."""
 
         def may_leave() -> bool:
+            if self._meeting is None:
+                self._waiting.note(f"a first meeting at {self._rendezvous.address}", is_bounded=True)
             current = self._meeting.current if self._meeting else ()
             return self._released.is_set() and any(card.name != self.card for card in current)
 
@@ -285,7 +289,7 @@ class ElasticJob:
         """Return whether the cards that are there can take the next step."""
         step = meeting.current[0].step
         if step < self._seen_step:
-            self._wait_for(f"a card that has the state of step {self._seen_step}")
+            self._waiting.note(f"a card that has the state of step {self._seen_step}", is_bounded=False)
             self._patient_until = (
                 self._patient_until or time.monotonic() + _PATIENCE * self._options.timeout_s
             )
@@ -297,13 +301,19 @@ class ElasticJob:
             )  # fmt: skip
         self._seen_step, self._patient_until = step, 0.0
         if all(card.leaves for card in meeting.cards):
-            self._wait_for("a card to take the job over: this one is the last, and is to leave")
+            self._waiting.note(
+                "a card to take the job over: this one is the last, and is to leave", is_bounded=False
+            )
             return False
         if any(card.has_trained for card in meeting.cards):
             return True
         if len(meeting.cards) < self._options.start_with:
             missing = self._options.start_with - len(meeting.cards)
-            self._wait_for(f"{missing} more of the {self._options.start_with} cards that it starts with")
+            here = ", ".join(card.name for card in meeting.cards)
+            self._waiting.note(
+                f"{missing} more of the {self._options.start_with} cards that it starts with, beside {here}",
+                is_bounded=True,
+            )
             return False
         is_ready = self._plan.is_ready(meeting.cards)
         if is_ready:
@@ -311,13 +321,9 @@ class ElasticJob:
         self._own = with_fields(self._own, is_ready=is_ready)
         if self._book is None or all(card.is_ready for card in meeting.cards):
             return True
-        self._wait_for("the plan of the cards that are there")
+        lacking = ", ".join(card.name for card in meeting.cards if not card.is_ready)
+        self._waiting.note(f"the plan of the cards that are there, which {lacking} lacks", is_bounded=True)
         return False
-
-    def _wait_for(self, what: str) -> None:
-        if what != self._waits_for:
-            logger.warning("qsync: %s waits for %s", self.card, what)
-        self._waits_for = what
 
     def _form_group(self, meeting: Meeting) -> bool:
         """Form the process group of these cards; return False where one of them is gone meanwhile."""
@@ -354,7 +360,7 @@ class ElasticJob:
             self._server.offer(name, encode(self._training.without_weights()), instead_of="begin/")
             return
         try:
-            rest = decode(fetch(meeting.cards[0].server, name, self._options.timeout_s))
+            rest = decode(fetch(meeting.cards[0].server, name, self._options.timeout_s, self._server.token))
         except QSyncError as error:
             self._exchange.fail(error)
             return
@@ -400,7 +406,9 @@ class ElasticJob:
         name = f"state/{meeting.key}"
         if is_behind:
             server = meeting.source_of(self.card).server
-            self._pending = in_background(lambda: fetch(server, name, self._options.timeout_s))
+            self._pending = in_background(
+                lambda: fetch(server, name, self._options.timeout_s, self._server.token)
+            )
         elif any(meeting.source_of(card.name).name == self.card for card in meeting.behind):
             try:
                 content = encode({**self._training.whole(), "job": self.state_dict()})
@@ -551,6 +559,8 @@ class ElasticJob:
             self._book.close()
         self._server.close()
         self._exchange.close()
+        self._store = None  # which ends its server
+        self._order_hook.remove()  # so that the optimizer keeps no job that is over
         self._loader.close()
         if self._is_relieved:
             self._training.free()

@@ -1,14 +1,15 @@
 """Send the training state of one card to another that is behind: safetensors and JSON, never a pickle.
 
 A card serves its state from a thread, as it was when the step began; the receiver loads it when the step
-ends. So the others train meanwhile. What a card serves is readable by whoever reaches its port: run jobs in a
-network that you trust.
+ends. So the others train meanwhile. Whoever asks proves to have the job's token, if the job has one, and so
+does the answer; without a token a card serves whoever reaches its port. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import secrets
 import threading
 import urllib.error
 import urllib.request
@@ -21,9 +22,11 @@ import torch
 from safetensors.torch import load, save
 
 from qsync.checkpoints.state import Tensors, join, split
+from qsync.elastic_training.job_token import JobToken
 from qsync.errors import QSyncError
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy between cards
+_NONCE, _PROOF = "X-QSync-Nonce", "X-QSync-Proof"
 _JSON = "qsync"  # the entry of safetensors' metadata that has all but the tensors
 
 
@@ -49,18 +52,29 @@ def decode(content: bytes) -> Any:
 
 
 class Server:
-    """Serves named contents over HTTP, from threads. A request waits until its content is there."""
+    """Serves named contents over HTTP, from threads. A request waits until its content is there.
 
-    def __init__(self, host: str, timeout_s: float) -> None:
+    Requests that do not prove to have the token, for this server and for the first time, get nothing.
+    """
+
+    def __init__(self, host: str, timeout_s: float, token: JobToken | None = None) -> None:
+        self.token = token or JobToken()
+        self._nonces: set[str] = set()
         self._contents: dict[str, Callable[[], bytes] | bytes] = {}
         self._changed = threading.Condition()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                content = server._wait_for(self.path.strip("/"), timeout_s)
+                name, nonce = self.path.strip("/"), self.headers.get(_NONCE, "")
+                if not server._admits(name, nonce, self.headers.get(_PROOF, "")):
+                    self.send_error(403)
+                    return
+                content = server._wait_for(name, timeout_s)
                 self.send_response(200 if content is not None else 404)
                 self.send_header("Content-Length", str(len(content or b"")))
+                proof = server.token.proof("answer", nonce.encode(), name.encode(), content or b"")
+                self.send_header(_PROOF, proof)
                 self.end_headers()
                 with suppress(ConnectionError):  # the card that asked is gone
                     self.wfile.write(content or b"")
@@ -72,6 +86,17 @@ class Server:
         self._http.daemon_threads = True
         self.address = f"{host}:{self._http.server_address[1]}"
         threading.Thread(target=self._http.serve_forever, name="qsync-state", daemon=True).start()
+
+    def _admits(self, name: str, nonce: str, proof: str) -> bool:
+        """Return whether a request has the job's token. One that was overheard and sent again has not."""
+        parts = (nonce.encode(), self.address.encode(), name.encode())
+        if not self.token.proves(proof, "request", *parts):
+            return False
+        with self._changed:
+            is_new = nonce not in self._nonces
+            if self.token:
+                self._nonces.add(nonce)
+        return is_new
 
     def _wait_for(self, name: str, timeout_s: float) -> bytes | None:
         with self._changed:
@@ -101,11 +126,22 @@ class Server:
         self.withdraw("")
 
 
-def fetch(address: str, name: str, timeout_s: float) -> bytes:
-    """Return a content that another card serves. Raises QSyncError where it has none, or is gone."""
+def fetch(address: str, name: str, timeout_s: float, token: JobToken | None = None) -> bytes:
+    """Return a content that another card serves.
+
+    Raises QSyncError where it has none, is gone, refuses this card, or does not prove to have the token.
+    """
+    token, nonce = token or JobToken(), secrets.token_hex(16)
+    proof = token.proof("request", nonce.encode(), address.encode(), name.encode())
+    headers = {_NONCE: nonce, _PROOF: proof} if token else {}
+    request = urllib.request.Request(f"http://{address}/{name}", headers=headers)
     try:
-        with _DIRECT.open(f"http://{address}/{name}", timeout=timeout_s) as answer:
+        with _DIRECT.open(request, timeout=timeout_s) as answer:
             content: bytes = answer.read()
+            if not token.proves(
+                answer.headers.get(_PROOF, ""), "answer", nonce.encode(), name.encode(), content
+            ):
+                raise OSError("its answer does not prove that it has the job's token")
             return content
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         raise QSyncError(f"the card at {address} did not send {name} ({error})") from error

@@ -143,7 +143,7 @@ class PlanBook:
 
     def __init__(self, own: ClassCosts, server: Server, options: Mapping[str, Any]) -> None:
         self._classes = {own.device_class.name: own}
-        self._own, self._options = own, dict(options)
+        self._own, self._options, self._token = own, dict(options), server.token
         self._plans: dict[Membership, Plan | str] = {}  # text: why there is none
         self.link = Link(0.0, 1e12)  # between the cards, as last measured
         self._has_link = False
@@ -214,7 +214,7 @@ class PlanBook:
         present = membership_of(cards)
         for card in cards:
             if card.device_class not in self._classes:
-                content = json.loads(fetch(card.server, "class", _FETCH_S))
+                content = json.loads(fetch(card.server, "class", _FETCH_S, self._token))
                 self._classes[card.device_class] = ClassCosts.from_json(content)
         # Cards that wait for their first group have no link: what comes next is planned with theirs.
         ahead = next_memberships(present) if self._has_link or len(cards) == 1 else []
@@ -227,7 +227,7 @@ class PlanBook:
 
     def _copy(self) -> None:
         leader = self._cards[0]
-        found = json.loads(fetch(leader.server, "plans", _FETCH_S))
+        found = json.loads(fetch(leader.server, "plans", _FETCH_S, self._token))
         for entry in found:
             membership = tuple((name, count, slowdown) for name, count, slowdown in entry["membership"])
             self._plans[membership] = entry["why"] or Plan.from_json(entry["plan"])

@@ -8,6 +8,7 @@ who is in the step, who heals from whom, and who takes which samples.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import socket
 import threading
@@ -16,13 +17,13 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, TypeVar
 
 from qsync.elastic_training.healing import fetch
+from qsync.elastic_training.job_token import FILE_VARIABLE, TOKEN_VARIABLE, JobToken, token_of_environment
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
 from qsync.records.graph import digest
 
@@ -33,6 +34,7 @@ _Found = TypeVar("_Found")
 LIGHTHOUSE_VARIABLE = "QSYNC_LIGHTHOUSE"
 HEARTBEAT_S = 0.25
 _RETRY_S = 0.2
+_MOST_WARNINGS = 8  # of cards without a proof: anybody can send any number
 _USUAL_TIMEOUTS = 2  # of one meeting
 
 
@@ -191,14 +193,18 @@ def ask_to_leave(name: str, address: str) -> list[str]:
 
     Raises FormatError where no such card is in the job.
     """
-    rendezvous = Rendezvous(address, 10.0)
+    rendezvous = Rendezvous(address, 10.0, token_of_environment())
     asking = Card(f"release-{uuid.uuid4()}", "", time.time(), {}, release=(name,))
     names: list[str] = []
-    for _ in range(2):  # the first meeting may be that of the asking card alone
-        cards = rendezvous.cards(asking)
-        names = sorted(card.name for card in cards if card.facts)
-        if name in names:
-            return [one for one in names if one != name]
+    rendezvous.begin(asking.name)  # a meeting may take longer than a card without heartbeats is thought alive
+    try:
+        for _ in range(2):  # the first meeting may be that of the asking card alone
+            cards = rendezvous.cards(asking)
+            names = sorted(card.name for card in cards if card.facts)
+            if name in names:
+                return [one for one in names if one != name]
+    finally:
+        rendezvous.leave()
     raise FormatError(
         f"no card {shortened(name)} is in the job at {rendezvous.address}"
         + (f"; it has {shortened(', '.join(names), 200, quote=False)}" if names else ", which has no cards")
@@ -208,13 +214,18 @@ def ask_to_leave(name: str, address: str) -> list[str]:
 class Rendezvous:
     """A card's connection to the lighthouse: heartbeats from a thread, and one meeting a step.
 
+    What a card sends has a proof of the job's token; what others send without one is passed over.
     Raises QSyncError if no lighthouse answers at the address.
     """
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, token: JobToken | None = None) -> None:
         self.address = checked_address(address)
         self._timeout = timedelta(seconds=timeout_s)
         self._number = uuid.uuid4().hex  # two cards of one name are two to the lighthouse
+        self._token = token or JobToken()
+        self._stamp_ns = 0  # of the last message of this card, and of all others
+        self._stamps: dict[str, int] = {}
+        self._passed_over: set[str] = set()
         coordination()  # which may be missing
         try:
             # torchft connects to whatever listens, and waits for ever for an address that is silent.
@@ -293,37 +304,81 @@ class Rendezvous:
                 self._client = self._reconnected(self._client)
             else:
                 key = f"{quorum.created.seconds}.{quorum.created.nanos}"
-                return meeting_of(key, _cards_of(quorum), card)
+                cards, strangers = self._read(quorum)
+                self._pass_over(strangers, cards, card)
+                return meeting_of(key, cards, card)
         return None
 
     def cards(self, asking: Card) -> list[Card]:
-        """Return the cards of one meeting. Raises QSyncError where there is none within the timeout."""
+        """Return the cards of one meeting. Raises QSyncError where there is none within the timeout.
+
+        MismatchError where all have another token.
+        """
         try:
-            return _cards_of(self._quorum(asking))
+            cards, strangers = self._read(self._quorum(asking))
         except Exception as error:
             raise QSyncError(
                 f"no meeting took place at {self.address} ({shortened(str(error), 80, quote=False)}); is a "
                 "job running there?"
             ) from error
+        if strangers and not any(card.facts for card in cards):
+            raise MismatchError(self._unproven())
+        return cards
 
     def _quorum(self, card: Card) -> Any:
-        return self._client.quorum(
-            replica_id=f"{card.name}/{self._number}", timeout=self._timeout, step=card.step, data=asdict(card)
+        own = f"{card.name}/{self._number}"
+        # A message that is sent again by somebody who overheard it is older than the last one.
+        self._stamp_ns = max(time.time_ns(), self._stamp_ns + 1)
+        text = json.dumps({**asdict(card), "from": own, "stamp": self._stamp_ns})
+        data: dict[Any, object] = {"card": text, "proof": self._token.proof("card", text.encode())}
+        return self._client.quorum(replica_id=own, timeout=self._timeout, step=card.step, data=data)
+
+    def _read(self, quorum: Any) -> tuple[list[Card], list[Card]]:
+        """Return the cards of a quorum, and those without a proof. What is no card of qsync is left out."""
+        cards: list[Card] = []
+        strangers: list[Card] = []
+        for member in quorum.participants:
+            try:
+                text, proof = member.data["card"], member.data["proof"]
+                content = json.loads(text)
+                sender, stamp = content.pop("from"), int(content.pop("stamp"))
+                texts = {name: tuple(content[name]) for name in ("release", "learning_rates")}
+                card = Card(**{**content, **texts, "started_s": float(content["started_s"])})
+            except (AttributeError, KeyError, TypeError, ValueError):
+                continue
+            is_new = sender == member.replica_id and stamp > self._stamps.get(sender, 0)
+            if self._token.proves(proof, "card", text.encode()) and (is_new or not self._token):
+                self._stamps[sender] = stamp
+                cards.append(card)
+            else:
+                strangers.append(card)
+        return cards, strangers
+
+    def _pass_over(self, strangers: Sequence[Card], cards: Sequence[Card], own: Card) -> None:
+        """Warn of cards without a proof; raise MismatchError where the job is theirs, and this card alone."""
+        is_alone = not any(card.facts and card.store != own.store for card in cards)
+        older = [card for card in strangers if card.has_trained or card.started_s <= own.started_s]
+        if is_alone and not own.has_trained and any(card.facts for card in older):
+            raise MismatchError(self._unproven())
+        for name in {str(card.name) for card in strangers} - self._passed_over:
+            if len(self._passed_over) < _MOST_WARNINGS:
+                self._passed_over.add(name)
+                logger.warning(
+                    "qsync: %s is passed over: it does not prove that it has this job's token, or has one "
+                    "where this job has none", shortened(name),
+                )  # fmt: skip
+
+    def _unproven(self) -> str:
+        return (
+            f"the cards at {self.address} do not prove that they have this token, or have one while none is "
+            f"set here; set {TOKEN_VARIABLE} or {FILE_VARIABLE} to the job's, or unset both if it has none"
         )
 
     def leave(self) -> None:
-        """End the heartbeats: the next meeting is without this card."""
+        """End the heartbeats and the connection: the next meeting is without this card."""
         self._left.set()
-
-
-def _cards_of(quorum: Any) -> list[Card]:
-    """Read what the participants of a quorum sent, but for those that are no cards of qsync."""
-    cards = []
-    for member in quorum.participants:
-        with suppress(TypeError, KeyError):
-            texts = {name: tuple(member.data[name]) for name in ("release", "learning_rates")}
-            cards.append(Card(**{**member.data, **texts}))
-    return cards
+        if self._meeting is None or self._meeting.done():
+            self._client = None
 
 
 def in_background(run: Callable[[], _Found]) -> Future[_Found]:

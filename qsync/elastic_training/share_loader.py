@@ -24,6 +24,7 @@ class Options:
     max_samples: int | None
     num_workers: int
     collate_fn: Callable[[list[Any]], Any]
+    join_timeout_s: float = 600.0
 
 
 def _outlive_signal(_: int) -> None:

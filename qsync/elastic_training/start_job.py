@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import time
 import uuid
@@ -26,6 +27,7 @@ from qsync.distributed.ddp_profiling import profile_seconds
 from qsync.distributed.plan_cache import cache_folder
 from qsync.elastic_training.elastic_job import ElasticJob
 from qsync.elastic_training.healing import Server
+from qsync.elastic_training.job_token import TOKEN_VARIABLE, token_of_environment
 from qsync.elastic_training.plan_book import PlanBook, class_costs
 from qsync.elastic_training.rendezvous import LIGHTHOUSE_VARIABLE, Card, Rendezvous
 from qsync.elastic_training.share_loader import Options
@@ -36,6 +38,8 @@ from qsync.records.graph import digest
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.tracing.tracer import undisturbed
+
+logger = logging.getLogger("qsync")
 
 _PROFILED_PARTS = 4  # classes are profiled on this part of a batch
 _RESERVED = ("model", "optimizer", "job", "random", "random_cuda")
@@ -61,6 +65,7 @@ def elastic(
     share: bool = False,
     max_samples: int | None = None,
     timeout_s: float = 10.0,
+    join_timeout_s: float = 600.0,
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     cache_dir: str | Path | None = None,
@@ -98,6 +103,8 @@ def elastic(
         max_samples: the most samples of a card in one pass; by the memory model without it.
         timeout_s: seconds after which a card that does not answer is left out: longer than the slowest step
             differs from the fastest.
+        join_timeout_s: seconds to wait, before the first step, for cards that do not come, or have no plan
+            yet. Every ten seconds a line says so.
         num_workers: of `torch.utils.data.DataLoader`.
         collate_fn: of `torch.utils.data.DataLoader`.
         cache_dir: the folder of cached profiles, instead of `~/.cache/qsync`.
@@ -107,7 +114,7 @@ def elastic(
         The job: call `job.model`, and iterate over `job.steps(...)`.
 
     Raises:
-        QSyncError: no lighthouse answers.
+        QSyncError: no lighthouse answers. `steps` raises it where cards do not come.
         FormatError: an option that does not exist or cannot be used.
         CalibrationError, TracingError, UnsupportedError: as in `qsync.hybrid`.
 
@@ -133,8 +140,8 @@ def elastic(
         text = os.environ.get("WORLD_SIZE", "1")
         start_with = int(text) if text.isascii() and text.isdigit() else text  # type: ignore[assignment]
     assert start_with is not None
-    _check(options, states or {}, dataset, timeout_s, batch_size=batch_size, start_with=start_with, seed=seed,
-           max_samples=max_samples, num_workers=num_workers)  # fmt: skip
+    _check(options, states or {}, dataset, timeout_s, join_timeout_s, batch_size=batch_size,
+           start_with=start_with, seed=seed, max_samples=max_samples, num_workers=num_workers)  # fmt: skip
     for what, value in (("card", card), ("device_class", device_class)):
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise FormatError(f"{what} must be a name, found {shortened(value)}")
@@ -144,7 +151,13 @@ def elastic(
             "no lighthouse is given; start one with `qsync lighthouse`, and set "
             f"{LIGHTHOUSE_VARIABLE} to its address"
         )
-    rendezvous = Rendezvous(address, timeout_s)
+    token = token_of_environment()
+    rendezvous = Rendezvous(address, timeout_s, token)
+    if not token:
+        logger.warning(
+            "qsync: this job has no token and trusts its network: whoever reaches its ports can join it and "
+            "read its weights; set %s, the same on every card", TOKEN_VARIABLE,
+        )  # fmt: skip
     how = Options(
         batch_size,
         seed,
@@ -154,12 +167,13 @@ def elastic(
         max_samples,
         num_workers,
         collate_fn or default_collate,
+        join_timeout_s,
     )
     if emulated_share is not None:
         slow_down(device_of(model), emulated_share)
     found = detect_class(device_of(model), emulated_share, job.ranks_on_host())
     own = replace(found, name=device_class) if device_class else found
-    server = Server(rendezvous.own_host(), timeout_s)
+    server = Server(rendezvous.own_host(), timeout_s, token)
     book = None
     if isinstance(plan, Plan):
         api.wrap_as(model, plan, own.name, speaks=True)
@@ -208,7 +222,12 @@ def _check_kinds(
 
 
 def _check(
-    options: Mapping[str, Any], states: Mapping[str, Any], dataset: Any, timeout_s: Any, **numbers: Any
+    options: Mapping[str, Any],
+    states: Mapping[str, Any],
+    dataset: Any,
+    timeout_s: Any,
+    join_timeout_s: Any,
+    **numbers: Any,
 ) -> None:
     """Raise FormatError for an option that cannot be used."""
     if options.get("levers"):
@@ -223,8 +242,9 @@ def _check(
             raise FormatError(
                 f"{name} must be a whole number of at least {least[name]}, found {shortened(number)}"
             )
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0.1 <= timeout_s < 1e6:
-        raise FormatError(f"timeout_s must be seconds of at least 0.1, found {shortened(timeout_s)}")
+    for name, number in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.1 <= number < 1e6:
+            raise FormatError(f"{name} must be seconds of at least 0.1, found {shortened(number)}")
     if numbers["start_with"] > numbers["batch_size"]:
         raise FormatError(
             f"{numbers['start_with']} cards cannot share {numbers['batch_size']} samples a step; give a "

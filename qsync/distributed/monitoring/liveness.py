@@ -388,9 +388,9 @@ class Watch:
         os._exit(EXIT_CODE)
 
 
-def _connection(store: distributed_c10d.Store, timeout_s: float) -> Any:
+def _connection(store: Any, timeout_s: float) -> Any:
     """Return the watch's part of a store, over a connection of its own."""
-    own: Any = store.clone()
+    own = store.clone()
     own.set_timeout(datetime.timedelta(seconds=timeout_s))
     return distributed_c10d.PrefixStore("qsync/liveness", own)
 
