@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -43,15 +44,9 @@ from qsync.runtime import planned_forward
 from qsync.runtime.activation_recomputation import recompute
 from qsync.runtime.program import Program
 from qsync.runtime.wrapping import Wrapping, wrapped_module
+from qsync.tracing.held_state import HeldState, first_call, leaving_gradients, undisturbed
 from qsync.tracing.replaced_forward import running_plain
-from qsync.tracing.tracer import (
-    MOST_TRACES,
-    call_arguments,
-    capture,
-    check_batch,
-    leaving_gradients,
-    undisturbed,
-)
+from qsync.tracing.tracer import call_arguments, capture, check_batch
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -124,7 +119,7 @@ def profile(
     chosen = precisions_to_profile(chosen_class, model, precisions)
     loss, trained = loss_of(model, example_inputs, loss_fn), trained_parameters(model)
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
-    with undrawn(loader), running(model, compile, dynamic=False) as program:
+    with undrawn(loader), running(model, loss, compile, dynamic=False) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         with naming_operators(program, loss, trained):
             options = ProfilerOptions(make_optimizer, progress, save_less, loader)
@@ -255,8 +250,17 @@ def calibrating(
     losses = [loss_of(model, batch, loss_fn) for batch in batches]
     # One batch is traced as it is profiled: a number that a loop changes makes no other graph.
     dynamic = False if len(batches) == 1 else None
-    with running(model, dynamic=dynamic, alone=in_bf16(model)) as program, _in_fp32(model):
+    alone = in_bf16(model)
+    with _in_fp32(model), running(model, losses[0], dynamic=dynamic, alone=alone) as program:
+        # A state that the model keeps from call to call is the same in all steps, which are compared.
+        held = HeldState(model, losses, weights=False)
+        losses = [partial(_from, held, loss) for loss in losses]
         yield Calibration(program, losses, trained_parameters(model), chosen, seed)
+
+
+def _from(held: HeldState, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
+    held.restore()
+    return loss()
 
 
 def in_bf16(model: torch.nn.Module) -> bool:
@@ -271,22 +275,32 @@ def _in_fp32(model: torch.nn.Module) -> Iterator[None]:
     Raises CalibrationError for a model that does not run so: one that casts to BF16 by itself.
     """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype is torch.bfloat16]
-    before = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.float()
+    if not tensors:
         yield
-    except (RuntimeError, TracingError) as error:
-        if not tensors:
-            raise
-        raise CalibrationError(
-            f"{type(model).__name__} does not run with its weights in FP32, from which its sensitivity is "
-            f'measured ({shortened(error, quote=False)}); load it in FP32, and give base="bf16"'
-        ) from error
-    finally:
-        for tensor, data in zip(tensors, before, strict=True):
-            tensor.grad = None
-            tensor.data = data
+        return
+    with undisturbed(model):
+        before = [tensor.data for tensor in tensors]
+        try:
+            for tensor in tensors:
+                tensor.data = tensor.data.float()
+            yield
+        except (RuntimeError, TracingError) as error:
+            raise CalibrationError(
+                f"{type(model).__name__} does not run with its weights in FP32, from which its sensitivity "
+                f'is measured ({shortened(error, quote=False)}); load it in FP32, and give base="bf16"'
+            ) from error
+        finally:
+            for tensor, data in zip(tensors, before, strict=True):
+                tensor.grad = None
+                tensor.data = data
+
+
+def _saved_for_backward(value: Any) -> Any:
+    """Return a tensor that autograd can save: of one made in inference mode a copy."""
+    if isinstance(value, torch.Tensor) and value.is_inference():
+        with torch.inference_mode(False):
+            return value.clone()
+    return value
 
 
 def _widened(value: Any) -> Any:
@@ -410,17 +424,13 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
     The graph is that of the last call, and says how many calls with gradients there were.
     """
     loss = loss_of(model, batch, loss_fn)
-    for _ in range(MOST_TRACES):
-        with running(model, dynamic=False) as program:
-            program.forget()
-            loss()
-            if not program.lowered:
-                capture(model, batch)  # says why there is nothing to trace
-                raise not_called(type(model).__name__)
-            graph = replace(program.graph, num_calls=max(1, program.num_calls))
-        if graph.num_segments == 1:
-            break
-    return graph
+    with running(model, loss, dynamic=False) as program:
+        program.forget()
+        loss()
+        if not program.lowered:
+            capture(model, batch)  # says why there is nothing to trace
+            raise not_called(type(model).__name__)
+        return replace(program.graph, num_calls=max(1, program.num_calls))
 
 
 # The program that measures a model now: whatever is measured inside shares it, and with it one trace.
@@ -429,19 +439,25 @@ _measuring: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKe
 
 @contextmanager
 def running(
-    model: torch.nn.Module, compile: bool = False, dynamic: bool | None = None, alone: bool = False
+    model: torch.nn.Module,
+    loss: Callable[[], torch.Tensor],
+    compile: bool = False,
+    dynamic: bool | None = None,
+    alone: bool = False,
 ) -> Iterator[Program]:
     """Let a model run through a program, to be measured; afterwards it is as before.
 
-    Inside another `running` of the model its program is used, unless `alone`.
+    Its first call happens before, as torch runs it: what that initializes is not measured. Inside another
+    `running` of the model its program is used, unless `alone`.
     """
     outer = _measuring.get(model)
     if outer is not None and not alone:
-        with undisturbed(model):
+        with undisturbed(model, loss):
             yield outer
         return
     before = planned_forward.programs.get(model)
-    with undisturbed(model), running_plain(model):
+    with undisturbed(model, loss), running_plain(model):
+        first_call(model, loss)
         program = planned_forward.attach(model, lambda graph: {}, compile_islands=compile, dynamic=dynamic)
         try:
             _measuring[model] = program
@@ -472,6 +488,7 @@ def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) ->
     """
     if batch is None:
         raise CalibrationError("there is no example batch; pass one real batch, as the model is trained on")
+    batch = tree_map(_saved_for_backward, batch)
     args, kwargs = call_arguments(batch)
     if loss_fn is not None:  # it may take a batch whose tensors only it can find
         _check_loss_fn(loss_fn)

@@ -52,7 +52,8 @@ from qsync.records.precision import Precision
 from qsync.replayer import Sized, profiles_under_levers
 from qsync.runtime.coverage import say_once
 from qsync.runtime.wrapping import check_plan_base, check_plan_compiled, swap_plan, wrapping_of
-from qsync.tracing.tracer import autocast_type, undisturbed, without_autocast
+from qsync.tracing.held_state import undisturbed
+from qsync.tracing.tracer import autocast_type, without_autocast
 
 logger = logging.getLogger("qsync")
 
@@ -203,9 +204,10 @@ def hybrid(
                 progress, bool(compile),
             )  # fmt: skip
             stack.enter_context(_in_training_mode(model))
+            loss = agree_locally("reading the example batch", step.loss)
             # One trace serves all that is measured, and training after it.
-            measuring = api.running(model, bool(compile), dynamic=False)
-            program = agree_locally("tracing the model", lambda: stack.enter_context(measuring))
+            measuring = api.running(model, loss, bool(compile), dynamic=False)
+            program = agree_locally("running the model", lambda: stack.enter_context(measuring))
             plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
     else:
         if base is not None:
@@ -385,15 +387,11 @@ def _in_training_mode(model: torch.nn.Module) -> Iterator[None]:
     if model.training:
         yield
         return
-    modes = [(module, module.training) for module in model.modules()]
-    if job.is_rank_zero():
-        logger.warning("qsync: the model is in evaluation mode, and is planned as after model.train()")
-    model.train()
-    try:
+    with undisturbed(model):
+        if job.is_rank_zero():
+            logger.warning("qsync: the model is in evaluation mode, and is planned as after model.train()")
+        model.train()
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _batch_of(loader: Iterable[Any], model: torch.nn.Module) -> Any:

@@ -152,7 +152,8 @@ def _profile_together(
 ) -> tuple[Cluster, dict[str, Profile]]:
     """Return cluster and profiles of all classes, with the exchange as it is in steps of the job."""
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
-    with undrawn(options.loader), api.running(step.model, options.compile, dynamic=False) as program:
+    running = api.running(step.model, step.loss(), options.compile, dynamic=False)
+    with undrawn(options.loader), running as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(-math.inf if options.briefly else options.until_s(profiler.step_s))
         profile = with_toll(profiler.profile(machine(rank.device)), link)

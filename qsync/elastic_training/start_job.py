@@ -37,7 +37,7 @@ from qsync.records.cluster import DeviceClass
 from qsync.records.graph import digest
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
-from qsync.tracing.tracer import undisturbed
+from qsync.tracing.held_state import undisturbed
 
 logger = logging.getLogger("qsync")
 

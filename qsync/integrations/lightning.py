@@ -26,7 +26,7 @@ from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other
 from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of, wrapping_of
-from qsync.tracing.tracer import undisturbed
+from qsync.tracing.held_state import undisturbed
 
 _PLAN_KEY = "qsync_plan"  # in a checkpoint
 _BASES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}

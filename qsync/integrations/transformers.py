@@ -26,7 +26,7 @@ from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of
-from qsync.tracing.tracer import undisturbed
+from qsync.tracing.held_state import undisturbed
 
 _PLAN_FILE = "qsync_plan.json"  # in a checkpoint
 # What the batches of a step depend on: ranks that differ in it would wait for each other for ever.

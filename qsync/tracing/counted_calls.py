@@ -136,7 +136,7 @@ def _counted(node: torch.fx.Node) -> Counted | None:
     # A checkpoint around the model has hooks of its own, which count: these stand in for them.
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(), saving:
+        with torch.inference_mode(False), torch.enable_grad(), _without_anomalies(), FakeTensorMode(), saving:
             results = list(filter(_is_tensor, tree_leaves(_run(node, stand_in))))
             trained = list(filter(_is_trained, results))
             workspace_bytes = _backward_bytes(trained, tree_leaves(stand_ins)) if trained else 0
@@ -158,6 +158,11 @@ def _counted(node: torch.fx.Node) -> Counted | None:
         workspace_bytes=workspace_bytes,
         is_view=own in places,
     )  # fmt: skip
+
+
+def _without_anomalies() -> torch.autograd.set_detect_anomaly:
+    """Suspend torch's anomaly mode, which looks for NaN in tensors without numbers, and keeps tensors."""
+    return torch.autograd.set_detect_anomaly(False)  # type: ignore[no-untyped-call]
 
 
 def _backward_bytes(results: list[torch.Tensor], operands: list[Any]) -> int:

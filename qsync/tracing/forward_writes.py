@@ -27,27 +27,3 @@ class BuffersBefore:
             for name, before in own.items():
                 if name in module._buffers and module._buffers[name] is not before:
                     module._buffers[name] = before
-
-
-class FrozenBefore:
-    """The frozen parameters as they are now, which forward may write to, as that of MoCo's key encoder.
-
-    Their numbers are copied where they are no more than those that train: of a large frozen model that
-    adapters train on, only tensors that are put in a parameter's place (`p.data = ...`) are undone.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        own = [parameter for parameter in model.parameters() if not parameter.is_meta]
-        frozen = [parameter for parameter in own if not parameter.requires_grad]
-        trained = sum(parameter.nbytes for parameter in own if parameter.requires_grad)
-        copied = sum(parameter.nbytes for parameter in frozen) <= trained
-        self._kept = [(p, p.data, p.data.clone() if copied else None) for p in frozen]
-
-    def restore(self) -> None:
-        """Put back the tensors, and their numbers into those that were copied."""
-        with torch.no_grad():
-            for parameter, data, numbers in self._kept:
-                if parameter.data_ptr() != data.data_ptr():
-                    parameter.data = data
-                if numbers is not None and not torch.equal(data, numbers):
-                    data.copy_(numbers)

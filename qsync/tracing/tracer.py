@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache, partial
 from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 import torch._dynamo
 import torch.fx
@@ -34,15 +31,12 @@ from qsync.backend.devices.device_detection import device_of
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
-from qsync.tracing.forward_writes import BuffersBefore, FrozenBefore
 from qsync.tracing.graph_sharing import SharedGraph
+from qsync.tracing.held_state import first_call, undisturbed
 from qsync.tracing.operator_table import DTYPES
-from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, forward_codes, untraced
+from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, forward_codes, running_plain, untraced
 from qsync.tracing.segments import Segment, join, read_segment
 
-# Where a graph breaks it is traced once more: a model may change itself in its first call (Hugging Face's
-# install hooks, under a lock), and its graph then breaks in that call alone.
-MOST_TRACES = 2
 _CHECKS_MASK = "_check_key_padding_mask"  # of torch.nn.functional; not every release has it
 _ASKS = "it asks the tracer itself"  # not every release of torch traces such a function
 
@@ -50,8 +44,8 @@ _ASKS = "it asks the tracer itself"  # not every release of torch traces such a 
 def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
     """Capture the operators of `model` when it runs on these inputs.
 
-    Runs the model once, and again where its graph breaks (buffers and the random state are restored), on any
-    device; on the meta device nothing is computed, so a model larger than memory can be captured.
+    Runs the model twice, since its first call may set it up, on any device; it is afterwards as before. On
+    the meta device nothing is computed, so a model larger than memory can be captured.
     `example_inputs` is a tensor, a tuple (positional) or a dict (keywords). Raises TracingError when
     torch.compile finds no operator to trace, and CalibrationError for an empty batch.
 
@@ -78,20 +72,18 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
 
         return run
 
-    breaks, num_skipped = graph_breaks(), num_skipped_frames()
-    for _ in range(MOST_TRACES):
-        segments.clear()
+    with undisturbed(model, args, kwargs), without_autocast(device):
+        with running_plain(model):
+            first_call(model, lambda: model(*args, **kwargs))
+        breaks, num_skipped = graph_breaks(), num_skipped_frames()
         # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
-        plain = compiled_by(model, record, dynamic=False)
-        with undisturbed(model), without_autocast(device), dynamo_settings(), _constants_of(device), plain:
+        with dynamo_settings(), _constants_of(device), compiled_by(model, record, dynamic=False):
             try:
                 model(*args, **kwargs)
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 raise error.inner_exception from None
             except torch._dynamo.exc.TorchDynamoException as error:
                 raise cannot_trace(model, error) from error
-        if len(segments) == 1:
-            break
     why_skipped(model, breaks, num_skipped)
     ops = [op for segment in segments for op in segment.ops]
     if not any(op.role is Role.ADJUSTABLE for op in ops):
@@ -233,66 +225,6 @@ def tensor_names(model: torch.nn.Module) -> dict[int, str]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         names.setdefault(id(tensor), name)
     return names
-
-
-# The gradients of tensors outside of the model as they were, by each `undisturbed` that is open.
-_gradients_outside: ContextVar[tuple[dict[torch.Tensor, torch.Tensor | None], ...]] = ContextVar(
-    "gradients_outside", default=()
-)
-
-
-def leaving_gradients(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose backward leaves no gradient behind, in any leaf, when `undisturbed` is left.
-
-    The first loss inside tells which leaves there are.
-    """
-    regions = [region for region in _gradients_outside.get() if not region]
-    if regions and isinstance(loss, torch.Tensor) and loss.grad_fn is not None:
-        for leaf in _leaves_of(loss):
-            for region in regions:
-                region[leaf] = leaf.grad
-            leaf.grad = None  # backward would add to it in place
-    return loss
-
-
-def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors in which the backward of a loss adds up gradients."""
-    ahead, seen = [loss.grad_fn], set[Any]()
-    while ahead:
-        node: Any = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable"):
-                yield node.variable
-            ahead.extend(following for following, _ in node.next_functions)
-
-
-@contextmanager
-def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Run the model inside without a trace: buffers, gradients and random states are as before afterwards.
-
-    Also frozen parameters that forward writes (`FrozenBefore`), and gradients of tensors outside of the
-    model, where the loss is one of `leaving_gradients`; not buffers outside of it.
-    """
-    outside: dict[torch.Tensor, torch.Tensor | None] = {}
-    token = _gradients_outside.set((*_gradients_outside.get(), outside))
-    drawn, numpy_drawn = random.getstate(), np.random.get_state(legacy=False)
-    buffers, frozen = BuffersBefore(model), FrozenBefore(model)
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            buffers.restore()
-            frozen.restore()
-            for tensor, gradient in (*outside.items(), *gradients):
-                tensor.grad = gradient
-            _gradients_outside.reset(token)
-            random.setstate(drawn)
-            np.random.set_state(numpy_drawn)
 
 
 _has_autocast = cache(torch.amp.is_autocast_available)  # asked at every call

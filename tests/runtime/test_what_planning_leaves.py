@@ -140,13 +140,29 @@ class Stateful(nn.Module):
         return y
 
 
-def test_state_that_a_model_keeps_between_calls_is_to_be_reset():
+def test_state_that_a_model_keeps_between_calls_is_there_when_it_is_planned():
+    x, model = torch.randn(2, 3, 16), Stateful()
+    assert planned(model, x, lambda model, x: model(x).square().mean()).state is None
+    for _ in range(3):
+        model(x).square().mean().backward()
+    assert qsync.capture(Stateful(), x).batch_shapes == ((2, 3, 16), (1, 2, 8), (1, 2, 8))
+
+
+class Growing(Stateful):
+    """A model that remembers all that it was given."""
+
+    def forward(self, x):
+        self.state = x if self.state is None else torch.cat([self.state, x], 1)
+        return self.recurrence(self.state)[0]
+
+
+def test_state_that_grows_from_call_to_call_is_to_be_reset():
     x = torch.randn(2, 3, 16)
     with pytest.raises(UnsupportedError, match="other tensors in a later call .* let loss_fn reset that"):
-        planned(Stateful(), x, lambda model, x: model(x).square().mean())
+        planned(Growing(), x, lambda model, x: model(x).square().mean())
 
     def loss_fn(model, x):
         model.state = None
         return model(x).square().mean()
 
-    assert planned(Stateful(), x, loss_fn)(x).shape == (2, 3, 8)
+    assert planned(Growing(), x, loss_fn)(x).shape == (2, 3, 8)

@@ -33,8 +33,9 @@ from qsync.expansion.derivation.axis_unification import (
 from qsync.expansion.derivation.op_rules import Call, Rule, constant, pointwise, reduction
 from qsync.expansion.derivation.recorder import Frame, Recorder
 from qsync.expansion.derivation.trace_records import Event, Norm, Value
+from qsync.tracing.held_state import undisturbed
 from qsync.tracing.replaced_forward import running_plain
-from qsync.tracing.tracer import call_arguments, check_batch, undisturbed
+from qsync.tracing.tracer import call_arguments, check_batch
 
 # Operators that mark a module without matrices as a norm: it divides by the root of a mean.
 _ROOT_OPS = ("rsqrt", "sqrt", "pow")
@@ -175,8 +176,8 @@ def trace_axes(model: nn.Module, example_inputs: Any, rules: Mapping[str, Rule])
             )
     try:
         with (
-            torch.no_grad(),
             undisturbed(model),
+            torch.no_grad(),
             running_plain(model),
             evaluating(model),
             module_hooks(mode),

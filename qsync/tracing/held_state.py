@@ -1,0 +1,302 @@
+"""Hold what training has while planning runs its steps, and put it back bitwise: `undisturbed`.
+
+Planning calls the user's model, its hooks and its loss many times. Whatever they can write to is held:
+weights, buffers, gradients, attributes, containers, counters, random states. Hooks that step an optimizer
+inside backward are taken off meanwhile: planning has an optimizer of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses import FakeTensor
+from torch.nn.modules import module as modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from qsync.errors import UnsupportedError
+from qsync.tracing.reachable import (
+    attributes_of,
+    generator_state,
+    globals_written,
+    is_filled,
+    is_users,
+    reachable,
+    slots_of,
+)
+from qsync.tracing.suspended_hooks import SuspendedHooks
+
+# Numbers outside of the model are copied up to so many bytes, and so many times the model's: an average of
+# the weights, an optimizer's state. What is beyond is watched, as is a large frozen model under adapters.
+_COPIED_BYTES, _COPIED_MODELS = 2**28, 3
+_MISSING = object()
+
+
+class HeldState:
+    """What the calls of a model, its hooks and a loss can change, as it is now.
+
+    Without `weights` trained parameters are left out. `outer` hold earlier states: what is equal in one of
+    them takes no memory again.
+
+    >>> held = HeldState(model, [loss]); loss().backward(); held.restore()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        roots: Iterable[object],
+        outer: Iterable[HeldState] = (),
+        weights: bool = True,
+        stop: Callable[[object], bool] = lambda _: False,
+    ) -> None:
+        self._outer, self._undo = list(outer), list[Callable[[], None]]()
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: its bytes, and a copy
+        self._watched: list[tuple[torch.Tensor, int]] = []  # each with its version
+        trained = [p for p in model.parameters() if p.requires_grad]
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        buffers = list(model.buffers())
+        is_small = sum(p.nbytes for p in frozen) <= sum(p.nbytes for p in trained)
+        self._copied = {id(tensor) for tensor in (*trained, *buffers, *(frozen if is_small else ()))}
+        self._too_large = set() if is_small else {id(p) for p in frozen}
+        own_bytes = sum(tensor.nbytes for tensor in (*trained, *buffers))
+        self._room_bytes = _COPIED_BYTES + _COPIED_MODELS * own_bytes
+        known = set() if weights else {id(p) for p in trained}
+        self._found = []  # alive: what is known is known by its id
+        for found in reachable([model, *roots], known, stop):
+            self._found.append(found)
+            self._hold(found)
+
+    def restore(self) -> None:
+        """Put everything back. Raises UnsupportedError for numbers that changed and are too many to copy."""
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+            for numbers, copy in self._copies.values():
+                numbers.copy_(copy)
+        for tensor, version in self._watched:
+            if tensor._version != version:
+                raise UnsupportedError(
+                    f"a call of the model wrote to a tensor of shape {tuple(tensor.shape)}, too large to be "
+                    "put back after planning: let no hook and no loss_fn write to it before training"
+                )
+
+    def _hold(self, found: Any) -> None:
+        if isinstance(found, torch.Tensor):
+            self._hold_tensor(found)
+        elif isinstance(found, np.ndarray):
+            if found.dtype != object and found.flags.writeable and self._has_room(found.nbytes):
+                self._undo.append(partial(np.copyto, found, found.copy()))
+        elif isinstance(found, (dict, list, set, deque)):
+            self._undo.append(partial(_restore_container, found, _elements(found)))
+        elif isinstance(found, CellType):
+            if is_filled(found):
+                self._undo.append(partial(setattr, found, "cell_contents", found.cell_contents))
+        elif isinstance(found, FunctionType):
+            of = found.__globals__
+            written = {name: of.get(name, _MISSING) for name in globals_written(found)}
+            self._undo.append(partial(_restore_names, of, written))
+        elif (generator := generator_state(found)) is not None:
+            state, set_state = generator
+            self._undo.append(partial(set_state, state))
+        elif isinstance(found, type):
+            if is_users(found.__module__):
+                attributes = attributes_of(found) or {}
+                self._undo += [partial(setattr, found, name, value) for name, value in attributes.items()]
+        elif is_users(type(found).__module__):  # a frozen dataclass has slots, too
+            self._undo += [
+                partial(object.__setattr__, found, name, getattr(found, name)) for name in slots_of(found)
+            ]
+
+    def _hold_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
+            return
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                self._hold_tensor(getattr(tensor, name))
+            return
+        if tensor.layout is torch.sparse_coo:
+            self._hold_tensor(tensor._indices())
+            tensor = tensor._values()
+        elif tensor.layout is not torch.strided:
+            if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+                self._hold_tensor(tensor.values())
+            return
+        if not tensor.is_inference():
+            self._undo.append(partial(_restore_place, tensor, tensor.detach(), tensor.requires_grad))
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._copies:
+            return
+        is_copied = id(tensor) in self._copied or (
+            id(tensor) not in self._too_large and self._has_room(storage.nbytes())
+        )
+        if not is_copied:
+            if not tensor.is_inference():
+                self._watched.append((tensor, tensor._version))
+            return
+        numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+        for one in self._outer:
+            _, copy = one._copies.get(storage._cdata, (None, None))
+            if copy is not None and torch.equal(copy, numbers):
+                break
+        else:
+            copy = numbers.clone()
+        self._copies[storage._cdata] = numbers, copy
+
+    def _has_room(self, num_bytes: int) -> bool:
+        self._room_bytes -= num_bytes
+        return self._room_bytes >= 0
+
+
+def _elements(of: Any) -> list[Any]:
+    """Return the elements of a dict, list, set or deque, whatever methods its subclass has."""
+    if isinstance(of, dict):
+        return list((OrderedDict if isinstance(of, OrderedDict) else dict).items(of))
+    return list(of)
+
+
+def _restore_container(now: Any, before: list[Any]) -> None:
+    """Put the elements of a dict, list, set or deque back, in place, unless they are the same."""
+    elements = _elements(now)
+    if isinstance(now, dict):
+        if [(id(key), id(value)) for key, value in elements] != [
+            (id(key), id(value)) for key, value in before
+        ]:
+            kind = OrderedDict if isinstance(now, OrderedDict) else dict
+            kind.clear(now)
+            for key, value in before:
+                kind.__setitem__(now, key, value)
+    elif [*map(id, elements)] == [*map(id, before)]:
+        return
+    elif isinstance(now, list):
+        list.__setitem__(now, slice(None), before)
+    elif isinstance(now, set):
+        set.clear(now)
+        set.update(now, before)
+    else:
+        deque.clear(now)
+        deque.extend(now, before)
+
+
+def _ids(item: tuple[object, object]) -> tuple[int, int]:
+    return id(item[0]), id(item[1])
+
+
+def _restore_names(of: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if value is _MISSING:
+            of.pop(name, None)
+        else:
+            of[name] = value
+
+
+def _restore_place(tensor: torch.Tensor, before: torch.Tensor, requires_grad: bool) -> None:
+    """Let a tensor have its memory again (`p.data = ...`), and train if it did."""
+    same = tensor.data_ptr() == before.data_ptr() and tensor.dtype is before.dtype
+    if not same or tensor.shape != before.shape or tensor.stride() != before.stride():
+        tensor.data = before
+    if tensor.is_leaf and tensor.requires_grad != requires_grad:
+        tensor.requires_grad_(requires_grad)
+
+
+@dataclass(slots=True)
+class _Region:
+    """An `undisturbed` that is open."""
+
+    model: torch.nn.Module
+    held: HeldState
+    hooks: SuspendedHooks
+    # The gradients of leaves that are not the model's.
+    outside: dict[torch.Tensor, torch.Tensor | None] = field(default_factory=dict)
+    was_called: bool = False
+
+
+_open: ContextVar[tuple[_Region, ...]] = ContextVar("open", default=())
+
+
+@contextmanager
+def undisturbed(model: torch.nn.Module, *roots: object) -> Iterator[None]:
+    """Run the model inside, with gradients, without a trace: training finds everything as it was, bitwise.
+
+    That is what the model, its hooks and `roots` (a loss) can reach (`reachable`), gradients and hooks of
+    other tensors that the loss trains (`leaving_gradients`), and random states. Hooks that step optimizers,
+    and what is called after a gradient is added up, rest inside; so does torch's anomaly mode.
+    """
+    hooks = SuspendedHooks(model)
+    called = [hooks.others, torch._C._autograd._top_saved_tensors_default_hooks(True)]
+    called += [getattr(modules, f"_global_{name}hooks") for name in ("forward_", "forward_pre_", "backward_")]
+    held = HeldState(model, [*roots, called], [one.held for one in _open.get()], stop=hooks.has)
+    region = _Region(model, held, hooks)
+    token = _open.set((*_open.get(), region))
+    drawn, numpy_drawn = random.getstate(), np.random.get_state(legacy=False)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with (
+            torch.random.fork_rng(devices=devices),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False),
+        ):
+            hooks.suspend()
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+    finally:
+        _open.reset(token)
+        random.setstate(drawn)
+        np.random.set_state(numpy_drawn)
+        hooks.restore()
+        for tensor, _ in (*region.outside.items(), *gradients):
+            tensor.grad = None
+        try:
+            held.restore()
+        finally:
+            for tensor, gradient in (*region.outside.items(), *gradients):
+                tensor.grad = gradient
+
+
+def first_call(model: torch.nn.Module, call: Callable[[], object]) -> None:
+    """Let a model's first call happen, in the innermost `undisturbed`, unless it has happened around it.
+
+    What the first batch initializes (a codebook, scales, masks) is there in later calls, which are planned.
+    """
+    regions = [region for region in _open.get() if region.model is model]
+    if not any(region.was_called for region in regions):
+        call()
+        regions[-1].was_called = True
+
+
+def leaving_gradients(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose backward leaves no gradient behind, in any leaf, when `undisturbed` is left.
+
+    The first loss inside tells which leaves there are.
+    """
+    regions = [region for region in _open.get() if not region.outside]
+    if regions and isinstance(loss, torch.Tensor) and loss.grad_fn is not None:
+        for leaf in _leaves_of(loss):
+            for region in regions:
+                region.outside[leaf] = leaf.grad
+            leaf.grad = None  # backward would add to it in place
+            regions[0].hooks.suspend_of(leaf)
+    return loss
+
+
+def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors in which the backward of a loss adds up gradients."""
+    ahead, seen = [loss.grad_fn], set[Any]()
+    while ahead:
+        node: Any = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            ahead.extend(following for following, _ in node.next_functions)
