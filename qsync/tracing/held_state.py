@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from qsync.errors import UnsupportedError
+from qsync.errors import CalibrationError, UnsupportedError, shortened
 from qsync.tracing.reachable import (
     attributes_of,
     generator_state,
@@ -268,11 +268,19 @@ def first_call(model: torch.nn.Module, call: Callable[[], object]) -> None:
     """Let a model's first call happen, in the innermost `undisturbed`, unless it has happened around it.
 
     What the first batch initializes (a codebook, scales, masks) is there in later calls, which are planned.
+    On the meta device nothing is. Raises CalibrationError where torch cannot run it.
     """
     regions = [region for region in _open.get() if region.model is model]
-    if not any(region.was_called for region in regions):
+    if any(region.was_called for region in regions) or any(p.is_meta for p in model.parameters()):
+        return
+    try:
         call()
-        regions[-1].was_called = True
+    except RuntimeError as error:
+        raise CalibrationError(
+            f"{type(model).__name__} fails on the example batch ({shortened(error, 300, quote=False)}); give a "
+            "batch that it trains on"
+        ) from error
+    regions[-1].was_called = True
 
 
 def leaving_gradients(loss: torch.Tensor) -> torch.Tensor:
