@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import qsync
 from qsync.backend.devices.device_detection import device_of
 from qsync.backend.devices.kernel_timing import apart
-from qsync.errors import MismatchError
+from qsync.errors import MismatchError, TracingError
 from qsync.records.graph import OpGraph
 from qsync.runtime.choosers import Chooser
 from qsync.runtime.program import Program, not_exported
@@ -152,9 +152,11 @@ class PlannedForward(ReplacedForward):
         assert self._compiled is not None
         try:
             return program.call(self._compiled, *args, **kwargs)
-        except Exception:
+        except Exception as error:
             trace_again(self.module)
-            raise
+            if not isinstance(error, TracingError) or not program.drops_gradients_of_other_shapes():
+                raise
+        return program.call(self._compiled, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
         copied = PlannedForward.__new__(PlannedForward)

@@ -419,6 +419,20 @@ class Program:
             )
         return result
 
+    @untraced("it looks at gradients that the tracer cannot read")
+    def drops_gradients_of_other_shapes(self) -> bool:
+        """Drop gradients from before their parameters were resized; return whether there were any."""
+        pairs = ((p, p.grad) for p in self.model.parameters())
+        stale = [p for p, gradient in pairs if gradient is not None and gradient.shape != p.shape]
+        for parameter in stale:
+            parameter.grad = None
+        if stale:
+            warn_once(
+                f"gradients of {type(self._model()).__name__} from before a parameter was resized "
+                "(resize_token_embeddings) are dropped: torch neither traces nor steps beside them"
+            )
+        return bool(stale)
+
     @untraced("it asks what torch has traced")
     def _is_past_limit(self) -> bool:
         """Return whether a call ran no product of the model because torch traces its code no more."""

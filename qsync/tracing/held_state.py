@@ -261,7 +261,8 @@ def undisturbed(model: torch.nn.Module, *roots: object) -> Iterator[None]:
             held.restore()
         finally:
             for tensor, gradient in (*region.outside.items(), *gradients):
-                tensor.grad = gradient
+                if gradient is None or gradient.shape == tensor.shape:  # else from before it was resized
+                    tensor.grad = gradient
 
 
 def first_call(model: torch.nn.Module, call: Callable[[], object]) -> None:
@@ -277,8 +278,8 @@ def first_call(model: torch.nn.Module, call: Callable[[], object]) -> None:
         call()
     except RuntimeError as error:
         raise CalibrationError(
-            f"{type(model).__name__} fails on the example batch ({shortened(error, 300, quote=False)}); give a "
-            "batch that it trains on"
+            f"{type(model).__name__} fails on the example batch ({shortened(error, 300, quote=False)}); give "
+            "one that it trains on"
         ) from error
     regions[-1].was_called = True
 
