@@ -476,7 +476,8 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise CalibrationError(
-            f"no parameter of {type(model).__name__} requires a gradient; nothing would be trained"
+            f"no parameter of {type(model).__name__} requires a gradient, so that nothing would be trained; "
+            "unfreeze what trains (requires_grad_())"
         )
     return trained
 

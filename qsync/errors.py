@@ -111,6 +111,10 @@ class TracingError(QSyncError):
     """torch.compile's tracer could not read the model. The message says where it stopped."""
 
 
+class NothingToLowerError(TracingError):
+    """No operator of the model can be lowered, or the tracer reads none: the model trains as it is."""
+
+
 def not_called(name: str = "the model") -> TracingError:
     """Return the error of a loss that never calls the model, named so."""
     return TracingError(
@@ -121,3 +125,7 @@ def not_called(name: str = "the model") -> TracingError:
 
 class CalibrationError(QSyncError):
     """What was measured cannot be used: NaN or Inf in activations, gradients or times, or an empty batch."""
+
+
+class NoGradientError(CalibrationError):
+    """The gradient is zero everywhere, so that nothing tells what lowering an operator costs."""

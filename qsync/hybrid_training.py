@@ -38,14 +38,14 @@ from qsync.distributed.monitoring.first_steps import Measured, check_first_steps
 from qsync.distributed.monitoring.step_log import StepLog, new_log
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan, make_folder
-from qsync.errors import FormatError, QSyncError, shortened
+from qsync.errors import FormatError, NoGradientError, NothingToLowerError, QSyncError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.predictor.profiling.loader_wait import first_batch, undrawn
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import default_base, measured_base, parse_base
 from qsync.records.graph import digest
 from qsync.records.json_files import check_kind
-from qsync.records.levers import SAVE_LESS
+from qsync.records.levers import SAVE_LESS, ClassLevers
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
@@ -208,7 +208,10 @@ def hybrid(
             # One trace serves all that is measured, and training after it.
             measuring = api.running(model, loss, bool(compile), dynamic=False)
             program = agree_locally("running the model", lambda: stack.enter_context(measuring))
-            plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
+            try:
+                plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
+            except (NothingToLowerError, NoGradientError) as error:  # the same one on every rank
+                _warn_of_no_plan(error)
     else:
         if base is not None:
             agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
@@ -216,10 +219,11 @@ def hybrid(
         _log_warnings(plan)
     own = rank.device_class.name
     is_first = job.is_first_of(own)
-    agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, is_first, program))
-    if report is not None and folder is not None:
+    if plan is not None:
+        agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, is_first, program))
+    if report is not None and plan is not None and folder is not None:
         from_rank_zero("writing the report", partial(_write_report, Path(report), plan, folder))
-    prediction = Prediction.of(plan, folder) if folder is not None else None
+    prediction = Prediction.of(plan, folder) if plan is not None and folder is not None else None
     planned = _PlannedRank(plan, own, prediction, folder, options)
     if prediction is not None:
         note_prediction(model, prediction, own)
@@ -230,10 +234,12 @@ def hybrid(
     if not ddp:
         FirstCall(model, attend)
         return model
-    if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
-        bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # as the prediction assumes
-    share = plan.levers[own] if plan.levers else None
-    parallel = in_ddp(model, bucket_cap_mb, ddp_options, base=plan.base, share=share)
+    made: dict[str, Any] = {}
+    if plan is not None:
+        if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
+            bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # as the prediction assumes
+        made = {"base": plan.base, "share": plan.levers[own] if plan.levers else None}
+    parallel = in_ddp(model, bucket_cap_mb, ddp_options, **made)
     attend(parallel, model)
     return parallel
 
@@ -264,6 +270,7 @@ def _check_options(
         )
     check_ddp_options(ddp_options, bucket_cap_mb)
     check_not_parallel(model)
+    _check_trained(model)
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise FormatError(
             "the model is compiled; give the plain one, with compile=True for islands, or compile what "
@@ -271,11 +278,22 @@ def _check_options(
         )
 
 
+def _check_trained(model: object) -> None:
+    """Raise an error for a model without trained parameters, or whose first batch makes parameters."""
+    if isinstance(model, torch.nn.Module):  # others are refused for what they are
+        if any(map(torch.nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+            raise FormatError(
+                f"{type(model).__name__} has parameters that its first batch makes (LazyLinear and others); "
+                "call it on a batch once, before qsync.hybrid"
+            )
+        api.trained_parameters(model)
+
+
 @dataclass(frozen=True)
 class _PlannedRank:
     """Hold what a rank runs, and what its plan was made from: the folder of its profiles, and the options."""
 
-    plan: Plan
+    plan: Plan | None  # None where nothing could be planned
     device_class: str
     prediction: Prediction | None  # of plans that were made here and can be replayed
     folder: Path | None  # None for a plan that was given
@@ -283,7 +301,7 @@ class _PlannedRank:
 
     def plan_again(self, measured: Measured) -> Plan:
         """Return the plan of profiles corrected by the first steps; it replaces the cached one."""
-        assert self.prediction is not None and self.folder is not None, "there is something to check"
+        assert self.plan and self.prediction and self.folder, "there is something to check"
         basis = corrected(Basis.load(self.folder), self.prediction.phases, measured)
         options = {**self.options, "base": str(self.plan.base)}
         return _plan_and_save(basis, self.folder, self.plan.bucket_cap_bytes, options)
@@ -314,7 +332,7 @@ def _attend(
     `called` is what the loop calls: DDP, or the model itself.
     """
     plan, device_class, prediction = planned.plan, planned.device_class, planned.prediction
-    share = plan.levers_of(device_class)
+    share = plan.levers_of(device_class) if plan is not None else ClassLevers()
     if share.samples is not None and dist.is_initialized():
         set_share(called, share.samples, share.passes)
         if planned.folder is None:  # a plan that was made here has said so
@@ -372,6 +390,12 @@ def _write_report(file: Path, plan: Plan, folder: Path) -> None:
         page.write(file, plan, replace(basis, profiles=profiles))
     except (OSError, QSyncError) as error:  # as where a full disk took neither profiles nor page
         logger.warning("qsync: the report is not written: %s; training goes on", shortened(error, 400))
+
+
+def _warn_of_no_plan(error: QSyncError) -> None:
+    """Log, on rank 0, why a model comes back as it is."""
+    if job.is_rank_zero():
+        logger.warning("qsync: nothing is planned, and the model trains as it is: %s", error)
 
 
 def _warn_of_wrapping(model: torch.nn.Module) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from qsync.errors import CalibrationError, UnsupportedError, shortened
+from qsync.errors import CalibrationError, NoGradientError, UnsupportedError, shortened
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.sensitivity.calibration import Calibration, below_fp32
@@ -227,7 +227,7 @@ class Probe:
                     f"the gradient that reaches {site.op} is NaN or Inf; check the loss and the batch"
                 )
         if size == 0.0:
-            raise CalibrationError(
+            raise NoGradientError(
                 f"the gradient is zero everywhere, from {_died_at(sites)} on; pass batches and a loss that "
                 "train"
             )

@@ -63,7 +63,7 @@ def _exchange(
     step_name: str, fn: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None = None
 ) -> tuple[T, list[str]]:
     """Run `fn`, which returns an object and a text; return this rank's object and the texts of all ranks."""
-    cause: Exception | None = None
+    cause: BaseException | None = None
     outcome: tuple[type[QSyncError] | None, str]
     try:
         own, text = fn()
@@ -76,6 +76,8 @@ def _exchange(
     dist.all_gather_object(outcomes, outcome, group=group)
     failed = [(rank, *each) for rank, each in enumerate(outcomes) if each[0] is not None]
     for rank, kind, message in sorted(failed, key=lambda one: one[1] is QSyncError):
+        if isinstance(cause, QSyncError):
+            cause = cause.__cause__  # the sentence itself is said once
         raise kind(f"{step_name} failed on rank {rank}: {message}") from cause
     return own, [text for _, text in outcomes]
 

@@ -143,7 +143,7 @@ class PlannedForward(ReplacedForward):
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 raise error.inner_exception from None
             except torch._dynamo.exc.TorchDynamoException as error:
-                raise cannot_trace(self.module, error) from error
+                raise cannot_trace(self.module, error) from None
 
     # An outer compile breaks its graph here instead of tracing through.
     @untraced(_WHY_UNTRACED, recursive=False)

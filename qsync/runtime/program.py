@@ -410,7 +410,7 @@ class Program:
         except torch._dynamo.exc.TorchDynamoException as error:
             if isinstance(error, torch._dynamo.exc.TorchRuntimeError):
                 self._run_as_torch(args, kwargs)
-            raise cannot_trace(self._model(), error) from error
+            raise cannot_trace(self._model(), error) from None
         note_copies()
         if not self._ran and (reason := why_untraced()):
             raise TracingError(

@@ -162,7 +162,7 @@ def _counted(node: torch.fx.Node) -> Counted | None:
 
 def _without_anomalies() -> torch.autograd.set_detect_anomaly:
     """Suspend torch's anomaly mode, which looks for NaN in tensors without numbers, and keeps tensors."""
-    return torch.autograd.set_detect_anomaly(False)  # type: ignore[no-untyped-call]
+    return torch.autograd.set_detect_anomaly(False)
 
 
 def _backward_bytes(results: list[torch.Tensor], operands: list[Any]) -> int:

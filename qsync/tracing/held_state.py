@@ -58,7 +58,7 @@ class HeldState:
         weights: bool = True,
         stop: Callable[[object], bool] = lambda _: False,
     ) -> None:
-        self._outer, self._undo = list(outer), list[Callable[[], None]]()
+        self._outer, self._undo = list(outer), list[Callable[[], object]]()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: its bytes, and a copy
         self._watched: list[tuple[torch.Tensor, int]] = []  # each with its version
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -142,7 +142,7 @@ class HeldState:
             if not tensor.is_inference():
                 self._watched.append((tensor, tensor._version))
             return
-        numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+        numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         for one in self._outer:
             _, copy = one._copies.get(storage._cdata, (None, None))
             if copy is not None and torch.equal(copy, numbers):
@@ -230,6 +230,22 @@ def undisturbed(model: torch.nn.Module, *roots: object) -> Iterator[None]:
     other tensors that the loss trains (`leaving_gradients`), and random states. Hooks that step optimizers,
     and what is called after a gradient is added up, rest inside; so does torch's anomaly mode.
     """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),
+        _held(model, roots),
+    ):
+        yield
+
+
+@contextmanager
+def _held(model: torch.nn.Module, roots: Iterable[object]) -> Iterator[None]:
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise CalibrationError(
+            f"parameters of {type(model).__name__} were made in inference mode, and cannot train; make the "
+            "model outside of torch.inference_mode"
+        )
     hooks = SuspendedHooks(model)
     called = [hooks.others, torch._C._autograd._top_saved_tensors_default_hooks(True)]
     called += [getattr(modules, f"_global_{name}hooks") for name in ("forward_", "forward_pre_", "backward_")]
@@ -240,12 +256,7 @@ def undisturbed(model: torch.nn.Module, *roots: object) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
-        with (
-            torch.random.fork_rng(devices=devices),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autograd.set_detect_anomaly(False),
-        ):
+        with torch.random.fork_rng(devices=devices):
             hooks.suspend()
             for parameter, _ in gradients:
                 parameter.grad = None

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from qsync.backend.devices.device_detection import device_of
-from qsync.errors import CalibrationError, TracingError
+from qsync.errors import CalibrationError, NothingToLowerError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
 from qsync.tracing.graph_sharing import SharedGraph
@@ -83,7 +83,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 raise error.inner_exception from None
             except torch._dynamo.exc.TorchDynamoException as error:
-                raise cannot_trace(model, error) from error
+                raise cannot_trace(model, error) from None
     why_skipped(model, breaks, num_skipped)
     ops = [op for segment in segments for op in segment.ops]
     if not any(op.role is Role.ADJUSTABLE for op in ops):
@@ -163,12 +163,14 @@ def why_untraced() -> str | None:
     return None
 
 
-def cannot_trace(model: object, error: Exception) -> TracingError:
+def cannot_trace(model: object, error: Exception) -> NothingToLowerError:
     """Return the error for a model that the tracer failed on, in one sentence."""
-    return TracingError(f"torch.compile cannot trace {type(model).__name__}: {_reason(error)}")
+    return NothingToLowerError(f"torch.compile cannot trace {type(model).__name__}: {_reason(error)}")
 
 
-def nothing_to_lower(model: torch.nn.Module, breaks: dict[str, int], ops: Sequence[Op] = ()) -> TracingError:
+def nothing_to_lower(
+    model: torch.nn.Module, breaks: dict[str, int], ops: Sequence[Op] = ()
+) -> NothingToLowerError:
     """Return the error for a model of which nothing can be lowered.
 
     It says where the graph broke since `breaks`, or why the traced operators stay as they are.
@@ -176,16 +178,16 @@ def nothing_to_lower(model: torch.nn.Module, breaks: dict[str, int], ops: Sequen
     broken = why_broken(breaks)
     reason = broken or "no tensor operator was reached"
     fixed = [op for op in ops if is_fixed_despite_kernels(op)]
-    instead = "train it without qsync.wrap, or make its forward traceable"
+    instead = "train it as it is, or make its forward traceable"
     if fixed:
         reason = f"{fixed[0].name} stays as it is because {fixed[0].fixed_because}"
         if fixed[0].dtype in ("bf16", "fp16"):
             instead = f'model.float() with base="{fixed[0].dtype}" computes in it, with weights in FP32'
         elif fixed[0].dtype == "fp64":
-            instead = "convert it with model.float(), or train it without qsync.wrap"
+            instead = "convert it with model.float(), or train it as it is"
     elif ops and not broken:
         reason = f"none of the {len(ops)} operators traced is a product in FP32 that there are kernels for"
-    return TracingError(
+    return NothingToLowerError(
         f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; {instead}"
     )
 
