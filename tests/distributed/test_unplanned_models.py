@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from two_ranks import launch, said
 from torch import nn
+from two_ranks import launch, said
 
 import qsync
 from qsync import hybrid_training
