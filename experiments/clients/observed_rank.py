@@ -1,0 +1,52 @@
+"""One rank of a client's job: starts the script, and notes when each line comes and what it takes.
+
+    torchrun ... --no-python python -m qsync.experiments.clients.observed_rank FOLDER SCRIPT ARGUMENTS
+
+Imports nothing that takes time: what is measured is the script's own start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a living process, of children that it waited for, and of those that live."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [child for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:  # it has ended since
+        return 0.0
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_seconds(int(child)) for child in children)
+
+
+def main() -> None:
+    """Run the script, and write what was observed; end as it ended."""
+    folder, script, *arguments = sys.argv[1:]
+    begun = time.monotonic()
+    command = [sys.executable, "-u", script, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines, first_cpu_s = [], None
+    for line in process.stdout:
+        lines.append((time.monotonic() - begun, line.rstrip("\n")))
+        if first_cpu_s is None and line.startswith("step "):
+            first_cpu_s = cpu_seconds(process.pid)
+    _, status, usage = os.wait4(process.pid, 0)
+    found = {
+        "lines": lines, "end_s": time.monotonic() - begun, "exit_code": os.waitstatus_to_exitcode(status),
+        "first_step_cpu_s": first_cpu_s, "cpu_s": usage.ru_utime + usage.ru_stime,
+    }  # fmt: skip
+    Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    sys.exit(found["exit_code"])
+
+
+if __name__ == "__main__":
+    main()

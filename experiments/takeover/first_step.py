@@ -1,0 +1,125 @@
+"""Seconds until the first step of ten training scripts: plain, at qsync's first start, at its second.
+
+    python -m qsync.experiments.takeover.first_step --out FOLDER
+
+Each start is a job of two ranks of its own, and they take turns. Kernels are built before; the first start
+finds no plan, the second that of the first. CPU seconds stand beside wall time, which other work on the
+machine lengthens.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from qsync.errors import FormatError
+from qsync.experiments.clients.conversions import CLIENTS, Client
+from qsync.experiments.clients.start import ObservedRank, run_client
+from qsync.experiments.harness import Bar, Experiment, Fresh, Out, bar, run_command, table_of
+
+# What a start may take longer than plain DDP's, until the first step.
+_FIRST_S, _FIRST_STEPS, _SECOND_S = 20.0, 40, 3.0
+_PLAIN, _FIRST, _SECOND = STARTS = ("plain", "first", "second")
+_BUILD = "from qsync.backend.build_ahead import build; list(build([]))"
+
+
+def main(
+    out: Out = Path("first_step"),
+    client: Annotated[list[str] | None, typer.Option(help="Only this script; repeat for several.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 1,
+    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps of each start.")] = 8,
+    fresh: Fresh = False,
+) -> None:
+    """Start every script plain and with qsync, in turns, and compare when their first step ends."""
+    for name in client or ():
+        if name not in CLIENTS:
+            raise FormatError(f"there is no script {name}; choose from {', '.join(CLIENTS)}")
+    experiment = Experiment("first step", out, settings={"rounds": rounds, "steps": steps}, fresh=fresh)
+    work = experiment.out / "work"
+    with experiment.progress():
+        found = {}
+        for name in client or CLIENTS:
+            found[name] = experiment.piece(name, partial(_measured, CLIENTS[name], work, rounds, steps))
+            # An interrupted run shows what it has.
+            experiment.note({"clients": found}, bars=bars(found))
+    experiment.finish({"clients": found}, bars=bars(found), tables=[table(found)])
+
+
+def _measured(client: Client, work: Path, rounds: int, steps: int) -> dict[str, Any]:
+    """Return the medians over rounds of each kind of start, on the rank that is later."""
+    caches = work / "caches"
+    environment = {"QSYNC_CACHE_DIR": str(caches), "XDG_CACHE_HOME": str(caches / client.name)}
+    subprocess.run([sys.executable, "-c", _BUILD], check=True, env={**os.environ, **environment})
+    starts: dict[str, list[dict[str, float]]] = {kind: [] for kind in STARTS}
+    for _ in range(rounds):
+        shutil.rmtree(caches / client.name, ignore_errors=True)
+        for kind in STARTS:
+            folder = work / client.name / kind
+            ranks = run_client(client, folder, qsync=kind != _PLAIN, steps=steps, environment=environment)
+            starts[kind].append(_of_start(ranks))
+    return {
+        "lines_changed": client.lines_changed(),
+        **{kind: {key: median(one[key] for one in ones) for key in ones[0]} for kind, ones in starts.items()},
+    }
+
+
+def _of_start(ranks: list[ObservedRank]) -> dict[str, float]:
+    return {
+        "first_step_s": max(rank.first_step_s() for rank in ranks),
+        "first_step_cpu_s": max(rank.first_step_cpu_s or 0.0 for rank in ranks),
+        "step_s": max(rank.step_s() for rank in ranks),
+        "ending_s": max(rank.ending_s() for rank in ranks),
+        "cpu_s": sum(rank.cpu_s for rank in ranks),
+    }
+
+
+def bars(found: Mapping[str, Any]) -> list[Bar]:
+    """Return what a start may take beyond plain DDP's, beside what it takes."""
+    stated = []
+    for name, row in found.items():
+        limit_s = max(_FIRST_S, _FIRST_STEPS * row[_PLAIN]["step_s"])
+        stated += [
+            bar(f"{name}: first start beyond plain, s", beyond(row, _FIRST), limit_s),
+            bar(f"{name}: second start beyond plain, s", beyond(row, _SECOND), _SECOND_S),
+        ]
+    return stated
+
+
+def beyond(row: Mapping[str, Any], kind: str, key: str = "first_step_s") -> float:
+    """Return by how much a start exceeds plain DDP's."""
+    return float(row[kind][key] - row[_PLAIN][key])
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """Return a row per script: until the first step, in wall and CPU seconds, a step, and the end."""
+    rows = [
+        (
+            name,
+            str(row["lines_changed"]),
+            *(f"{row[kind]['first_step_s']:.1f} / {row[kind]['first_step_cpu_s']:.1f}" for kind in STARTS),
+            *(f"{1e3 * row[kind]['step_s']:.0f}" for kind in (_PLAIN, _SECOND)),
+            *(f"{row[kind]['ending_s']:.1f}" for kind in (_PLAIN, _SECOND)),
+        )
+        for name, row in found.items()
+    ]
+    headings = (
+        "", "lines changed", "plain, s / CPU s", "first start", "second start", "plain step, ms",
+        "qsync's step", "plain end, s", "qsync's end",
+    )  # fmt: skip
+    return table_of(
+        "Seconds until the first step of two ranks, and CPU seconds of the later one", headings, rows
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
