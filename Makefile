@@ -3,7 +3,7 @@
 # `make results` runs every experiment again and writes the pages of their figures: hours, made up of minutes.
 # `make docs` builds the documentation in build/docs.
 # `make demo DEMO_ARGS="--workload resnet --seeds 3"` passes options to `qsync demo`,
-# `make test TEST_ARGS="-m 'not slow'"` to pytest.
+# `make test TEST_ARGS="tests/lowering -x"` to pytest. `make test-deep` runs the tests that take long, which `make test` leaves out.
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,6 +16,7 @@ RESULTS_ARGS ?=
 TEST_ARGS ?=
 # Two workers: a test that starts ranks uses two cores by itself.
 TEST_WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 # setuptools warns of every editable install that the current directory might shadow the package.
 INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
 # The package as it installs, of links.
@@ -24,13 +25,16 @@ rm -rf $(1) && mkdir -p $(1)/qsync
 ln -s $(CURDIR)/qsync/* $(1)/qsync/
 for folder in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$folder $(1)/qsync/$$folder; done
 endef
-.PHONY: demo test gpu results docs lint types format clean
+.PHONY: demo test test-deep gpu results docs lint types format clean
 
 demo: $(VENV)/installed
 	$(BIN)/qsync demo $(DEMO_ARGS)
 
 test: $(VENV)/testable
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
+	$(PYTEST) -m "not deep" $(TEST_ARGS)
+
+test-deep: $(VENV)/testable
+	$(PYTEST) -m deep $(TEST_ARGS)
 
 # With the torch that $(PYTHON) has, whatever its version: a build for CUDA is gigabytes, and most GPU machines have one.
 # Nothing is installed, and no network is needed. PYTHONSAFEPATH: `-m` would put this folder before PYTHONPATH,
