@@ -59,7 +59,10 @@ RERUNS: Mapping[str, Rerun] = {
     ),
     "kernels": Rerun(20, "kernels.md", (_published("kernels.compare_kernels"),)),
     "speedup": Rerun(35, "speedup.md", (_published("speedup"),)),
-    "takeover": Rerun(30, "takeover.md", (_published("takeover"),)),
+    "takeover": Rerun(
+        50, "takeover.md",
+        (_published("takeover"), _published("takeover.first_step", out=f"{_OUT}/first")),
+    ),
     "allocation": Rerun(
         30, "allocation.md",
         (_published("allocation.compare_methods"), _published("allocation.planning_times")),

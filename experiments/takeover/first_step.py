@@ -4,7 +4,7 @@
 
 Each start is a job of two ranks of its own, and they take turns. Kernels are built before; the first start
 finds no plan, the second that of the first. CPU seconds stand beside wall time, which other work on the
-machine lengthens.
+machine lengthens. `--publish` writes the table into `docs/results/takeover.md`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from rich.table import Table
 from qsync.errors import FormatError
 from qsync.experiments.clients.conversions import CLIENTS, Client
 from qsync.experiments.clients.start import ObservedRank, run_client
-from qsync.experiments.harness import Bar, Experiment, Fresh, Out, bar, run_command, table_of
+from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish, bar, run_command, table_of
 
+_PAGE = Page(Path("docs/results/takeover.md"), marker="first")
 # What a start may take longer than plain DDP's, until the first step.
 _FIRST_S, _FIRST_STEPS, _SECOND_S = 20.0, 40, 3.0
 _PLAIN, _FIRST, _SECOND = STARTS = ("plain", "first", "second")
@@ -38,6 +39,7 @@ def main(
     client: Annotated[list[str] | None, typer.Option(help="Only this script; repeat for several.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 1,
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps of each start.")] = 8,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Start every script plain and with qsync, in turns, and compare when their first step ends."""
@@ -52,7 +54,8 @@ def main(
             found[name] = experiment.piece(name, partial(_measured, CLIENTS[name], work, rounds, steps))
             # An interrupted run shows what it has.
             experiment.note({"clients": found}, bars=bars(found))
-    experiment.finish({"clients": found}, bars=bars(found), tables=[table(found)])
+    page = _PAGE if publish else None
+    experiment.finish({"clients": found}, bars=bars(found), tables=[table(found)], page=page)
 
 
 def _measured(client: Client, work: Path, rounds: int, steps: int) -> dict[str, Any]:

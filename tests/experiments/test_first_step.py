@@ -1,0 +1,39 @@
+"""What a start may take beyond plain DDP's, and how starts are shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from qsync.experiments.clients.start import ObservedRank
+from qsync.experiments.harness import as_markdown
+from qsync.experiments.takeover.first_step import bars, table
+
+
+def start(first_s: float, step_s: float = 0.1) -> dict[str, float]:
+    return {
+        "first_step_s": first_s, "first_step_cpu_s": first_s / 2, "step_s": step_s, "ending_s": 0.2,
+        "cpu_s": first_s,
+    }  # fmt: skip
+
+
+def row(plain_s: float, first_s: float, second_s: float, step_s: float) -> dict[str, object]:
+    starts = {"plain": start(plain_s, step_s), "first": start(first_s), "second": start(second_s)}
+    return {"lines_changed": 2, **starts}
+
+
+def test_long_steps_may_plan_for_longer():
+    found = {"small": row(8.0, 29.0, 11.5, 0.1), "large": row(8.0, 40.0, 10.0, 1.0)}
+    limits = [one["limit"] for one in bars(found)]
+    assert limits == [20.0, 3.0, 40.0, 3.0]
+    assert [one["holds"] for one in bars(found)] == [False, False, True, True]
+    assert bars(found)[1]["measured"] == pytest.approx(3.5)
+    assert "| small | 2 | 8.0 / 4.0 | 29.0 / 14.5 | 11.5 / 5.8 | 100 | 100 | 0.2 | 0.2 |" in as_markdown(
+        table(found)
+    )
+
+
+def test_a_rank_is_timed_by_its_lines():
+    steps = [(7.5, "step 0: loss 1.0"), (7.75, "step 1: loss 0.5"), (8.0, "step 2: loss 0.25")]
+    rank = ObservedRank(((1.0, "started"), *steps, (9.0, "accuracy 0.5")), 9.5, 0, 3.0, 4.0)
+    assert (rank.first_step_s(), rank.step_s(), rank.ending_s()) == (7.5, 0.25, 0.5)
+    assert rank.losses() == [text for _, text in steps]
