@@ -3,6 +3,7 @@
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,9 +72,9 @@ def main() -> None:
     torch.manual_seed(999)
     digits = torch.tensor(load_digits().data).float().view(-1, 1, 8, 8) / 8 - 1
     images = nn.functional.interpolate(digits, size=32)
-    netG = Generator(args.nz, args.ngf)
+    netG: Any = Generator(args.nz, args.ngf)
     netG.apply(weights_init)
-    netD = Discriminator(args.ndf)
+    netD: Any = Discriminator(args.ndf)
     netD.apply(weights_init)
     criterion = nn.BCELoss()
     fixed_noise = torch.randn(args.batch_size, args.nz, 1, 1)

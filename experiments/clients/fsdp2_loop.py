@@ -72,7 +72,7 @@ class Transformer(nn.Module):
         return self.output(self.norm(h))
 
 
-def make_model() -> nn.Module:
+def make_model() -> Transformer:
     return Transformer(ModelArgs())
 
 

@@ -54,7 +54,7 @@ class PrintLoss(TrainerCallback):
 def make_model() -> nn.Module:
     config = BertConfig(
         vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512,
-        max_position_embeddings=64, num_labels=3,
+        max_position_embeddings=64, id2label={0: "typing", 1: "argparse", 2: "difflib"},
     )  # fmt: skip
     return BertForSequenceClassification(config)
 

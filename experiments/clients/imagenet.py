@@ -3,6 +3,7 @@
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,7 @@ def make_model() -> nn.Module:
     return ResNet()
 
 
-def validate(loader: DataLoader, model: nn.Module) -> float:
+def validate(loader: DataLoader[Any], model: nn.Module) -> float:
     model.eval()
     right = torch.zeros(2)
     with torch.no_grad():
@@ -106,7 +107,7 @@ def main() -> None:
         scheduler.load_state_dict(checkpoint["scheduler"])
         print(f"=> loaded checkpoint (step {step})")
 
-    sampler = DistributedSampler(train_set)
+    sampler: DistributedSampler[Any] = DistributedSampler(train_set)
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, num_workers=args.workers, drop_last=True
     )

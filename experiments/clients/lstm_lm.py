@@ -3,6 +3,7 @@
 import argparse
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def main() -> None:
     def get_batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         return data[i : i + args.bptt], data[i + 1 : i + 1 + args.bptt].reshape(-1)
 
-    model = RNNModel(256, args.emsize, args.nhid, 2)
+    model: Any = RNNModel(256, args.emsize, args.nhid, 2)
     criterion = nn.NLLLoss()
     hidden = model.init_hidden(args.batch_size)
     model = DDP(model)

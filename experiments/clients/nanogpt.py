@@ -5,6 +5,7 @@ import math
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     master_process = rank == 0
     torch.manual_seed(1337)
-    model = GPT(args)
+    model: Any = GPT(args)
     torch.manual_seed(1337 + rank)
     text = bytearray(Path(sysconfig.get_path("stdlib"), "typing.py").read_bytes())
     data = torch.frombuffer(text, dtype=torch.uint8).long()

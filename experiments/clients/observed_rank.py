@@ -40,12 +40,13 @@ def main() -> None:
         if first_cpu_s is None and line.startswith("step "):
             first_cpu_s = cpu_seconds(process.pid)
     _, status, usage = os.wait4(process.pid, 0)
+    exit_code = os.waitstatus_to_exitcode(status)
     found = {
-        "lines": lines, "end_s": time.monotonic() - begun, "exit_code": os.waitstatus_to_exitcode(status),
+        "lines": lines, "end_s": time.monotonic() - begun, "exit_code": exit_code,
         "first_step_cpu_s": first_cpu_s, "cpu_s": usage.ru_utime + usage.ru_stime,
     }  # fmt: skip
     Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
-    sys.exit(found["exit_code"])
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":
