@@ -1,8 +1,6 @@
 """One rank of a client's job: starts the script, and notes when each line comes and what it takes.
 
-    torchrun ... --no-python python -m qsync.experiments.clients.observed_rank FOLDER SCRIPT ARGUMENTS
-
-Imports nothing that takes time: what is measured is the script's own start.
+torchrun ... --no-python python -m qsync.experiments.clients.observed_rank FOLDER SCRIPT ARGUMENTS
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from qsync.experiments.harness.processes import end_with_parent
 
 
 def cpu_seconds(pid: int) -> float:
@@ -30,9 +30,9 @@ def cpu_seconds(pid: int) -> float:
 def main() -> None:
     """Run the script, and write what was observed; end as it ended."""
     folder, script, *arguments = sys.argv[1:]
-    begun = time.monotonic()
     command = [sys.executable, "-u", script, *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    begun = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
     assert process.stdout is not None
     lines, first_cpu_s = [], None
     for line in process.stdout:

@@ -15,7 +15,7 @@ from qsync.errors import QSyncError
 from qsync.experiments.clients.conversions import CLIENTS, MOST_LINES, Client
 from qsync.experiments.clients.start import NUM_RANKS, run_client
 
-ALL_FP32 = {"base": "fp32", "precisions": ["fp32"]}
+ALL_FP32 = {"precisions": ["fp32"]}  # and so the base, which frameworks state themselves
 SMALLEST = ("--n-layer", "1", "--n-embd", "32", "--block-size", "16", "--batch-size", "2")
 # Where a saved file holds the state of the model.
 STATE = {
