@@ -76,6 +76,7 @@ def test_a_change_that_does_not_apply_is_an_error():
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_small_script_trains_as_without_qsync(tmp_path):
     check_like_plain(CLIENTS["nanogpt"], tmp_path, 3, *SMALLEST)
 
