@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
+DISTRIBUTION = "qsync-train"  # by which pip knows the package: `qsync` is another project's
 _LONGEST_RUN = 200  # characters of a quoted value or an unbroken token that a message repeats as they are
 # A quote opens a value only where no word precedes it, and closes one where none follows.
 _QUOTED_RUN = re.compile(rf"(?<!\w)(?:'[^'\n]{{{_LONGEST_RUN},}}'|\"[^\"\n]{{{_LONGEST_RUN},}}\")(?!\w)")
@@ -62,6 +63,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
     return f" (nearest: {shortened(close[0])})" if close else ""
+
+
+def installing(extra: str) -> str:
+    """Return the command that installs what an extra of qsync needs.
+
+    Example:
+        >>> installing("elastic")
+        "pip install 'qsync-train[elastic]'"
+    """
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def _bounded(message: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 import qsync
 
@@ -18,8 +19,8 @@ FOLDERS = ("qsync", *BESIDE_QSYNC)
 
 # Arrows point one way: a layer imports what stands before it, and itself.
 LAYERS = (
-    "errors", "exit_signals", "progress", "records", "lowering", "backend", "predictor", "replayer",
-    "allocator", "planning", "figures", "tracing", "runtime", "api", "expansion", "cost_learning",
+    "errors", "exit_signals", "child_processes", "progress", "records", "lowering", "backend", "predictor",
+    "replayer", "allocator", "planning", "figures", "tracing", "runtime", "api", "expansion", "cost_learning",
     "distributed", "checkpoints", "hybrid_training", "elastic_training", "integrations", "experiments",
     "commands", "__main__",
 )  # fmt: skip
@@ -166,9 +167,12 @@ def test_files_are_named_by_their_subject():
     assert not [path for path in (ROOT / "tests").rglob("*.py") if path.stem in unnamed]
 
 
-def test_every_folder_is_a_package_that_setup_py_installs():
-    installed = runpy.run_path(str(ROOT / "setup.py"), run_name="imported")["packages"]()
-    assert {ROOT / folder for folder in installed.values()} == {path.parent for path in MODULES.values()}
+def test_every_folder_is_a_package_that_setuptools_finds():
+    read = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (where,) = read["tool"]["setuptools"]["packages"]["find"]["where"]
+    assert [path.name for path in (ROOT / where).iterdir() if path.suffix != ".egg-info"] == ["qsync"]
+    installed = [ROOT / where / name.replace(".", "/") for name in find_packages(str(ROOT / where))]
+    assert {path.resolve() for path in installed} == {path.parent for path in MODULES.values()}
     tops = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert tops - {"tests"} == set(FOLDERS)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from qsync.child_processes import environment
 from qsync.errors import BuildError
 
 
@@ -16,6 +17,7 @@ def run_apart(code: str, path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        env=environment(),
     )
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]

@@ -1,7 +1,7 @@
 """The peers of qsync: torch.autocast, torch.compile (Inductor) and torchao's low-precision training.
 
-torchao is optional (`pip install -e '.[peers]'`). Its INT8 training has two forms, and on torch 2.13 and
-torchao 0.18 one of them trains in FP32 without a word: the tensor subclass, which is the default, computes
+torchao is optional (`pip install 'qsync-train[peers]'`). Its INT8 training has two forms, and on torch 2.13
+and torchao 0.18 one of them trains in FP32 without a word: the tensor subclass, which is the default, computes
 F.linear by `aten::addmm` and `aten::mm`. So the other one, `module_swap=True`, is the peer, and
 `what_torchao_runs` says what really ran.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from qsync.errors import UnsupportedError
+from qsync.errors import UnsupportedError, installing
 from qsync.predictor.profiling.allocator_events import quiet_profiler
 
 # The operators that multiply matrices, as a profiler names them.
@@ -91,7 +91,7 @@ def torchao(model: torch.nn.Module, form: str = "int8") -> torch.nn.Module:
     Raises UnsupportedError if there is no torchao.
     """
     if torchao_version() is None:
-        raise UnsupportedError("torchao is not installed: pip install -e '.[peers]' in the clone")
+        raise UnsupportedError(f"torchao is not installed: {installing('peers')}")
     with silent():
         if form == "float8":  # GPUs only
             from torchao import float8

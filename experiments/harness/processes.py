@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qsync.child_processes import environment
+
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -22,7 +24,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         "print(json.dumps(run(*json.loads(sys.argv[1]))))"
     )
     command = [sys.executable, "-c", code, json.dumps(arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment())
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -21,6 +21,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from qsync import QSyncError
 from qsync.backend.devices.emulation import Throttle, busy_share, pin_to_core
+from qsync.child_processes import environment
 from qsync.distributed import job
 from qsync.experiments.harness import processes
 from qsync.experiments.harness.freed_memory import keep_freed_memory
@@ -108,20 +109,19 @@ def run_on_ranks(
         ]  # fmt: skip
         # One thread a rank: each has one core. Kineto would announce every memory measurement on stderr. What
         # ranks that are killed leave in temporary folders goes with this one; Inductor's cache stays.
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5", "TMPDIR": folder,
-            "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
-        }  # fmt: skip
-        code = _exit_code(started, environment)
+        variables = environment(
+            OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="5", TMPDIR=folder, TORCHINDUCTOR_CACHE_DIR=cache_dir()
+        )
+        code = _exit_code(started, variables)
         if code != 0:
             raise QSyncError(f"the ranks stopped with exit code {code}; the first message above says why")
         return read_json(result)["result"]
 
 
-def _exit_code(command: list[str], environment: Mapping[str, str]) -> int:
+def _exit_code(command: list[str], variables: Mapping[str, str]) -> int:
     """Run torchrun; an interruption reaches this process alone, which ends torchrun and so the ranks."""
     process = subprocess.Popen(
-        command, env=environment, start_new_session=True, preexec_fn=processes.end_with_parent
+        command, env=variables, start_new_session=True, preexec_fn=processes.end_with_parent
     )
     try:
         return process.wait()

@@ -57,7 +57,7 @@ MARGIN, UNSEEN, RANKS, ACCEPTED, REFUSED = "margin", "unseen", "two ranks", "acc
 # The choices of `--part`, with the parts that their rows bear.
 PARTS = {"margin": (MARGIN,), "unseen": (UNSEEN,), "ranks": (RANKS, ACCEPTED, REFUSED)}
 PREDICTED = Path(peak.__file__).with_name("memory_error.json")
-RESULTS_PAGE = Path(__file__).parents[2] / "docs" / "results" / "memory.md"
+RESULTS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "memory.md"
 SAVED_BAR, PEAK_BAR = 0.01, 0.05
 HEADINGS = (
     "", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "of its budget", "holds",

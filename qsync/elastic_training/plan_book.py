@@ -26,6 +26,7 @@ import torch
 
 from qsync import api
 from qsync.backend.precisions_that_pay import precisions_to_profile
+from qsync.child_processes import environment
 from qsync.distributed.plan_cache import make_folder, stable_text, step_key
 from qsync.elastic_training.healing import Server, fetch
 from qsync.elastic_training.rendezvous import Card
@@ -257,7 +258,7 @@ class PlanBook:
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-m", "qsync.elastic_training.planning_process"],
-            input=json.dumps(content), capture_output=True, text=True,
+            input=json.dumps(content), capture_output=True, text=True, env=environment(),
         )  # fmt: skip
         if done.returncode == 0:
             # Shares differ between memberships: a plan is for no batch in particular.

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from qsync.elastic_training.healing import fetch
 from qsync.elastic_training.job_token import FILE_VARIABLE, TOKEN_VARIABLE, JobToken, token_of_environment
-from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
+from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, installing, shortened
 from qsync.records.graph import digest
 
 logger = logging.getLogger("qsync")
@@ -183,8 +183,8 @@ def coordination() -> Any:
         return import_module("torchft.coordination")
     except ImportError as error:
         raise UnsupportedError(
-            f"elastic jobs meet at torchft's lighthouse, which is not here ({error}); run `pip install "
-            "qsync[elastic]`"
+            f"elastic jobs meet at torchft's lighthouse, which is not here ({error}); run "
+            + installing("elastic")
         ) from error
 
 
