@@ -8,7 +8,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The package works with torch 2.11 to 2.13; what is measured and tested here is this one.
+# The package works with torch 2.11 to 2.14; what is measured and tested here is this one.
 TORCH := torch==2.13.0
 DEMO_ARGS ?=
 GPU_ARGS ?=
@@ -43,10 +43,10 @@ results: $(VENV)/testable
 docs: $(VENV)/documentable
 	$(BIN)/python -m sphinx -b html -W --keep-going --quiet docs build/docs
 
-# A source distribution, and from it a wheel, in dist/.
+# A source distribution, and from it a wheel. This needs no network once the tools are installed.
 dist: $(VENV)/testable
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 lint: $(VENV)/testable types
 	$(BIN)/ruff check .

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from qsync.records.cluster import DeviceClass
 from qsync.records.profiles import processor_with
 
 # The versions of torch that qsync is tested with, both ends included.
-_TESTED_TORCH = ((2, 11), (2, 13))
+_TESTED_TORCH = ((2, 11), (2, 14))
 
 
 def untested_torch() -> list[str]:
@@ -26,7 +28,16 @@ def untested_torch() -> list[str]:
     low, high = _TESTED_TORCH
     if low <= version <= high:
         return []
-    return [f"torch {torch.__version__} was not tested; use {low[0]}.{low[1]} to {high[0]}.{high[1]}"]
+    tested = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    return [f"torch {torch.__version__} was not tested with qsync; if something fails, use {tested}"]
+
+
+@cache
+def warn_of_untested_torch() -> None:
+    """Warn, once a process and on one rank, of a version of torch that qsync was not tested with."""
+    if os.environ.get("RANK", "0") == "0":
+        for text in untested_torch():
+            warnings.warn(text, stacklevel=2)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, 
 from qsync.backend.devices.kernel_timing import apart, synchronize
 from qsync.backend.devices.processor import processor
 from qsync.backend.kernel_cache import Choices
-from qsync.errors import shortened
+from qsync.errors import UnsupportedError, shortened
 from qsync.lowering.lowered_graph import REPLACED
 from qsync.records.graph import Op, Role, digest
 from qsync.runtime.coverage import say_once
@@ -50,6 +51,17 @@ _PURE_NAMES = (
 )  # fmt: skip
 _WINS_BELOW = 0.9  # of the uncompiled island's time
 _ROUNDS, _EVICTED_BYTES = 7, 2**26
+
+
+def check_inductor() -> None:
+    """Raise UnsupportedError where Inductor cannot read its own files, in a locale that is not UTF-8."""
+    try:
+        import_module("torch._inductor.compile_fx")
+    except UnicodeDecodeError as error:
+        raise UnsupportedError(
+            f"compile=True needs Inductor, whose files torch cannot read as {error.encoding}, this locale's "
+            "encoding; set PYTHONUTF8=1 or LC_ALL=C.UTF-8, or leave compile out"
+        ) from None
 
 
 def pure_kind(op: Op, node: torch.fx.Node) -> str:

@@ -27,7 +27,7 @@ from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import Precision
 from qsync.runtime.choosers import Chooser, SavingChooser, candidates, kept, saving, unsupported
 from qsync.runtime.coverage import warn_once
-from qsync.runtime.islands import keep_saved_tensors
+from qsync.runtime.islands import check_inductor, keep_saved_tensors
 from qsync.runtime.node_calls import Observer
 from qsync.runtime.operator_timing import fastest_precisions
 from qsync.runtime.python_stack import with_room
@@ -135,6 +135,7 @@ class Program:
         self._model = weakref.ref(model)
         self.compiles_islands = compile_islands
         if compile_islands:
+            check_inductor()
             keep_saved_tensors()
         self.dynamic = dynamic  # as in torch.compile: False traces every shape by itself
         self._strict = strict  # else an operator runs in the fastest precision from the chosen one up

@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import trace_rules
 
 import qsync
+from qsync.backend.devices.device_detection import warn_of_untested_torch
 from qsync.errors import UnsupportedError
 
 NO_DATA_PARALLEL = (
@@ -119,6 +120,7 @@ def compile_forward(
     itself would trace again. `whole` allows no break of the graph. Another torch.compile may have marked
     torch's layers to be skipped; they are traced again from now on.
     """
+    warn_of_untested_torch()
     for code in forward_codes(module):
         if code.co_filename in LAYER_FILES:
             reset_code(code)

@@ -164,7 +164,7 @@ def test_the_number_of_threads_is_put_back(monkeypatch):
 
 def test_an_untested_torch_is_noted(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    assert any("2.9.1" in text and "2.11 to 2.13" in text for text in device_report.notes())
+    assert any("2.9.1" in text and "2.11 to 2.14" in text for text in device_report.notes())
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
