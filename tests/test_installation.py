@@ -21,7 +21,7 @@ from qsync.errors import DISTRIBUTION
 
 ROOT = Path(__file__).parent.parent
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "docs", "*-out")
-# What a start has to reach: every folder of the package, and a process that qsync starts. No torch is imported.
+# What a start has to reach: every folder of the package, and a process that qsync starts; no torch.
 STARTED = """
 import importlib.util, pathlib, subprocess, sys
 import qsync, qsync.child_processes

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Its source is not ASCII; neither is a file that it reads.
+# Neither its source nor a parameter's name is ASCII.
 TRAINS = """
 import sys
 import torch, qsync
@@ -23,7 +23,7 @@ class Größe(torch.nn.Module):  # “quoted” – and more
 
 model = qsync.wrap(Größe(), "bf16", compile=sys.argv[1:] == ["compile"])
 model(torch.ones(8, 16)).backward()
-qsync.save(sys.argv[-1] + "/größe", model)
+qsync.save(sys.argv[-1] + "/saved", model)
 print("trained", model.weiß.weight.grad is not None)
 """
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0"}  # else Python takes the locale C for UTF-8
@@ -36,9 +36,7 @@ def train(script, *arguments: str, **variables: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=clean | variables, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "variables", [{"LC_ALL": "C"}, {"LC_ALL": "POSIX"}, ASCII], ids=["C", "POSIX", "ASCII"]
-)
+@pytest.mark.parametrize("variables", [{"LC_ALL": "POSIX"}, ASCII], ids=["POSIX", "ASCII"])
 def test_a_model_trains(variables, tmp_path):
     done = train(tmp_path / "train.py", str(tmp_path), **variables)
     assert (done.returncode, done.stdout) == (0, "trained True\n"), done.stderr
