@@ -73,7 +73,7 @@ $(VENV)/torch: $(VENV)/bin/python
 	$(BIN)/python -m pip install $(TORCH)
 	touch $@
 
-$(VENV)/installed: $(VENV)/torch pyproject.toml
+$(VENV)/installed: $(VENV)/torch pyproject.toml setup.py
 	$(INSTALL) -e .
 	touch $@
 
