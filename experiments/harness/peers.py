@@ -1,8 +1,8 @@
 """The peers of qsync: torch.autocast, torch.compile (Inductor) and torchao's low-precision training.
 
-torchao is optional (`pip install 'qsync-train[peers]'`). Its INT8 training has two forms, and on torch 2.13
-and torchao 0.18 one of them trains in FP32 without a word: the tensor subclass, the default, computes F.linear by `aten::addmm` and `aten::mm`. So the other one, `module_swap=True`, is the peer, and
-`what_torchao_runs` says what really ran.
+torchao is optional (`pip install 'qsync-train[peers]'`). Its INT8 training has two forms. With torch 2.13 and
+torchao 0.18 the default, a tensor subclass, trains in FP32 without a word: F.linear runs as `aten::addmm` and
+`aten::mm`. So `module_swap=True` is the peer, and `what_torchao_runs` says what really ran.
 """
 
 from __future__ import annotations
