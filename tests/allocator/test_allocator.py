@@ -431,6 +431,8 @@ def test_what_is_wrong_with_a_request_is_named():
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, target_s=float("nan"))
     with pytest.raises(FormatError, match="slack must not be negative"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, slack=-0.1)
+    with pytest.raises(FormatError, match="target_s says what slack adds to the least step; leave one of"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, target_s=0.1, slack=0.0)
     with pytest.raises(MismatchError, match="no profile of device class 'infer'"):
         allocate(GRAPH, {"train": PROFILES["train"]}, SENSITIVITY, CLUSTER)
     with pytest.raises(MismatchError, match="sensitivity was gathered on graph"):
