@@ -345,12 +345,6 @@ class CallHook:
         self._hook.remove()
 
 
-class _NoHook:
-    """A hook that does nothing."""
-
-    def __call__(self, *_: Any) -> None: ...
-
-
 def _queue(then: Callable[[], None]) -> None:
     """Call `then` at the end of the backward pass under way."""
     torch.autograd.Variable._execution_engine.queue_callback(then)
