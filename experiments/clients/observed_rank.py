@@ -1,18 +1,22 @@
 """One rank of a client's job: starts the script, and notes when each line comes and what it takes.
 
 torchrun ... --no-python python -m qsync.experiments.clients.observed_rank FOLDER SCRIPT ARGUMENTS
+
+It imports nothing that takes time: it starts with every rank.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from qsync.experiments.harness.processes import end_with_parent
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def cpu_seconds(pid: int) -> float:
@@ -27,12 +31,17 @@ def cpu_seconds(pid: int) -> float:
     return own + sum(cpu_seconds(int(child)) for child in children)
 
 
+def _end_with_observer() -> None:
+    """Let the system kill the script when its observer is gone; the harness's own imports torch."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def main() -> None:
     """Run the script, and write what was observed; end as it ended."""
     folder, script, *arguments = sys.argv[1:]
     command = [sys.executable, "-u", script, *arguments]
     begun = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_observer)
     assert process.stdout is not None
     lines, first_cpu_s = [], None
     for line in process.stdout:
