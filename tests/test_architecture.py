@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -168,10 +167,10 @@ def test_files_are_named_by_their_subject():
 
 
 def test_every_folder_is_a_package_that_setuptools_finds():
-    read = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (where,) = read["tool"]["setuptools"]["packages"]["find"]["where"]
-    assert [path.name for path in (ROOT / where).iterdir() if path.suffix != ".egg-info"] == ["qsync"]
-    installed = [ROOT / where / name.replace(".", "/") for name in find_packages(str(ROOT / where))]
+    tree = ROOT / "src"
+    assert f'find_packages("{tree.name}")' in (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert [path.name for path in tree.iterdir() if path.suffix != ".egg-info"] == ["qsync"]
+    installed = [tree / name.replace(".", "/") for name in find_packages(str(tree))]
     assert {path.resolve() for path in installed} == {path.parent for path in MODULES.values()}
     tops = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert tops - {"tests"} == set(FOLDERS)

@@ -52,7 +52,7 @@ PROFILE_S, PROFILE_STEPS = 16.0, 40
 PROFILE_S_VARIABLE = "QSYNC_PROFILE_S"  # of the environment: a bound in the place of both
 # How long ranks wait for the gradients of a rank that failed in the midst of a step: the longer of so many
 # seconds and so many steps.
-MIN_PATIENCE_S, PATIENCE_STEPS = 30.0, 20
+MIN_PATIENCE_S, PATIENCE_STEPS = 60.0, 20
 _NEVER = 1e6  # the cost of a pair of steps that is not to be
 
 
