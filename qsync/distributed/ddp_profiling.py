@@ -236,6 +236,7 @@ class DdpProfiler:
             given = ddp_options.get("process_group")
             backend = dist.get_backend(given) if given is not None else None
             self.group = ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
+            ddp_options["init_sync"] = False  # it would write to the model, which is put back afterwards
             self.model = data_parallel.in_ddp(step.model, options.bucket_cap_mb, ddp_options)
             self._loss = replace(step, model=self.model).loss()
 

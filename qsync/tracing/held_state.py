@@ -64,7 +64,8 @@ class HeldState:
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = [p for p in model.parameters() if not p.requires_grad]
         buffers = list(model.buffers())
-        is_small = sum(p.nbytes for p in frozen) <= sum(p.nbytes for p in trained)
+        trained_bytes = sum(p.nbytes for p in trained)
+        is_small = sum(p.nbytes for p in frozen) <= max(trained_bytes, _COPIED_BYTES)
         self._copied = {id(tensor) for tensor in (*trained, *buffers, *(frozen if is_small else ()))}
         self._too_large = set() if is_small else {id(p) for p in frozen}
         own_bytes = sum(tensor.nbytes for tensor in (*trained, *buffers))
