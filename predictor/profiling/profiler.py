@@ -124,6 +124,7 @@ class Profiler:
         steps = round_steps(precisions, options.save_less, runner.unsupported)
         num = max(len(steps), num_round_steps(options.num_precisions, options.save_less))
         self._round = [steps[k % len(steps)] for k in range(num)]
+        self._twinned = [self.is_uniform(k) for k in range(num)]
         self._samples: list[tuple[str, StepTimes]] = []
         self._ended_at_s: list[float] = []
         self._waits: list[tuple[int, Wait]] = []
@@ -233,7 +234,7 @@ class Profiler:
         """Return how many steps without the timer are taken beside the k-th of a round."""
         if self._typical_s[k] < SHORT_STEP_S:
             return 2
-        return int(self._typical_s[k] < LONG_STEP_S and k < len(self._precisions))
+        return int(self._typical_s[k] < LONG_STEP_S and self._twinned[k])
 
     def _left(self) -> str:
         """Return about how long the steps take that are needed in any case, in words; empty after these."""
@@ -244,6 +245,7 @@ class Profiler:
     def shorten_round(self, num: int) -> None:
         """Take only the first `num` steps of every round. Called before the first `measure`."""
         self._round, self._typical_s = self._round[:num], self._typical_s[:num]
+        self._twinned = self._twinned[:num]
 
     def assignment(self, k: int) -> dict[str, Precision]:
         """Return the k-th assignment of a round."""
@@ -257,9 +259,16 @@ class Profiler:
         """Return about how many seconds each step of a round takes: `measure` treats short steps apart."""
         return list(self._typical_s)
 
-    def set_typical_s(self, typical_s: Sequence[float]) -> None:
-        """Set the seconds of each step for `measure`: the same on all ranks that step together."""
-        self._typical_s = list(typical_s)
+    def is_uniform(self, k: int) -> bool:
+        """Return whether the k-th step of a round runs one precision wherever that is possible."""
+        return k < len(self._precisions)
+
+    def set_typical_s(self, typical_s: Sequence[float], twinned: Sequence[bool]) -> None:
+        """Set the seconds of each step for `measure`, and which are taken without the timer too.
+
+        Ranks that step together must set the same for steps that they take together.
+        """
+        self._typical_s, self._twinned = list(typical_s), list(twinned)
 
     def waits(self) -> list[tuple[int, Wait]]:
         """Return for every sample its number in the round, and its wait.

@@ -227,8 +227,11 @@ class DdpProfiler:
         taken = [[times[k] for k in orders.get(name, range(len(times)))] for name, times, _ in everyone]
         typical_s = [max(of_ranks) for of_ranks in zip(*taken, strict=True)]
         self.step_s = max(typical_s)
-        own_s = dict(zip(self._order, typical_s, strict=True))
-        self.profiler.set_typical_s([own_s[k] for k in range(self.num_choices)])
+        uniform = agree("profiling", lambda: [self.profiler.is_uniform(k) for k in self._order])
+        twinned = [any(of_ranks) for of_ranks in zip(*uniform, strict=True)]
+        turn = {k: turn for turn, k in enumerate(self._order)}
+        own = [turn[k] for k in range(self.num_choices)]
+        self.profiler.set_typical_s([typical_s[t] for t in own], [twinned[t] for t in own])
         if self.in_ddp:
             patience = timedelta(seconds=max(MIN_PATIENCE_S, PATIENCE_STEPS * max(typical_s)))
             ddp_options = dict(options.ddp_options or {})

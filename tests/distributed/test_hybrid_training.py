@@ -32,6 +32,7 @@ ddp_profiling.form_basis = lambda *args, **options: profiled.append(1) or form_b
 
 share = 0.25 if rank == 1 else None
 options = {"loss_fn": loss_fn, "emulated_share": share, "cache_dir": cache}
+options["slack"] = 0.0  # the fastest plan, however unsure a busy machine makes the profile
 large = batch(size=256, width=512)
 
 def sgd(parameters):
@@ -376,14 +377,14 @@ dist.destroy_process_group()
         "missing": ["CalibrationError", "rank 1", "no example batch"],
         "empty": ["CalibrationError", "rank 1", "not empty"],
         "loss": ["CalibrationError", "rank 1", "shape (32, 4)"],
-        "untraceable": ["TracingError", "Untraceable"],
         "lacking": ["UnsupportedError", "tf32"],
         "memory": ["InfeasibleError"],
     }.items():
         sentences = said(output, what)
         assert sentences[0] == sentences[1], what
         assert all(word in sentences[0] for word in words), sentences[0]
-    assert said(output, "well") == ["went through"] * 2
+    for what in ("untraceable", "well"):  # DDP trains the one as it is
+        assert said(output, what) == ["went through"] * 2
 
 
 def test_a_rank_that_is_killed_while_training_is_named_and_the_others_stop(tmp_path):
