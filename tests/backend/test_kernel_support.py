@@ -302,7 +302,7 @@ def test_one_precision_moves_up_where_it_is_not_served_and_says_so(graph):
         chosen = uniform(INT8, kernels)(graph)
     assert chosen == {"plain": INT8, **dict.fromkeys(REASONS, BF16)}
     assert str(said[0].message) == (
-        "conv2d in int8: CUTLASS has no grouped convolutions; depthwise runs in bf16"
+        "Convolutions: conv2d in int8: CUTLASS has no grouped convolutions; depthwise runs in bf16"
     )
     assert uniform(INT8, kernels)(graph) == chosen  # said once: a second warning would be an error here
     assert uniform(INT8)(graph) == dict.fromkeys(chosen, INT8)
