@@ -88,7 +88,7 @@ def argument_name(text: str) -> str:
 def _module_path(text: str) -> str:
     """Return a module's path from where its frame finds it: `.layers._modules['0'].fc` -> `layers.0.fc`."""
     text = re.sub(r"\.(?:__dict__\.)?_(?:modules|orig_mod)\b", "", text)
-    text = re.sub(r"\.forward\.args\[0\]", "", text)  # the module, as activation_recomputation calls it
+    text = re.sub(r"\.forward\.module\b", "", text)  # the module, as activation_recomputation calls it
     text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
     # torch's checkpoint_wrapper leaves itself out of the names of parameters, too.
     text = re.sub(r"(?:\.__dict__)?(?:\._modules)?\._checkpoint_wrapped_module\b", "", text)
