@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync import backend
 from qsync.backend.devices.device_detection import detect_class, device_of, machine
@@ -248,6 +248,8 @@ def calibrating(
     if in_bf16(model):
         batches = [tree_map(_widened, batch) for batch in batches]
     losses = [loss_of(model, batch, loss_fn) for batch in batches]
+    if not losses:
+        raise CalibrationError("no calibration batch was given; pass at least one real batch")
     # One batch is traced as it is profiled: a number that a loop changes makes no other graph.
     dynamic = False if len(batches) == 1 else None
     alone = in_bf16(model)
@@ -284,7 +286,9 @@ def _in_fp32(model: torch.nn.Module) -> Iterator[None]:
             for tensor in tensors:
                 tensor.data = tensor.data.float()
             yield
-        except (RuntimeError, TracingError) as error:
+        except (RuntimeError, TracingError, CalibrationError) as error:
+            if isinstance(error, CalibrationError) and not isinstance(error.__cause__, RuntimeError):
+                raise  # of the data; else torch could not run the first call
             raise CalibrationError(
                 f"{type(model).__name__} does not run with its weights in FP32, from which its sensitivity "
                 f'is measured ({shortened(error, quote=False)}); load it in FP32, and give base="bf16"'
@@ -489,7 +493,8 @@ def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) ->
     """
     if batch is None:
         raise CalibrationError("there is no example batch; pass one real batch, as the model is trained on")
-    batch = tree_map(_saved_for_backward, batch)
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in tree_leaves(batch)):
+        batch = tree_map(_saved_for_backward, batch)  # else it is the user's own object
     args, kwargs = call_arguments(batch)
     if loss_fn is not None:  # it may take a batch whose tensors only it can find
         _check_loss_fn(loss_fn)

@@ -56,7 +56,9 @@ _ROUNDS, _EVICTED_BYTES = 7, 2**26
 def check_inductor() -> None:
     """Raise UnsupportedError where Inductor cannot read its own files, in a locale that is not UTF-8."""
     try:
-        import_module("torch._inductor.compile_fx")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch's use of torch.jit
+            import_module("torch._inductor.compile_fx")
     except UnicodeDecodeError as error:
         raise UnsupportedError(
             f"compile=True needs Inductor, whose files torch cannot read as {error.encoding}, this locale's "

@@ -263,6 +263,7 @@ VERBS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*was traced 8 times")  # its hooks keep lists
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_leaves_all_of_it_alone(verb):
     model, x = Network(), torch.randn(8, 16)
