@@ -187,10 +187,6 @@ def _restore_container(now: Any, before: list[Any]) -> None:
         deque.extend(now, before)
 
 
-def _ids(item: tuple[object, object]) -> tuple[int, int]:
-    return id(item[0]), id(item[1])
-
-
 def _restore_names(of: dict[str, Any], before: dict[str, Any]) -> None:
     for name, value in before.items():
         if value is _MISSING:
