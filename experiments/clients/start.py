@@ -89,6 +89,7 @@ def run_client(
             if job.poll() is None:
                 job.wait()
     if code != 0:
-        raise QSyncError(f"{client.name} ended with exit code {code}; {said} says why")
+        words = said.read_text(encoding="utf-8", errors="replace")
+        raise QSyncError(f"{client.name} ended with exit code {code}:\n{words}")
     found = (read_json(folder / f"rank-{rank}.json") for rank in range(NUM_RANKS))
     return [ObservedRank(**{**rank, "lines": tuple(map(tuple, rank["lines"]))}) for rank in found]
