@@ -6,10 +6,13 @@ a busy machine have hung for minutes in oneDNN's conv1d (torch 2.13).
 
 from __future__ import annotations
 
+import os
 import sys
 
-import pytest
-import torch
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too; before torch reads it
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 torch.backends.cudnn.allow_tf32 = False  # what FP32 is compared with on GPUs is FP32

@@ -136,7 +136,7 @@ say(f"ddp: {isinstance(model, torch.nn.parallel.DistributedDataParallel)} {dist.
 
 @pytest.mark.dist
 def test_one_process_under_torchrun_gets_a_ddp_of_one_rank(tmp_path):
-    output = launch(tmp_path, ALONE, "--standalone", ranks=1)
+    output = launch(tmp_path, ALONE, ranks=1)
     assert "[0] ddp: True 1" in output
 
 

@@ -1,10 +1,15 @@
-"""Scripts that two real ranks run under torchrun, and what each of them said."""
+"""Scripts that real ranks run, and what each of them said."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import warm_rank
+from torch.distributed import TCPStore
 
 HEADER = """
 import os, signal, sys, time
@@ -73,21 +78,53 @@ sys.stderr.flush()
 os._exit(0)
 """
 
+# Ranks are forked from one process that has imported all of this: a rank is new, and starts at once.
+_WARM = multiprocessing.get_context("forkserver")
+_WARM.set_forkserver_preload(
+    [
+        "qsync.hybrid_training",
+        "qsync.runtime.wrapping",
+        "torch._functorch.aot_autograd",
+        "scipy.optimize",
+        "rich.progress",
+    ]
+)
+_TIMEOUT_S = 150
 
-def launch(tmp_path, body: str, *options: str, ranks: int = 2) -> str:
-    """What the ranks of this script print under torchrun."""
+
+def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
+    """What the ranks of this script print, each a process of its own, as torchrun starts them.
+
+    A rank that fails ends the others. What is about torchrun itself starts torchrun.
+    """
     script = tmp_path / "script.py"
     script.write_text(HEADER + body + ENDING)
-    command = [sys.executable, "-m", "torch.distributed.run", *(options or ["--standalone"])]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=environment(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = environment(
+        tmp_path, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    outputs = [tmp_path / f"{name}.txt" for name in ("stdout", "stderr")]
+    for output in outputs:
+        output.write_bytes(b"")
+    processes = [
+        _WARM.Process(target=warm_rank.run, args=(script, outputs, {**job, "RANK": str(r), "LOCAL_RANK": str(r)}))
+        for r in range(ranks)
+    ]  # fmt: skip
+    ends = time.monotonic() + _TIMEOUT_S
+    try:
+        for process in processes:
+            process.start()
+        left = {process.sentinel: process for process in processes}
+        while left:
+            done = wait(left, timeout=max(0.0, ends - time.monotonic()))
+            codes = [left.pop(sentinel).exitcode for sentinel in done]
+            assert done and not any(codes), f"exit codes {codes} in time:\n{outputs[1].read_text()[-4000:]}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return outputs[0].read_text()
 
 
 def environment(tmp_path, **more: str) -> dict[str, str]:
