@@ -11,8 +11,8 @@ import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too; before torch reads it
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 torch.set_num_threads(1)
 torch.backends.cudnn.allow_tf32 = False  # what FP32 is compared with on GPUs is FP32

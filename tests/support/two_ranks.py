@@ -107,10 +107,8 @@ def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
     outputs = [tmp_path / f"{name}.txt" for name in ("stdout", "stderr")]
     for output in outputs:
         output.write_bytes(b"")
-    processes = [
-        _WARM.Process(target=warm_rank.run, args=(script, outputs, {**job, "RANK": str(r), "LOCAL_RANK": str(r)}))
-        for r in range(ranks)
-    ]  # fmt: skip
+    jobs = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    processes = [_WARM.Process(target=warm_rank.run, args=(script, outputs, job)) for job in jobs]
     ends = time.monotonic() + _TIMEOUT_S
     try:
         for process in processes:
