@@ -101,7 +101,10 @@ def starts(python: Path, folder: Path) -> dict[str, list[str | Path]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["beside the clone", "in the clone", "elsewhere"])
+@pytest.mark.parametrize(
+    "where",
+    ["beside the clone", *(pytest.param(w, marks=pytest.mark.deep) for w in ("in the clone", "elsewhere"))],
+)
 def test_an_editable_clone_starts_in_every_way(editable, home, where, tmp_path):
     folder = {"beside the clone": home, "in the clone": home / "qsync", "elsewhere": tmp_path}[where]
     for way, command in starts(editable, folder).items():

@@ -22,7 +22,7 @@ def qsync(*arguments):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ten_events_lose_no_sample_and_no_bit(tmp_path):
     """Each event is waited for: a hang is an error. In FP64, so that gradients are compared to 1e-12."""
     settings = {"dtype": "float64", "lower": False, "width": 32, "keep_gradients": 40, "timeout_s": 3.0}

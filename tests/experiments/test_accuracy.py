@@ -188,7 +188,7 @@ def test_tables_and_pictures_show_every_method(tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(900)
 def test_runs_are_pieces_that_continue_and_are_reported(tmp_path, capsys):
     options = {"out": tmp_path, "task": ["vgg"], "tiny": True}

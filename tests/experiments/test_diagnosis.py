@@ -44,6 +44,7 @@ def test_a_sentence_counts_if_another_rank_says_it_of_the_faulty_one():
 
 
 @pytest.mark.dist
+@pytest.mark.deep
 def test_faults_are_planted_named_and_kept(tmp_path):
     """Other work may be named first beside steps of 8 ms: a fault is planted up to three times."""
     run = {"out": tmp_path, "only": ["loading-1", "hang-loading", "killed-1"], "tiny": True}

@@ -200,6 +200,7 @@ def test_the_report_is_a_table_and_a_picture(tmp_path):
     assert picture(rows, tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.deep
 def test_the_command_runs_everything(tmp_path, monkeypatch):
     monkeypatch.setitem(SETTINGS, "vit", replace(TINY, batch=4))
     options = {"steps": 4, "processes": 1, "with_plan": False}

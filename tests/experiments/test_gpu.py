@@ -34,7 +34,7 @@ def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(2400)  # up to eight processes in turn, beside other tests; kernels may be emulated
 @pytest.mark.parametrize(
     "group", [pytest.param(g, marks=[pytest.mark.dist] * (g in ("ranks", "demo"))) for g in GROUPS]

@@ -159,6 +159,7 @@ def test_a_part_or_seed_that_cannot_be_is_refused(small):
 
 
 @pytest.mark.dist
+@pytest.mark.deep
 def test_two_real_ranks_take_what_is_predicted_and_no_more_than_they_may():
     found = memory_runs.run_ranks([memory_runs.TINY], 1, 1)
     assert [(row["part"], row["rank"]) for row in found if row["part"] == "two ranks"] == [

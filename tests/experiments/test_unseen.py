@@ -107,6 +107,7 @@ def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch, fast_
 
 
 @pytest.mark.dist
+@pytest.mark.deep
 def test_a_family_runs_on_two_ranks():
     found = family_runs.ranks("lstm", 2, 0, tiny=True)
     assert len(found["errors"]) == len(found["inside"]) == 2
