@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import cluster_of, profile_of, sensitivity_of
+from typer.testing import CliRunner
 
 import qsync
 from qsync import backend, errors
@@ -121,10 +122,7 @@ def test_the_cluster_file_is_read(tmp_path):
 
 
 def options_of(command: str) -> set[str]:
-    text = subprocess.run(
-        [sys.executable, "-c", f"from qsync.commands.main import app; app(['{command}', '--help'])"],
-        capture_output=True, text=True, timeout=120, check=True, env={"COLUMNS": "400", "PATH": ""},
-    ).stdout  # fmt: skip
+    text = CliRunner(env={"COLUMNS": "400"}).invoke(main.app, [command, "--help"]).output
     return set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", text)) | {"--help"}
 
 

@@ -1,0 +1,19 @@
+"""No room grows unnoticed: its lines are written down in pyproject.toml."""
+
+from __future__ import annotations
+
+import pytest
+from lines import allowed, counted
+
+
+@pytest.mark.parametrize(("room", "lines"), counted().items())
+def test_a_room_keeps_to_its_lines(room, lines):
+    limit = allowed().get(room, 0)
+    assert lines <= limit, (
+        f"{room} has {lines:,} lines, and [tool.qsync.lines] in pyproject.toml allows {limit:,}; delete some, or "
+        "raise the number in this commit and say why in its message"
+    )
+
+
+def test_every_number_is_of_a_room():
+    assert set(allowed()) == set(counted())
