@@ -16,7 +16,6 @@ import re
 import shutil
 import stat
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -80,37 +79,21 @@ def compiled(tmp_path_factory):
 # --- Compiling
 
 
-@pytest.fixture(scope="module")
-def compilations(compiled, tmp_path_factory):
-    """By architecture: the library with one tile of each product, or the refusal. Two compilers at a time."""
-
-    def compilation(architecture):
-        if architecture == "80":
-            return compiled
-        folder = tmp_path_factory.mktemp(f"sm_{architecture}")
-        families = FP16_FAMILIES if architecture == "70" else cuda_build.FAMILIES
-        try:
-            cuda_build.compile_to(
-                folder / "products.so", architecture, families, all_tiles=False, keep=folder
-            )
-        except BuildError as refusal:
-            return refusal
-        return folder / "products.so"
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(INSTRUCTIONS, pool.map(compilation, INSTRUCTIONS), strict=True))
-
-
 @needs_nvcc
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # 10 s each on a core of its own
-@pytest.mark.parametrize("architecture", ["70", "75", "80", "89", "90"])
-def test_the_sources_compile_for(architecture, compilations):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "architecture", ["80", *(pytest.param(name, marks=pytest.mark.deep) for name in ("70", "75", "89", "90"))]
+)
+def test_the_sources_compile_for(architecture, compiled, tmp_path):
     families = FP16_FAMILIES if architecture == "70" else cuda_build.FAMILIES
-    path = compilations[architecture]
-    if isinstance(path, BuildError):
-        assert architecture == "70" and "nvidia-cuda-nvcc-cu12" in str(path)
-        pytest.skip(str(path))
+    path = compiled if architecture == "80" else tmp_path / "products.so"
+    if path != compiled:
+        try:
+            cuda_build.compile_to(path, architecture, families, all_tiles=False, keep=tmp_path)
+        except BuildError as refusal:
+            assert architecture == "70" and "nvidia-cuda-nvcc-cu12" in str(refusal)
+            pytest.skip(str(refusal))
     ptx = next(path.parent.glob("*.ptx")).read_text()
     assert f".target sm_{architecture}" in ptx
     assert all(instruction in ptx for instruction in INSTRUCTIONS[architecture])

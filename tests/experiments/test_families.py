@@ -15,6 +15,8 @@ from qsync.runtime.planned_forward import program_of
 
 # Hugging Face's losses and routers break the graph once or twice.
 MOST_GRAPHS = 3
+# One of each kind; the others are deep.
+QUICK = ("roberta", "gpt2", "llama", "qwen2_moe", "t5", "clip", "resnet50", "unet", "mamba2", "lstm")
 
 
 def step(model: torch.nn.Module, batch: dict[str, object]) -> float:
@@ -25,7 +27,9 @@ def step(model: torch.nn.Module, batch: dict[str, object]) -> float:
     return float(loss.detach())
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] * (name not in QUICK)) for name in SEEN]
+)
 def test_a_family_trains_in_bf16_from_few_graphs(name):
     model, batches = FAMILIES[name].make(tiny=True)
     eager = copy.deepcopy(model)
