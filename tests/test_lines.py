@@ -10,8 +10,8 @@ from lines import allowed, counted
 def test_a_room_keeps_to_its_lines(room, lines):
     limit = allowed().get(room, 0)
     assert lines <= limit, (
-        f"{room} has {lines:,} lines, and [tool.qsync.lines] in pyproject.toml allows {limit:,}: delete some, "
-        "or raise it in this commit, whose message says why"
+        f"{room} has {lines:,} lines, [tool.qsync.lines] of pyproject.toml allows {limit:,}: delete some or "
+        "raise it in this commit, and say why"
     )
 
 
