@@ -14,7 +14,7 @@ from typing import Any
 
 from qsync.errors import QSyncError
 from qsync.experiments.clients.conversions import Client
-from qsync.experiments.harness.processes import end_with_parent
+from qsync.experiments.harness.processes import END_BEFORE_GLOO, end_with_parent
 from qsync.records.json_files import read_json
 
 NUM_RANKS = 2
@@ -69,7 +69,8 @@ def run_client(
     """
     folder.mkdir(parents=True, exist_ok=True)
     script, said = folder / "train.py", folder / "stderr.txt"
-    script.write_text(client.converted(options) if qsync else client.plain(), encoding="utf-8")
+    text = client.converted(options) if qsync else client.plain()
+    script.write_text(text + END_BEFORE_GLOO, encoding="utf-8")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS),
         "--no-python", sys.executable, "-m", "qsync.experiments.clients.observed_rank", str(folder),

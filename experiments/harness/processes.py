@@ -15,6 +15,16 @@ from typing import Any
 from qsync.child_processes import environment
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# The last lines of a script that trains on gloo. Threads of gloo that still hold tensors abort an interpreter
+# that ends before them (pytorch#179291): all that Python does at its end is done, then the process ends.
+END_BEFORE_GLOO = """
+import atexit, os, sys, threading
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from multiprocessing.connection import wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import warm_rank
 from torch.distributed import TCPStore
+
+from qsync.experiments.harness.processes import END_BEFORE_GLOO
 
 HEADER = """
 import os, signal, sys, time
@@ -67,17 +72,6 @@ def attempt(what, **changes):
         say(f"{what}: {type(error).__name__}: {error}")
 """
 
-# Threads of gloo that still hold tensors abort an interpreter that ends before them (pytorch#179291). All
-# that Python does at its end is done first; then the process ends without it.
-ENDING = """
-import atexit, threading
-threading._shutdown()
-atexit._run_exitfuncs()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(0)
-"""
-
 # Ranks are forked from one process that has imported all of this: a rank is new, and starts at once.
 _WARM = multiprocessing.get_context("forkserver")
 _WARM.set_forkserver_preload(
@@ -98,31 +92,47 @@ def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
     A rank that fails ends the others. What is about torchrun itself starts torchrun.
     """
     script = tmp_path / "script.py"
-    script.write_text(HEADER + body + ENDING)
+    script.write_text(HEADER + body + END_BEFORE_GLOO)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = environment(
         tmp_path, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
-    outputs = [tmp_path / f"{name}.txt" for name in ("stdout", "stderr")]
-    for output in outputs:
-        output.write_bytes(b"")
+    pipes = [_WARM.Pipe(duplex=False) for _ in ("stdout", "stderr")]
     jobs = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    processes = [_WARM.Process(target=warm_rank.run, args=(script, outputs, job)) for job in jobs]
-    ends = time.monotonic() + _TIMEOUT_S
+    ends = [end for _, end in pipes]
+    processes = [_WARM.Process(target=warm_rank.run, args=(script, ends, job)) for job in jobs]
     try:
         for process in processes:
             process.start()
-        left = {process.sentinel: process for process in processes}
-        while left:
-            done = wait(left, timeout=max(0.0, ends - time.monotonic()))
-            codes = [left.pop(sentinel).exitcode for sentinel in done]
-            assert done and not any(codes), f"exit codes {codes} in time:\n{outputs[1].read_text()[-4000:]}"
+        for end in ends:
+            end.close()
+        with ThreadPoolExecutor() as pool:
+            readers = [pool.submit(_read, pipe) for pipe, _ in pipes]
+            codes = _exit_codes(processes)
+            printed, errors = (reader.result() for reader in readers)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return outputs[0].read_text()
+    assert codes == [0] * ranks, f"exit codes {codes}:\n{errors[-8000:]}"
+    return printed
+
+
+def _read(pipe: Connection) -> str:
+    with os.fdopen(os.dup(pipe.fileno()), encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+def _exit_codes(processes: Sequence[BaseProcess]) -> list[int | None]:
+    """Wait for all ranks, and where one fails for five seconds more: the others may say why they do."""
+    ends, left = time.monotonic() + _TIMEOUT_S, {process.sentinel: process for process in processes}
+    while left and (done := wait(left, timeout=max(0.0, ends - time.monotonic()))):
+        if any([left.pop(sentinel).exitcode for sentinel in done]):
+            ends = min(ends, time.monotonic() + 5.0)
+    for process in left.values():
+        process.kill()
+    return [process.exitcode for process in processes]
 
 
 def environment(tmp_path, **more: str) -> dict[str, str]:
