@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch.fx
+from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from qsync import backend
 from qsync.backend.custom_operators import OpaqueKernels
@@ -23,6 +25,7 @@ from qsync.backend.devices.device_detection import device_of
 from qsync.errors import QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
+from qsync.progress import shown_on_rank_zero
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import Precision
 from qsync.runtime.choosers import Chooser, SavingChooser, candidates, kept, saving, unsupported
@@ -404,7 +407,7 @@ class Program:
         self._ran.clear()
         self._tensor_names = None
         try:
-            with dynamo_settings(), without_autocast(self.device):
+            with dynamo_settings(), without_autocast(self.device), self._tracing_shown():
                 result = compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
@@ -419,6 +422,21 @@ class Program:
                 "qsync.unwrap(model) first"
             )
         return result
+
+    @contextmanager
+    def _tracing_shown(self) -> Iterator[None]:
+        """Show that torch traces the model anew, which takes seconds, as long as it does."""
+        with ExitStack() as shown:
+            title = f"qsync: tracing {self.name} anew, for inputs unlike those before"
+            begin = cache(lambda: shown.enter_context(shown_on_rank_zero(title)))
+
+            def show(_: CallbackArgs) -> None:
+                if self._has_run:
+                    begin()
+
+            callback_handler.register_start_callback(show)
+            shown.callback(callback_handler.remove_start_callback, show)
+            yield
 
     @untraced("it looks at gradients that the tracer cannot read")
     def drops_gradients_of_other_shapes(self) -> bool:

@@ -57,6 +57,19 @@ def test_a_last_batch_of_any_shape_runs_as_planned(precision):
         assert Precision.FP32 not in program_of(low).assignment().values() or precision == "fp32_fast"
 
 
+def test_a_trace_after_the_first_call_is_shown_while_it_lasts(capsys):
+    class Untraced(nn.Linear):  # torch remembers what it has traced by the code of forward
+        def forward(self, x):
+            return super().forward(x)
+
+    model = qsync.wrap(Untraced(8, 8), "bf16", strict=True)
+    shown = []
+    for size in (4, 3, 5):
+        model(torch.randn(size, 8))
+        shown.append(capsys.readouterr().err.count("qsync: tracing Untraced anew"))
+    assert shown == [0, 1, 0]
+
+
 class Reader(nn.Module):
     """A linear layer on sequences, as a transformer's."""
 
