@@ -90,7 +90,7 @@ def test_a_model_survives_json_and_prices_alike(learned, tmp_path):
     new = [asked(sample) for sample in linear_samples(5, seed=3)]
     assert again.error == learned.error
     np.testing.assert_allclose(again.seconds(new), learned.seconds(new), rtol=1e-9)
-    with pytest.raises(FormatError, match="the cost model cannot be read"):
+    with pytest.raises(FormatError, match="cost model, samples, entry 1, entry 1: expected `object`"):
         CostModel.from_json({**learned.to_json(), "samples": [[1]]})
 
 
