@@ -53,8 +53,9 @@ class Checkpoint:
         body = without_header(value, "checkpoint", VERSION)
         if written != digest(value):
             raise FormatError(f"{path / INDEX} was changed after it was written; load another checkpoint")
-        plan, profiles = body.get("plan"), body.get("profiles", {})
-        found = as_record({**body, "path": path, "plan": None, "profiles": {}}, cls, str(path / INDEX))
+        where, plan = str(path / INDEX), body.get("plan")
+        profiles = as_record(body.get("profiles"), dict[str, Any], f"{where}, profiles")
+        found = as_record({**body, "path": path, "plan": None, "profiles": {}}, cls, where)
         return replace(
             found,
             plan=Plan.from_json(plan) if plan else None,

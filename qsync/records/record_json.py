@@ -103,8 +103,9 @@ def without_header(value: Mapping[str, Any], kind: str, version: int = 1) -> dic
 def as_json(value: Any) -> Any:
     """Return a record, or a table or sequence of them, as JSON holds it."""
     if _is_record(value):
-        found = ((name, getattr(value, name), usual) for name, usual in _written_fields(type(value)))
-        hints = _hints(type(value))
+        record: Any = type(value)
+        found = ((name, getattr(value, name), usual) for name, usual in _written_fields(record))
+        hints = _hints(record)
         return {
             name: as_json(item) if _has_records(hints[name]) else _plain(item)
             for name, item, usual in found
