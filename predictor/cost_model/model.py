@@ -35,7 +35,6 @@ from qsync.predictor.cost_model.op_calls import Call, Direction, has_direction, 
 from qsync.predictor.cost_model.roofline_law import Law
 from qsync.predictor.cost_model.samples import DIRECTIONS, MIN_SAMPLE_S, Sample, without_sums
 from qsync.records.datasheets import DataSheet
-from qsync.records.json_files import read_record, write_json
 from qsync.records.profiles import Cost
 from qsync.records.record_json import Count, FileRecord, Number
 
@@ -84,6 +83,11 @@ class _File(FileRecord):
     error: StatedError | None
     sheets: tuple[DataSheet, ...]
     samples: tuple[tuple[Call, str, Direction, Number, Count, str], ...]
+
+    def check_content(self) -> None:
+        """Raise FormatError for a sample of a data sheet that is not there."""
+        if any(place >= len(self.sheets) for *_, place, _ in self.samples):
+            raise FormatError("cost model: a sample is of a data sheet that is not there; learn it anew")
 
 
 class CostModel:
@@ -154,19 +158,23 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """Return the samples and the stated error: a fit of the same samples gives the same model."""
+        return self._file().to_json()
+
+    def _file(self) -> _File:
         sheets = tuple({sample.sheet.name: sample.sheet for sample in self.samples}.values())
         places = {sheet.name: i for i, sheet in enumerate(sheets)}
         rows = tuple(
             (s.call, s.mode, s.direction, s.seconds, places[s.sheet.name], s.source) for s in self.samples
         )
-        return _File(self.error, sheets, rows).to_json()
+        return _File(self.error, sheets, rows)
 
     @classmethod
     def from_json(cls, value: Any) -> CostModel:
         """Fit the model again from its samples. Raises FormatError for a file that cannot be read."""
-        file = _File.from_json(value)
-        if any(place >= len(file.sheets) for *_, place, _ in file.samples):
-            raise FormatError("cost model: a sample is of a data sheet that is not there; learn it anew")
+        return cls._of(_File.from_json(value))
+
+    @classmethod
+    def _of(cls, file: _File) -> CostModel:
         samples = [
             Sample(call, mode, direction, seconds, file.sheets[place], source)
             for call, mode, direction, seconds, place, source in file.samples
@@ -175,12 +183,12 @@ class CostModel:
 
     def save(self, path: str | Path) -> Path:
         """Write the samples and the stated error to a file."""
-        return write_json(path, self.to_json())
+        return self._file().save(path)
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
         """Read what `save` wrote."""
-        return read_record(path, cls.from_json)
+        return cls._of(_File.load(path))
 
 
 class _Laws:

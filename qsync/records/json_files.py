@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from qsync.errors import FormatError, shortened
-
-Record = TypeVar("Record")
 
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
@@ -112,17 +110,6 @@ def check_folder(option: str, folder: Path) -> None:
         raise FormatError(
             f"{option} {folder} cannot be written ({error.strerror or error}); name another folder"
         ) from error
-
-
-def read_record(path: str | Path, from_json: Callable[[dict[str, Any]], Record]) -> Record:
-    """Return what `from_json` makes of a JSON file; its FormatError names the file."""
-    content = read_json(path)
-    try:
-        return from_json(content)
-    except FormatError as error:
-        if str(path) in str(error):
-            raise
-        raise FormatError(f"{path}: {error}") from error
 
 
 def check_kind(given: object, kind: type | tuple[type, ...], name: str, how: str) -> None:

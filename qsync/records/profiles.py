@@ -36,27 +36,9 @@ class Cost(NamedTuple):
         return self.forward_s + self.backward_s
 
 
-class _CastRow(NamedTuple):
-    """A cast in a file: the key of `Profile.casts`, and its cost."""
-
-    value: str
-    source: str
-    target: str
-    forward_s: Number
-    backward_s: Number = 0.0
-    spread_s: Number = 0.0
-
-
-class _FitRow(NamedTuple):
-    """The line of a cast in a file: the key of `Profile.cast_fit`, and its costs forward and backward."""
-
-    source: str
-    target: str
-    forward_s: Number
-    backward_s: Number
-    forward_s_per_element: Number
-    backward_s_per_element: Number
-
+# Rows of a file: the key of `Profile.casts` or `Profile.cast_fit`, and the seconds of its costs.
+_CAST_ROWS = tuple[tuple[str, str, str, Number, Number, Number], ...]
+_FIT_ROWS = tuple[tuple[str, str, Number, Number, Number, Number], ...]
 
 MEASURED, LEARNED, SIMULATED, WHAT_IF = "measured", "learned", "simulated", "what if"
 CARRIED = "carried"
@@ -299,10 +281,10 @@ def _with_tables(value: Any, where: str) -> dict[str, Any]:
     """Return the fields of a profile's JSON: its rows of casts, and those of its launches, as tables."""
     body = without_header(value, "profile")
     if "casts" in body:
-        casts = as_record(body["casts"], tuple[_CastRow, ...], f"{where}, casts")
+        casts = as_record(body["casts"], _CAST_ROWS, f"{where}, casts")
         body["casts"] = {row[:3]: row[3:] for row in casts}
     if "cast_fit" in body:
-        fits = as_record(body["cast_fit"], tuple[_FitRow, ...], f"{where}, cast_fit")
+        fits = as_record(body["cast_fit"], _FIT_ROWS, f"{where}, cast_fit")
         body["cast_fit"] = {row[:2]: (row[2:4], row[4:]) for row in fits}
     if body.get("launches"):
         body["launches"] = _with_tables(body["launches"], f"{where}, launches")

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from qsync.errors import FormatError, nearest, shortened
-from qsync.records.json_files import encoded, read_record, write_json
+from qsync.records.json_files import encoded, read_json, write_json
 
 T = TypeVar("T")
 
@@ -84,7 +84,11 @@ class FileRecord(Record):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read the record from a file; FormatError names the file, and the line or place that is wrong."""
-        return read_record(path, cls.from_json)
+        content = read_json(path)
+        try:
+            return cls.from_json(content)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error
 
 
 def without_header(value: Mapping[str, Any], kind: str, version: int = 1) -> dict[str, Any]:
