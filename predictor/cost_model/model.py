@@ -35,6 +35,7 @@ from qsync.predictor.cost_model.op_calls import Call, Direction, has_direction, 
 from qsync.predictor.cost_model.roofline_law import Law
 from qsync.predictor.cost_model.samples import DIRECTIONS, MIN_SAMPLE_S, Sample, without_sums
 from qsync.records.datasheets import DataSheet
+from qsync.records.json_files import read_json, write_json
 from qsync.records.profiles import Cost
 from qsync.records.record_json import Count, FileRecord, Number
 
@@ -158,23 +159,17 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """Return the samples and the stated error: a fit of the same samples gives the same model."""
-        return self._file().to_json()
-
-    def _file(self) -> _File:
         sheets = tuple({sample.sheet.name: sample.sheet for sample in self.samples}.values())
         places = {sheet.name: i for i, sheet in enumerate(sheets)}
         rows = tuple(
             (s.call, s.mode, s.direction, s.seconds, places[s.sheet.name], s.source) for s in self.samples
         )
-        return _File(self.error, sheets, rows)
+        return _File(self.error, sheets, rows).to_json()
 
     @classmethod
-    def from_json(cls, value: Any) -> CostModel:
+    def from_json(cls, value: Any, where: str | None = None) -> CostModel:
         """Fit the model again from its samples. Raises FormatError for a file that cannot be read."""
-        return cls._of(_File.from_json(value))
-
-    @classmethod
-    def _of(cls, file: _File) -> CostModel:
+        file = _File.from_json(value, where)
         samples = [
             Sample(call, mode, direction, seconds, file.sheets[place], source)
             for call, mode, direction, seconds, place, source in file.samples
@@ -183,12 +178,12 @@ class CostModel:
 
     def save(self, path: str | Path) -> Path:
         """Write the samples and the stated error to a file."""
-        return self._file().save(path)
+        return write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
         """Read what `save` wrote."""
-        return cls._of(_File.load(path))
+        return cls.from_json(read_json(path), str(path))
 
 
 class _Laws:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import EnumType
 from functools import cache
@@ -107,19 +107,14 @@ def without_header(value: Mapping[str, Any], kind: str, version: int = 1) -> dic
 def as_json(value: Any) -> Any:
     """Return a record, or a table or sequence of them, as JSON holds it."""
     if _is_record(value):
-        record: Any = type(value)
-        found = ((name, getattr(value, name), usual) for name, usual in _written_fields(record))
-        hints = _hints(record)
+        kind: Any = type(value)
+        written = _written_fields(kind)
         return {
-            name: as_json(item) if _has_records(hints[name]) else _plain(item)
-            for name, item, usual in found
-            if item != usual
+            name: write(item) for name, usual, write in written if (item := getattr(value, name)) != usual
         }
     if isinstance(value, Mapping):
         return {key: as_json(item) for key, item in value.items()}
-    return (
-        [as_json(item) for item in value] if isinstance(value, (tuple, list)) else msgspec.to_builtins(value)
-    )
+    return [as_json(item) for item in value] if isinstance(value, (tuple, list)) else _plain(value)
 
 
 def _is_record(value: Any) -> bool:
@@ -154,14 +149,16 @@ def as_record(value: Any, kind: type[T], where: str) -> T:
 
 
 @cache
-def _written_fields(record: type) -> list[tuple[str, Any]]:
-    """Return the names of the fields that files hold, each with the value at which it is left out."""
-    later, found = False, []
+def _written_fields(record: Any) -> list[tuple[str, Any, Callable[[Any], Any]]]:
+    """Return the fields that files hold: name, value at which it is left out, and what writes it."""
+    found: list[tuple[str, Any, Callable[[Any], Any]]] = []
+    later = False
     for each in fields(record):
         later |= each.name == getattr(record, "ADDED_LATER", None)
         usual = each.default if each.default_factory is MISSING else each.default_factory()
+        write = as_json if _has_records(_hints(record)[each.name]) else _plain
         if each.metadata.get("in_files", True):
-            found.append((each.name, usual if later else MISSING))
+            found.append((each.name, usual if later else MISSING, write))
     return found
 
 
@@ -169,7 +166,7 @@ def _check_names(value: Any, kind: Any, where: str) -> None:
     """Raise FormatError for a field that a record does not have, such as a misspelt one."""
     kind = _given(kind)
     if _is_record(kind) and isinstance(value, Mapping):
-        known = [name for name, _ in _written_fields(kind)]
+        known = [name for name, *_ in _written_fields(kind)]
         for name in value:
             if name not in known:
                 near = nearest(str(name), known)

@@ -530,11 +530,7 @@ def test_contradictory_options_are_refused(refused, folder):
     ("old", "new", "said"),
     [
         ("count = 3", "count = 0", "classes, entry 2, count: expected `int` >= 1, found 0; mend it or"),
-        (
-            "memory_bytes = 1_000_000_000",
-            "memory_bytes = 0",
-            "memory_bytes: expected `int` >= 1, found 0; mend",
-        ),
+        ("memory_bytes = 1_000_000_000", "memory_bytes = 0", "memory_bytes: expected `int` >= 1, found 0"),
         ("memory_bytes = 1_000_000_000", "memory_bytes = -1", "memory_bytes: expected `int` >= 1, found -1"),
         ("bytes_per_s = 1e10", "bytes_per_s = 0.0", "expected `float` > 0.0, found 0.0; mend it"),
         ("bytes_per_s = 1e10", "bytes_per_s = -1e9", "expected `float` > 0.0, found -1000000000.0; mend"),

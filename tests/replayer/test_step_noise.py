@@ -94,10 +94,7 @@ def test_between_hosts_the_slower_link_counts_beside_the_one_within():
             {"num_hosts": 2, "between": {"latency_s": -1, "bytes_per_s": 1e9}},
             "cluster, between, latency_s: expected `int` >= 0, found -1",
         ),
-        (
-            {"link": {"latency_s": 0, "bytes_per_s": 1e9, "num_ranks": 1}},
-            "link, num_ranks: expected `int` >= 2, found 1",
-        ),
+        ({"link": {"latency_s": 0, "bytes_per_s": 1e9, "num_ranks": 1}}, "num_ranks: expected `int` >= 2"),
     ],
 )
 def test_hosts_that_cannot_be_are_refused(change, match):

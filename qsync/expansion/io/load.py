@@ -59,8 +59,7 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
     check_kind(folder, (str, Path), "folder", "qsync.save_expanded")
     folder = Path(folder)
     config = read_json(folder / CONFIG)
-    is_grown = (folder / EXPANSION).is_file()
-    growth = Growth.load(folder / EXPANSION) if is_grown else Growth({}, {})
+    growth = Growth.load(file) if (file := folder / EXPANSION).is_file() else Growth({}, {})
     if "class" in config:
         model = _load_custom(folder, config, growth)
     elif "model_type" in config:
