@@ -114,7 +114,7 @@ class Timeline(FileRecord):
             }
             interval = tuple(body["interval_s"]) if body["interval_s"] else None
             return cls(float(body["step_s"]), classes, events, interval)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{where} cannot be read ({shortened(error)}); replay the plan again"
             ) from error

@@ -85,11 +85,6 @@ class _File(FileRecord):
     sheets: tuple[DataSheet, ...]
     samples: tuple[tuple[Call, str, Direction, Number, Count, str], ...]
 
-    def check_content(self) -> None:
-        """Raise FormatError for a sample of a data sheet that is not there."""
-        if any(place >= len(self.sheets) for *_, place, _ in self.samples):
-            raise FormatError("cost model: a sample is of a data sheet that is not there; learn it anew")
-
 
 class CostModel:
     """The cost of calls on any device, learned from samples.
@@ -170,11 +165,14 @@ class CostModel:
     def from_json(cls, value: Any, where: str | None = None) -> CostModel:
         """Fit the model again from its samples. Raises FormatError for a file that cannot be read."""
         file = _File.from_json(value, where)
-        samples = [
-            Sample(call, mode, direction, seconds, file.sheets[place], source)
-            for call, mode, direction, seconds, place, source in file.samples
-        ]
-        return cls(samples, file.error)
+        try:
+            samples = [
+                Sample(call, mode, direction, seconds, file.sheets[place], source)
+                for call, mode, direction, seconds, place, source in file.samples
+            ]
+            return cls(samples, file.error)
+        except (IndexError, KeyError) as error:  # a shape, a type or a data sheet that is not there
+            raise FormatError(f"the samples of a cost model do not fit ({error!r}); learn it anew") from error
 
     def save(self, path: str | Path) -> Path:
         """Write the samples and the stated error to a file."""

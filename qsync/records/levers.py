@@ -86,7 +86,7 @@ class Levers(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CarriedTo:
     """The setting that a profile was carried over to: the graph of a pass, the samples of a step, the levers.
 
     `captured` is the hash of the shapes, and `captured_samples` the number of samples, that graph and profile

@@ -14,7 +14,7 @@ import qsync
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph, digest
-from qsync.records.levers import Setting
+from qsync.records.levers import CarriedTo
 from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.precision import Precision
 from qsync.records.record_json import NOT_IN_FILES, Count, FileRecord, Number, as_record, without_header
@@ -131,7 +131,7 @@ class Profile(FileRecord):
     loading_s: Number = 0.0
     model: str = ""
     batch: tuple[tuple[Count, ...], ...] = ()
-    setting: Setting | None = field(default=None, metadata=NOT_IN_FILES)
+    setting: CarriedTo | None = field(default=None, metadata=NOT_IN_FILES)
     compiled: bool = False
     switch_s: Mapping[str, Cost] = field(default_factory=dict)
     held_down: tuple[str, ...] = ()

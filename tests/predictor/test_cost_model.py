@@ -92,6 +92,8 @@ def test_a_model_survives_json_and_prices_alike(learned, tmp_path):
     np.testing.assert_allclose(again.seconds(new), learned.seconds(new), rtol=1e-9)
     with pytest.raises(FormatError, match="cost model, samples, entry 1, entry 1: expected `object`"):
         CostModel.from_json({**learned.to_json(), "samples": [[1]]})
+    with pytest.raises(FormatError, match="samples of a cost model do not fit .IndexError"):
+        CostModel.from_json({**learned.to_json(), "sheets": []})
 
 
 def test_another_device_is_priced_at_the_same_shares_of_its_peaks(learned):
