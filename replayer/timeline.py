@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from qsync.errors import FormatError, MismatchError
+from qsync.errors import FormatError, MismatchError, shortened
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.records.json_files import check_header, field, read_json, write_json
-
-VERSION = 1
+from qsync.records.record_json import FileRecord, as_record, without_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ class ClassTimeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(FileRecord):
     """One steady synchronous step of the whole cluster, simulated.
 
     The median of steps that take turns with the profile's should lie within `interval_s` nine times in ten,
@@ -69,6 +66,8 @@ class Timeline:
     >>> timeline = qsync.replay(graph, plan, profiles, cluster)
     >>> timeline.step_s, timeline.classes["infer"].wait_fraction
     """
+
+    FILE_KIND = "timeline"
 
     step_s: float
     classes: Mapping[str, ClassTimeline]
@@ -94,45 +93,31 @@ class Timeline:
                 key: getattr(entry, key) for key in ClassTimeline.__dataclass_fields__ if key != "nodes"
             }
             classes[name] = {**numbers, "nodes": [_node_to_json(node) for node in entry.nodes]}
-        body = {
-            "simulated": True,
-            "step_s": self.step_s,
-            "interval_s": list(self.interval_s) if self.interval_s else None,
-            "classes": classes,
-        }
         return {
-            "kind": "timeline",
-            "version": VERSION,
-            **body,
+            "kind": self.FILE_KIND, "version": self.FILE_VERSION, "simulated": True, "step_s": self.step_s,
+            "interval_s": list(self.interval_s) if self.interval_s else None, "classes": classes,
             "events": [asdict(event) for event in self.events],
-        }
+        }  # fmt: skip
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Timeline:
-        """Read a timeline; raise FormatError if it is malformed."""
-        check_header(value, "timeline", VERSION)
-        step_s = field(value, "step_s", (int, float), "timeline")
+    def from_json(cls, value: Any, where: str | None = None) -> Timeline:
+        """Read what `to_json` returned; FormatError says `where` if it is malformed."""
+        body = without_header(value, cls.FILE_KIND)
+        where = where or cls.FILE_KIND
+        events = as_record(body.get("events"), tuple[Event, ...], f"{where}, events")
         try:
-            events = tuple(Event(**entry) for entry in field(value, "events", list, "timeline"))
             classes = {
                 name: ClassTimeline(
                     **{**entry, "nodes": tuple(_node_from_json(node) for node in entry["nodes"])}
                 )
-                for name, entry in field(value, "classes", dict, "timeline").items()
+                for name, entry in body["classes"].items()
             }
-        except (TypeError, ValueError, KeyError) as error:
-            raise FormatError(f"the timeline file cannot be read ({error}); replay the plan again") from error
-        interval = tuple(value["interval_s"]) if value.get("interval_s") else None
-        return cls(float(step_s), classes, events, interval)
-
-    def save(self, path: str | Path) -> Path:
-        """Write the timeline to a file, whole or not at all."""
-        return write_json(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Timeline:
-        """Read a timeline from a file."""
-        return cls.from_json(read_json(path))
+            interval = tuple(body["interval_s"]) if body["interval_s"] else None
+            return cls(float(body["step_s"]), classes, events, interval)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"{where} cannot be read ({shortened(error)}); replay the plan again"
+            ) from error
 
 
 def _node_to_json(node: Cast | Run) -> dict[str, Any]:

@@ -29,10 +29,10 @@ PARTS = (GRAPH, PROFILES, sensitivity_of(GRAPH), CLUSTER)
         (3, "cluster.toml", "cluster is a str, 'cluster.toml'; give what qsync.Cluster.load returns"),
         (3, replace(CLUSTER, link=replace(CLUSTER.link, latency_s=-1.0)), "latency_s"),
         (3, replace(CLUSTER, link=replace(CLUSTER.link, bytes_per_s=math.nan)), "bytes_per_s"),
-        (3, replace(CLUSTER, classes=(replace(CLUSTER.classes[0], count=0),)), "count must be at least 1"),
+        (3, replace(CLUSTER, classes=(replace(CLUSTER.classes[0], count=0),)), "count: expected `int` >= 1"),
         (3, replace(CLUSTER, classes=(CLUSTER.classes[0],) * 2), "twice"),
-        (3, replace(CLUSTER, classes=None), "the cluster cannot be read"),
-        (3, replace(CLUSTER, classes=("train",)), "the cluster cannot be read"),
+        (3, replace(CLUSTER, classes=None), "cluster, classes: expected `array`"),
+        (3, replace(CLUSTER, classes=("train",)), "classes, entry 1: expected `object`"),
         (
             3,
             replace(CLUSTER, link={"latency_s": 1e-5, "bytes_per_s": 1e9}),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from qsync.allocator.explanation.certificate import not_alike
 from qsync.allocator.problem import Constraints, make_problem, with_chosen
@@ -15,11 +14,12 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
+from qsync.records.record_json import Record
 from qsync.replayer.check_records import checked_lowerings
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(Record):
     """One lowered operator of one class. Seconds, bytes, and variance weighted n_c / N^2.
 
     `time_saved_s` are the seconds that the class saves against the base (FP32), with the casts of the
@@ -38,10 +38,6 @@ class Reason:
     variance_regained: float
     verdict: str
     origin: str = "measured"  # of the class's costs: Profile.origin
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the reason as a JSON object."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from qsync.allocator.explanation.lowering_reasons import state_of_plan
 from qsync.allocator.op_groups import sibling_groups
@@ -15,6 +14,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
+from qsync.records.record_json import Record
 
 # A change of less than this part of the class's compute is rounding.
 _MEANINGFUL = 1e-9
@@ -41,7 +41,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class ShadowPrice:
+class ShadowPrice(Record):
     """The variance that a class would regain with more time or memory, to first order, and its next moves.
 
     Prices are read off single raises and lowerings, of one operator or of all that read one value (q, k, v).
@@ -66,10 +66,6 @@ class ShadowPrice:
     next_raise: Alternative | None
     next_lowering: Alternative | None
     origin: str = "measured"  # of the class's costs: Profile.origin
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the prices as a JSON object."""
-        return asdict(self)
 
 
 def shadow_prices(

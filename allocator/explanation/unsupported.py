@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from qsync.records.base import why_kept
 from qsync.records.cluster import Cluster, DeviceClass
@@ -13,10 +12,11 @@ from qsync.records.kernel_support import is_fixed_despite_kernels, unsupported_b
 from qsync.records.plans import Plan
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile
+from qsync.records.record_json import Record
 
 
 @dataclass(frozen=True, slots=True)
-class UnsupportedPrecision:
+class UnsupportedPrecision(Record):
     """One precision that an operator cannot have on a class, the one it runs in instead, and why.
 
     For an operator that its tensors fix, class and precision are None: it is fixed on all classes.
@@ -27,10 +27,6 @@ class UnsupportedPrecision:
     precision: Precision | None
     runs_in: str
     why: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as a JSON object."""
-        return asdict(self)
 
 
 def unsupported_precisions(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
+from qsync.records.record_json import Record
 from qsync.replayer.communication import BUCKET_CAP_BYTES
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
 from qsync.replayer.explanation.comparison import kind_of
@@ -28,7 +28,7 @@ _MEANINGFUL = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
+class WhatIf(Record):
     """One changed input, everything else as planned. Simulated.
 
     `kind` is link, card, precision, buckets, kernel, loading, host, loss or optimizer; `device_class` is None
@@ -44,10 +44,6 @@ class WhatIf:
     won_s: float
     variance: float = 0.0
     beyond_bytes: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the what-if as a JSON object."""
-        return asdict(self)
 
 
 def what_ifs(
@@ -131,8 +127,8 @@ def _faster_parts(state: State, name: str) -> Iterator[WhatIf]:
         faster.forward_s = costs.forward_s - forward_s / 2
         faster.backward_s = costs.backward_s - backward_s / 2
         trials.append(("kernel", f"kernels of {kind} twice as fast", faster))
-    outside = replace(
-        profile.outside, forward_s=profile.outside.forward_s / 2, backward_s=profile.outside.backward_s / 2
+    outside = profile.outside._replace(
+        forward_s=profile.outside.forward_s / 2, backward_s=profile.outside.backward_s / 2
     )
     for kind, what, other in (
         ("loading", "data loading", replace(profile, loading_s=profile.loading_s / 2)),

@@ -13,12 +13,11 @@ speed (LB-BSP).
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -52,6 +51,7 @@ from qsync.records.levers import (
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
+from qsync.records.record_json import as_json
 from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized, check_other
 
@@ -327,9 +327,9 @@ def _trial(problem: Search, trial: Any, study: Any) -> float:
     setting = problem.space.suggest(trial)
     if setting is None:
         return math.inf
-    levers = {name: asdict(entry) for name, entry in setting.levers.classes.items()}
-    attributes = {"levers": levers, "cap": setting.bucket_cap_bytes, "saving_less": setting.saving_less}
-    attributes = json.loads(json.dumps(attributes))  # as a file of trials returns them: tuples become lists
+    levers = as_json(setting.levers)["classes"]  # as a file of trials returns them: tuples become lists
+    saving = as_json(setting.saving_less)
+    attributes = {"levers": levers, "cap": setting.bucket_cap_bytes, "saving_less": saving}
     for key, value in attributes.items():
         trial.set_user_attr(key, value)
     for known in _finished(study):

@@ -21,7 +21,7 @@ import copy
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,14 +31,14 @@ import numpy.typing as npt
 from qsync.errors import CalibrationError, FormatError
 from qsync.predictor.cost_model.features import family, features
 from qsync.predictor.cost_model.gaussian_process import Array, Gaussian
-from qsync.predictor.cost_model.op_calls import Argument, Call, Direction, has_direction, parts, sum_s
+from qsync.predictor.cost_model.op_calls import Call, Direction, has_direction, parts, sum_s
 from qsync.predictor.cost_model.roofline_law import Law
 from qsync.predictor.cost_model.samples import DIRECTIONS, MIN_SAMPLE_S, Sample, without_sums
 from qsync.records.datasheets import DataSheet
-from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
+from qsync.records.json_files import read_json, write_json
 from qsync.records.profiles import Cost
+from qsync.records.record_json import Count, FileRecord, Number
 
-VERSION = 2
 FOLDS = 5
 # With so few samples a residual is noise: the law alone is used.
 _FEW_SAMPLES = 6
@@ -65,13 +65,25 @@ class StatedError:
     sum of all operators and casts of a profile held out; None where there was only one profile.
     """
 
-    by_kind: Mapping[str, tuple[float, float]]
-    overall: tuple[float, float]
-    step: float | None = None
+    by_kind: Mapping[str, tuple[Number, Number]]
+    overall: tuple[Number, Number]
+    step: Number | None = None
 
     def of(self, kind: str) -> float:
         """Return the median error of one kind; of all kinds, where that kind was not held out."""
         return self.by_kind.get(kind, self.overall)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _File(FileRecord):
+    """The file of a cost model: the fields of each sample, with the place of its data sheet for the sheet."""
+
+    FILE_KIND = "cost model"
+    FILE_VERSION = 2
+
+    error: StatedError | None
+    sheets: tuple[DataSheet, ...]
+    samples: tuple[tuple[Call, str, Direction, Number, Count, str], ...]
 
 
 class CostModel:
@@ -142,30 +154,25 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """Return the samples and the stated error: a fit of the same samples gives the same model."""
-        sheets = list({sample.sheet.name: sample.sheet for sample in self.samples}.values())
+        sheets = tuple({sample.sheet.name: sample.sheet for sample in self.samples}.values())
         places = {sheet.name: i for i, sheet in enumerate(sheets)}
-        rows = [
-            [asdict(s.call), s.mode, s.direction, s.seconds, places[s.sheet.name], s.source]
-            for s in self.samples
-        ]
-        error = asdict(self.error) if self.error else None
-        body = {"error": error, "sheets": [sheet.to_json() for sheet in sheets], "samples": rows}
-        return {"kind": "cost model", "version": VERSION, **body}
+        rows = tuple(
+            (s.call, s.mode, s.direction, s.seconds, places[s.sheet.name], s.source) for s in self.samples
+        )
+        return _File(self.error, sheets, rows).to_json()
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> CostModel:
+    def from_json(cls, value: Any, where: str | None = None) -> CostModel:
         """Fit the model again from its samples. Raises FormatError for a file that cannot be read."""
-        check_header(value, "cost model", VERSION)
-        sheets = [DataSheet.from_json(entry) for entry in field(value, "sheets", list, "cost model")]
+        file = _File.from_json(value, where)
         try:
             samples = [
-                Sample(_call(call), mode, direction, float(seconds), sheets[place], source)
-                for call, mode, direction, seconds, place, source in value["samples"]
+                Sample(call, mode, direction, seconds, file.sheets[place], source)
+                for call, mode, direction, seconds, place, source in file.samples
             ]
-            error = _stated(value["error"]) if value.get("error") else None
-        except (TypeError, ValueError, KeyError, IndexError) as failure:
-            raise FormatError(f"the cost model cannot be read ({failure}); learn it anew") from failure
-        return cls(samples, error)
+            return cls(samples, file.error)
+        except (IndexError, KeyError) as error:  # a shape, a type or a data sheet that is not there
+            raise FormatError(f"the samples of a cost model do not fit ({error!r}); learn it anew") from error
 
     def save(self, path: str | Path) -> Path:
         """Write the samples and the stated error to a file."""
@@ -174,7 +181,7 @@ class CostModel:
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
         """Read what `save` wrote."""
-        return cls.from_json(read_json(path))
+        return cls.from_json(read_json(path), str(path))
 
 
 class _Laws:
@@ -400,16 +407,3 @@ def _points(samples: Sequence[Sample]) -> tuple[Array, Array]:
     """
     at_best = np.array([parts(*asked(sample)) for sample in samples])
     return at_best, np.array([without_sums(sample) for sample in samples])
-
-
-def _stated(entry: Mapping[str, Any]) -> StatedError:
-    by_kind = {kind: (found[0], found[1]) for kind, found in entry["by_kind"].items()}
-    error = StatedError(by_kind, (entry["overall"][0], entry["overall"][1]), entry["step"])
-    check_fields(error, "cost model, error")
-    return error
-
-
-def _call(entry: Mapping[str, Any]) -> Call:
-    inputs = tuple(Argument(**{**a, "shape": tuple(a["shape"])}) for a in entry["inputs"])
-    kept = tuple(tuple(shape) for shape in entry["kept"])
-    return Call(entry["kind"], inputs, tuple(entry["output"]), entry["flops"], kept)

@@ -23,9 +23,10 @@ from qsync.records.precision import (
     operand_type,
     type_bytes,
 )
+from qsync.records.record_json import Count
 
 Direction = Literal["forward", "backward"]
-Shape = tuple[int, ...]
+Shape = tuple[Count, ...]
 
 # Kinds that return a view of their input: no bytes move.
 _MOVE_NOTHING = ("view", "input", "output")
@@ -64,7 +65,7 @@ class Call:
     kind: str
     inputs: tuple[Argument, ...]
     output: Shape
-    flops: int = 0
+    flops: Count = 0
     kept: tuple[Shape, ...] = ()
 
     @property

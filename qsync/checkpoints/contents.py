@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qsync.errors import FormatError, QSyncError, shortened
+from qsync.errors import FormatError, QSyncError
 from qsync.records.graph import digest
-from qsync.records.json_files import check_header, read_json
+from qsync.records.json_files import read_json
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
+from qsync.records.record_json import as_record, without_header
 
 INDEX = "checkpoint.json"
 VERSION = 1
@@ -48,24 +49,18 @@ class Checkpoint:
     def read(cls, path: Path) -> Checkpoint:
         """Read the index of a checkpoint. FormatError says why it cannot be read."""
         value = read_json(path / INDEX)
-        check_header(value, "checkpoint", VERSION)
-        if value.pop("digest", None) != digest(value):
+        written = value.pop("digest", None)
+        body = without_header(value, "checkpoint", VERSION)
+        if written != digest(value):
             raise FormatError(f"{path / INDEX} was changed after it was written; load another checkpoint")
-        try:
-            plan = Plan.from_json(value["plan"]) if value["plan"] else None
-            profiles = {name: Profile.from_json(each) for name, each in value["profiles"].items()}
-            value |= {"path": path, "plan": plan, "profiles": profiles}
-            found = cls(**{each.name: value[each.name] for each in fields(cls)})
-            is_whole = type(found.step) is int and isinstance(found.saved, str)
-            if not is_whole or not all(
-                isinstance(each, dict) for each in (found.files, found.state, found.random)
-            ):
-                raise TypeError("a field is of another type")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FormatError(
-                f"{path / INDEX} is no index that qsync wrote ({shortened(error)}); load another checkpoint"
-            ) from error
-        return found
+        where, plan = str(path / INDEX), body.get("plan")
+        profiles = as_record(body.get("profiles"), dict[str, Any], f"{where}, profiles")
+        found = as_record({**body, "path": path, "plan": None, "profiles": {}}, cls, where)
+        return replace(
+            found,
+            plan=Plan.from_json(plan) if plan else None,
+            profiles={name: Profile.from_json(each) for name, each in profiles.items()},
+        )
 
     def verify(self) -> None:
         """Raise FormatError unless the files are those that were written, by their SHA-256."""

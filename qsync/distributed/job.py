@@ -10,7 +10,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeGuard
 
@@ -29,7 +29,7 @@ from qsync.errors import FormatError, MismatchError, shortened
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, measure_link
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
+from qsync.records.record_json import as_json, as_record
 
 Progress = Callable[[str], None]
 
@@ -213,11 +213,10 @@ def form_graph(step: TrainingStep) -> OpGraph:
 def form_cluster(rank: Rank, progress: Progress = silent, rounds: int = 6) -> tuple[Cluster, LinkMeasurement]:
     """Return the classes of all ranks with their counts, and this rank's measurement of their link."""
     own = rank.device_class
-    everyone = agree("finding device classes", lambda: asdict(own))
+    everyone = agree("finding device classes", lambda: as_json(own))
     classes: dict[str, DeviceClass] = {}
     for number, entry in enumerate(everyone):
-        precisions = tuple(Precision(p) for p in entry["precisions"])
-        found = DeviceClass(**{**entry, "precisions": precisions})
+        found = as_record(entry, DeviceClass, f"the device class of rank {number}")
         known = classes.get(found.name)
         if known is not None:
             _check_alike(known, found, number)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from qsync.records.levers import samples_of
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
+from qsync.records.record_json import as_json, as_record
 
 logger = logging.getLogger("qsync")
 
@@ -87,7 +88,7 @@ class ClassCosts:
     def to_json(self) -> dict[str, Any]:
         """Return the costs as a JSON object."""
         return {
-            "device_class": asdict(self.device_class),
+            "device_class": as_json(self.device_class),
             "graph": self.graph.to_json(), "profile": self.profile.to_json(),
             "sensitivity": self.sensitivity.to_json(),
         }  # fmt: skip
@@ -95,10 +96,8 @@ class ClassCosts:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ClassCosts:
         """Read what `to_json` returned."""
-        entry = value["device_class"]
-        precisions = tuple(Precision(text) for text in entry["precisions"])
         return cls(
-            DeviceClass(**{**entry, "precisions": precisions}), OpGraph.from_json(value["graph"]),
+            as_record(value["device_class"], DeviceClass, "device class"), OpGraph.from_json(value["graph"]),
             Profile.from_json(value["profile"]), Sensitivity.from_json(value["sensitivity"]),
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from qsync.elastic_training.healing import fetch
 from qsync.elastic_training.job_token import FILE_VARIABLE, TOKEN_VARIABLE, JobToken, token_of_environment
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, installing, shortened
 from qsync.records.graph import digest
+from qsync.records.record_json import as_record
 
 logger = logging.getLogger("qsync")
 
@@ -342,9 +343,8 @@ class Rendezvous:
                 text, proof = member.data["card"], member.data["proof"]
                 content = json.loads(text)
                 sender, stamp = content.pop("from"), int(content.pop("stamp"))
-                texts = {name: tuple(content[name]) for name in ("release", "learning_rates")}
-                card = Card(**{**content, **texts, "started_s": float(content["started_s"])})
-            except (AttributeError, KeyError, TypeError, ValueError):
+                card = as_record(content, Card, "card")
+            except (AttributeError, FormatError, KeyError, TypeError, ValueError):
                 continue
             is_new = sender == member.replica_id and stamp > self._stamps.get(sender, 0)
             if self._token.proves(proof, "card", text.encode()) and (is_new or not self._token):

@@ -11,6 +11,7 @@
 `save_less`       operators that can save less for backward, and their forms
 `kernel_support`  which kernels exist, and the reason for each that is missing
 `plan_folder`     a folder with a plan and all it was made from
-`json_files`      read and write JSON files, and check their fields
+`json_files`      read and write JSON files
+`record_json`     records as JSON, with every type and limit checked by msgspec
 `identity_cache`  values computed once per record
 """

@@ -7,12 +7,11 @@ A plan made from one is simulated, and labelled so.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from qsync.errors import FormatError, nearest, shortened
-from qsync.records.json_files import check_fields
 from qsync.records.precision import Precision
+from qsync.records.record_json import Count, Number, Record
 
 # The least time of a GPU kernel. No data sheet has it: launches of small kernels, back to back, take 2 to 10
 # microseconds on data-centre GPUs of the last years (an assumption).
@@ -20,7 +19,7 @@ LAUNCH_S = 5e-6
 
 
 @dataclass(frozen=True, slots=True)
-class DataSheet:
+class DataSheet(Record):
     """One device: dense peak rates by type (operations per second, a multiply-add counted as two), memory.
 
     `flops_per_s` names the types that the device multiplies in hardware, and so its precisions. `launch_s`
@@ -29,12 +28,12 @@ class DataSheet:
     """
 
     name: str
-    flops_per_s: Mapping[str, float]
-    bytes_per_s: float
-    memory_bytes: int
-    cache_bytes: int
-    launch_s: float
-    capability: tuple[int, int] | None
+    flops_per_s: Mapping[str, Number]
+    bytes_per_s: Number
+    memory_bytes: Count
+    cache_bytes: Count
+    launch_s: Number
+    capability: tuple[Count, Count] | None
     source: str
 
     @property
@@ -47,21 +46,6 @@ class DataSheet:
     def backward_type(self) -> str:
         """Return the type in which 8-bit operators multiply backward: a 16-bit float, else FP32."""
         return next((name for name in ("bf16", "fp16") if name in self.flops_per_s), "fp32")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the data sheet as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any], where: str = "data sheet") -> DataSheet:
-        """Read a data sheet; FormatError names the field that is missing or wrong."""
-        capability = value.get("capability")
-        try:
-            sheet = cls(**{**value, "capability": tuple(capability) if capability is not None else None})
-        except TypeError as error:
-            raise FormatError(f"{where} cannot be read ({shortened(error)}); write the file anew") from error
-        check_fields(sheet, where)
-        return sheet
 
 
 def _nvidia(

@@ -10,18 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError, shortened
 from qsync.records.identity_cache import IdentityCache
-from qsync.records.json_files import check_fields, check_header, field, read_record, write_json
 from qsync.records.precision import PRECISIONS_BY_KIND, type_bytes
-
-VERSION = 1
+from qsync.records.record_json import NOT_IN_FILES, Count, FileRecord, Number
 
 
 class Role(StrEnum):
@@ -42,7 +39,7 @@ class Input:
     name: str
     kind: str  # "parameter", "buffer", "batch", or "alias": one of them once more, in a graph of its own
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     requires_grad: bool = False
     channels_last: bool = False
 
@@ -70,10 +67,10 @@ class Derivative:
     other tensor; `workspace_bytes` are those alive in backward besides the gradients.
     """
 
-    saved: tuple[int, ...] = ()
+    saved: tuple[Count, ...] = ()
     saves_result: bool = False
-    besides: tuple[tuple[str, int], ...] = ()
-    workspace_bytes: int = 0
+    besides: tuple[tuple[str, Count], ...] = ()
+    workspace_bytes: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +98,12 @@ class Op:
     inputs: tuple[str, ...]
     kept: tuple[str, ...]
     dtype: str
-    shape: tuple[int, ...]
-    flops: int = 0
+    shape: tuple[Count, ...]
+    flops: Count = 0
     requires_grad: bool = True
-    magnitude: float = 0.0
-    depth: int = 0
-    dropout: float = 0.0
+    magnitude: Number = 0.0
+    depth: Count = 0
+    dropout: Number = 0.0
     dilated: bool = False
     fixed_because: str = ""
     exposed: bool = False
@@ -123,7 +120,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class OpGraph:
+class OpGraph(FileRecord):
     """A model's operators in execution order, with what enters the graph.
 
     Graph breaks are joined in order. `recomputed` lists the blocks that compute forward once more in
@@ -132,12 +129,15 @@ class OpGraph:
     and sensitivities are those of all calls together.
     """
 
+    FILE_KIND = "graph"
+    ADDED_LATER = "num_calls"
+
     model: str
     inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
-    num_segments: int = 1
-    recomputed: tuple[tuple[int, int], ...] = ()
-    num_calls: int = 1
+    num_segments: Count = 1
+    recomputed: tuple[tuple[int, int], ...] = field(default=(), metadata=NOT_IN_FILES)
+    num_calls: Count = 1
 
     @property
     def adjustable(self) -> tuple[Op, ...]:
@@ -172,38 +172,7 @@ class OpGraph:
         """Return the identity of the model at one batch shape, as a profile was measured for it."""
         return _SHAPES_HASHES.of(self, lambda: digest([[op.name, op.shape] for op in self.ops]))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the graph as a JSON object."""
-        return {
-            "kind": "graph", "version": VERSION, "model": self.model, "num_segments": self.num_segments,
-            **({"num_calls": self.num_calls} if self.num_calls > 1 else {}),
-            "inputs": [asdict(value) for value in self.inputs],
-            "ops": [asdict(op) for op in self.ops],
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> OpGraph:
-        """Read a graph; FormatError names what is missing or wrong."""
-        check_header(value, "graph", VERSION)
-        try:
-            inputs = tuple(Input(**_tuples(entry)) for entry in field(value, "inputs", list, "graph"))
-            ops = tuple(
-                Op(**{**_tuples(entry), "role": Role(entry["role"]), "derivative": _derivative(entry)})
-                for entry in field(value, "ops", list, "graph")
-            )
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise FormatError(
-                f"the graph file has an operator or input that cannot be read ({shortened(error)})"
-            ) from error
-        graph = cls(
-            field(value, "model", str, "graph"), inputs, ops, field(value, "num_segments", int, "graph"),
-            num_calls=field({"num_calls": 1, **value}, "num_calls", int, "graph"),
-        )  # fmt: skip
-        check_fields(graph, "graph")
-        graph._check_names()
-        return graph
-
-    def _check_names(self) -> None:
+    def check_content(self) -> None:
         """Raise FormatError if an operator reads an unknown value, or is adjustable without a kernel."""
         known = {value.name for value in self.inputs}
         for op in self.ops:
@@ -221,15 +190,6 @@ class OpGraph:
                 )
             known.add(op.name)
 
-    def save(self, path: str | Path) -> Path:
-        """Write graph.json, whole or not at all."""
-        return write_json(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> OpGraph:
-        """Read graph.json; FormatError names what is missing or wrong."""
-        return read_record(path, cls.from_json)
-
 
 _HASHES: IdentityCache[str] = IdentityCache()
 _SHAPES_HASHES: IdentityCache[str] = IdentityCache()
@@ -243,15 +203,3 @@ def num_elements(shape: Iterable[int]) -> int:
 def digest(value: Any) -> str:
     """Return a short, stable hash of a JSON-able value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _derivative(entry: Mapping[str, Any]) -> Derivative | None:
-    """Return what the derivative of an operator in a file saves; None in files of older versions."""
-    found = entry.get("derivative")
-    if found is None:
-        return None
-    return Derivative(**{**_tuples(found), "besides": tuple(map(tuple, found["besides"]))})
-
-
-def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(item) if isinstance(item, list) else item for key, item in entry.items()}

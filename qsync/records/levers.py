@@ -8,11 +8,11 @@ stand in the plan itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from qsync.errors import FormatError, shortened
 from qsync.records.graph import OpGraph
+from qsync.records.record_json import Number, Positive, Record
 
 SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
     "share", "accumulate", "buckets", "recompute", "save_less",
@@ -20,15 +20,15 @@ SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class ClassLevers:
+class ClassLevers(Record):
     """The levers of one class.
 
     Each of its ranks takes `samples` per optimizer step (None: as many as the graph was captured with) in
     `passes` micro-batches. The blocks `recomputed` (paths of modules) compute forward once more in backward.
     """
 
-    samples: int | None = None
-    passes: int = 1
+    samples: Positive | None = None
+    passes: Positive = 1
     recomputed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -48,13 +48,13 @@ class Without:
     `reason` says why, or that the target is then missed.
     """
 
-    step_s: float | None = None
-    added_variance: float | None = None
+    step_s: Number | None = None
+    added_variance: Number | None = None
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Levers:
+class Levers(Record):
     """The levers that a plan uses; a class not named uses none. In a plan each is named, with its samples.
 
     `without` holds the plan with each lever switched off. `ClassPlan.origin` says how the costs at other
@@ -63,6 +63,8 @@ class Levers:
 
     >>> Levers({"infer": ClassLevers(samples=4, passes=2)})
     """
+
+    ADDED_LATER = "without"
 
     classes: Mapping[str, ClassLevers]
     without: Mapping[str, Without] = field(default_factory=dict)
@@ -82,41 +84,9 @@ class Levers:
         }
         return tuple(name for name, is_used in found.items() if is_used)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the levers as a JSON object."""
-        body: dict[str, Any] = {
-            "classes": {name: asdict(entry) for name, entry in sorted(self.classes.items())}
-        }
-        if self.without:
-            body["without"] = {name: asdict(entry) for name, entry in self.without.items()}
-        if self.untried:
-            body["untried"] = dict(self.untried)
-        return body
-
-    @classmethod
-    def from_json(cls, value: Any, where: str = "levers") -> Levers:
-        """Read levers; FormatError names what cannot be read."""
-        try:
-            classes = {
-                name: ClassLevers(**{**entry, "recomputed": tuple(entry.get("recomputed", ()))})
-                for name, entry in value["classes"].items()
-            }
-            without = {name: Without(**entry) for name, entry in value.get("without", {}).items()}
-            untried = {name: str(reason) for name, reason in value.get("untried", {}).items()}
-        except (TypeError, KeyError, AttributeError) as error:
-            raise FormatError(f"{where} cannot be read ({shortened(error)}); plan again") from error
-        for name, entry in classes.items():
-            for what, number in (("samples", entry.samples), ("passes", entry.passes)):
-                if number is not None and (type(number) is not int or number < 1):
-                    raise FormatError(
-                        f"{where}, class {shortened(name)}: {what} must be at least 1, "
-                        f"found {shortened(number)}"
-                    )
-        return cls(classes, without, untried)
-
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CarriedTo:
     """The setting that a profile was carried over to: the graph of a pass, the samples of a step, the levers.
 
     `captured` is the hash of the shapes, and `captured_samples` the number of samples, that graph and profile

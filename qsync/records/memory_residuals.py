@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from qsync.errors import shortened
+from typing import NamedTuple
 
 
 class Residual(NamedTuple):
@@ -63,25 +61,3 @@ class MemoryResiduals:
             for op, own in part.ops.items():
                 ops[op] = {**own, **ops.get(op, {})}
         return cls(ops, max(losses, key=lambda loss: loss.forward, default=NOTHING))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the residuals as a JSON object, empty where there are none."""
-        if not self:
-            return {}
-        ops = {op: {p: list(found) for p, found in own.items()} for op, own in self.ops.items()}
-        return {"ops": ops, "loss": list(self.loss)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> MemoryResiduals:
-        """Read residuals; TypeError, KeyError or AttributeError where they are malformed."""
-        if not value:
-            return cls()
-        ops = {op: {p: _residual(found) for p, found in own.items()} for op, own in value["ops"].items()}
-        return cls(ops, _residual(value["loss"]))
-
-
-def _residual(value: Any) -> Residual:
-    """Read three whole numbers of either sign; TypeError for anything else."""
-    if not isinstance(value, list) or any(type(num_bytes) is not int for num_bytes in value):
-        raise TypeError(f"residuals are three whole numbers, found {shortened(value)}")
-    return Residual(*value)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError, nearest, shortened
 from qsync.records.base import is_lowered, parse_base
 from qsync.records.graph import OpGraph
-from qsync.records.json_files import check_fields, check_header, read_record, write_json
-from qsync.records.json_files import field as field_of
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.record_json import Count, FileRecord, Number
 from qsync.records.save_less import can_save_less, ops_that_save_less
-
-VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +24,13 @@ class Predicted:
     base itself adds to FP32's.
     """
 
-    compute_s: float
-    wait_s: float
-    memory_bytes: int
-    added_variance: float
-    base_variance: float = 0.0
+    ADDED_LATER = "base_variance"
+
+    compute_s: Number
+    wait_s: Number
+    memory_bytes: Count
+    added_variance: Number
+    base_variance: Number = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +40,15 @@ class ClassPlan:
     `saving_less` are patterns of the names of following operators that save less for backward.
     """
 
+    ADDED_LATER = "origin"
+
     assignment: Mapping[str, Precision]
     predicted: Predicted | None = None
     profile_hash: str | None = None
     saving_less: tuple[str, ...] = ()
     origin: str = "measured"  # of the costs it was chosen by: Profile.origin
     base: Precision = Precision.FP32  # of this class: see qsync.records.base
-    margin: float = 0.0  # the part of its compute by which it may be late and the step still reach the target
+    margin: Number = 0.0  # part of its compute by which it may be late and the step still reach the target
     carries_16bit: bool = True  # BF16 along edges, where the device has it; False: not even there
 
     @property
@@ -58,7 +58,7 @@ class ClassPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(FileRecord):
     """Precisions per device class. Keyed by class, never by rank.
 
     Predictions and warnings are of the plan as it was made: `pin` and `save_less` drop them.
@@ -67,21 +67,24 @@ class Plan:
     >>> plan.save("pinned.json")
     """
 
+    FILE_KIND = "plan"
+    ADDED_LATER = "solver"
+
     model: str
     graph_hash: str
     classes: Mapping[str, ClassPlan]
-    step_s: float | None = None
-    target_s: float | None = None
-    bucket_cap_bytes: int | None = None  # DDP's cap that the prediction assumes; None: its default
+    step_s: Number | None = None
+    target_s: Number | None = None
+    bucket_cap_bytes: Count | None = None  # DDP's cap that the prediction assumes; None: its default
     solver: str | None = None  # that chose the assignments: "milp" or "greedy"
-    bound: float | None = None  # below which the added variance of no plan for this problem can fall
+    bound: Number | None = None  # below which the added variance of no plan for this problem can fall
     status: str | None = None  # of the solver: "optimal", "time-limited", "unproved" or "unsolved"
     levers: Levers | None = None  # what it changes beside precisions
     pins: Mapping[str, Precision] = field(default_factory=dict)  # patterns that were pinned when it was made
-    budgets: Mapping[str, int] = field(default_factory=dict)  # class -> bytes, where not the cluster's
+    budgets: Mapping[str, Count] = field(default_factory=dict)  # class -> bytes, where not the cluster's
     together: tuple[tuple[str, ...], ...] = ()  # patterns of operators that were to run alike
     base: Precision = Precision.FP32  # against which it was planned: see qsync.records.base
-    batch: tuple[tuple[int, ...], ...] = ()  # the shapes of a rank's batch that it was planned for
+    batch: tuple[tuple[Count, ...], ...] = ()  # the shapes of a rank's batch that it was planned for
     compiled: bool = False  # it was made from profiles taken with compile=True, and runs so
     kept_base: str = ""  # why nothing is lowered though lowering was predicted to save time
     warnings: tuple[str, ...] = ()  # reasons to doubt it, found when it was made
@@ -236,110 +239,19 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object, classes by name: equal plans are written alike."""
-        classes = {
-            name: {
-                "profile_hash": class_plan.profile_hash,
-                **({"origin": class_plan.origin} if class_plan.origin != "measured" else {}),
-                **({"base": str(class_plan.base)} if class_plan.base is not Precision.FP32 else {}),
-                **({"margin": class_plan.margin} if class_plan.margin else {}),
-                **({} if class_plan.carries_16bit else {"carries_16bit": False}),
-                "predicted": _predicted_to_json(class_plan.predicted),
-                "saving_less": list(class_plan.saving_less),
-                "assignment": {op: str(precision) for op, precision in class_plan.assignment.items()},
-            }
-            for name, class_plan in sorted(self.classes.items())
-        }
-        stated = {  # None: left out of the file
-            "solver": self.solver,
-            "bound": self.bound,
-            "status": self.status,
-            "levers": self.levers.to_json() if self.levers is not None else None,
-            "pins": {pattern: str(precision) for pattern, precision in sorted(self.pins.items())} or None,
-            "budgets": dict(sorted(self.budgets.items())) or None,
-            "together": [list(patterns) for patterns in self.together] or None,
-            "base": str(self.base) if self.base is not Precision.FP32 else None,
-            "batch": [list(shape) for shape in self.batch] or None,
-            "compiled": self.compiled or None,
-            "kept_base": self.kept_base or None,
-            "warnings": list(self.warnings) or None,
-        }
-        return {
-            "kind": "plan", "version": VERSION, "model": self.model, "graph_hash": self.graph_hash,
-            "step_s": self.step_s, "target_s": self.target_s, "bucket_cap_bytes": self.bucket_cap_bytes,
-            **{name: value for name, value in stated.items() if value is not None}, "classes": classes,
-        }  # fmt: skip
+        body = FileRecord.to_json(self)
+        for holder, name in ((body, "pins"), (body, "budgets"), (body.get("levers", {}), "classes")):
+            if name in holder:
+                holder[name] = dict(sorted(holder[name].items()))
+        classes = dict(sorted(body.pop("classes").items()))
+        return {**body, "classes": classes}  # last: they are long
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Plan:
-        """Read a plan; FormatError names the class or operator that is wrong."""
-        check_header(value, "plan", VERSION)
-        classes = {}
-        for name, entry in field_of(value, "classes", dict, "plan").items():
-            where = f"plan, class {shortened(name)}"
-            if not isinstance(entry, dict):
-                raise FormatError(f"{where} must be an object with an assignment")
-            assignment = {}
-            for op, text in field_of(entry, "assignment", dict, where).items():
-                try:
-                    assignment[op] = Precision.parse(str(text))
-                except FormatError as error:
-                    raise FormatError(f"{where}, operator {shortened(op)}: {error}") from error
-            try:
-                predicted = Predicted(**entry["predicted"]) if entry.get("predicted") else None
-            except TypeError as error:
-                raise FormatError(
-                    f"{where}: the prediction cannot be read ({shortened(error)}); replay the plan again"
-                ) from error
-            less = tuple(field_of({"saving_less": [], **entry}, "saving_less", list, where))
-            classes[name] = ClassPlan(
-                assignment, predicted, entry.get("profile_hash"), less, entry.get("origin", "measured"),
-                _base_of(entry), field_of({"margin": 0.0, **entry}, "margin", (int, float), where),
-                field_of({"carries_16bit": True, **entry}, "carries_16bit", bool, where),
-            )  # fmt: skip
-        if not classes:
+    def check_content(self) -> None:
+        """Raise FormatError for a plan of no class, and for a base that is none."""
+        if not self.classes:
             raise FormatError("the plan has no device class; plan again")
-        header = (field_of(value, "model", str, "plan"), field_of(value, "graph_hash", str, "plan"))
-        plan = cls(
-            *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"),
-            value.get("solver"), value.get("bound"), value.get("status"),
-            Levers.from_json(value["levers"], "the plan's levers") if value.get("levers") else None,
-            {p: Precision.parse(str(text)) for p, text in _mapping(value, "pins").items()},
-            _mapping(value, "budgets"),
-            _groups(value),
-            _base_of(value),
-            _shapes_of(value),
-            value.get("compiled", False),
-            value.get("kept_base", ""),
-            tuple(field_of({"warnings": [], **value}, "warnings", list, "plan")),
-        )  # fmt: skip
-        check_fields(plan, "plan")
-        return plan
-
-    def save(self, path: str | Path) -> Path:
-        """Write plan.json, whole or not at all."""
-        return write_json(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read plan.json; FormatError names the file, line, class or operator that is wrong."""
-        return read_record(path, cls.from_json)
-
-
-def _predicted_to_json(predicted: Predicted | None) -> dict[str, Any] | None:
-    if predicted is None:
-        return None
-    return {name: value for name, value in asdict(predicted).items() if value or name != "base_variance"}
-
-
-def _shapes_of(value: Mapping[str, Any]) -> Any:
-    shapes = value.get("batch", [])
-    if not isinstance(shapes, list):
-        return shapes  # `check_fields` refuses it
-    return tuple(tuple(shape) if isinstance(shape, list) else shape for shape in shapes)
-
-
-def _base_of(value: Mapping[str, Any]) -> Precision:
-    return parse_base(str(value.get("base", Precision.FP32)))
+        for base in (self.base, *(entry.base for entry in self.classes.values())):
+            parse_base(base)
 
 
 def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> None:
@@ -352,23 +264,6 @@ def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> 
                 f"the plan for {where} lets {shortened(pattern)} save less, but no operator of "
                 f"{model} that can matches{nearest(pattern, known)}"
             )
-
-
-def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a field that a plan may leave out."""
-    found: dict[str, Any] = field_of({name: {}, **value}, name, dict, "plan")
-    return found
-
-
-def _groups(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """Return the patterns of operators that were to run alike, group by group."""
-    groups = field_of({**value, "together": value.get("together") or []}, "together", list, "plan")
-    for group in groups:
-        if not isinstance(group, list):
-            raise FormatError(
-                f"plan: each entry of 'together' must be a list, found {shortened(group)}; plan again"
-            )
-    return tuple(tuple(str(pattern) for pattern in group) for group in groups)
 
 
 def _layer_of(op: str) -> str:

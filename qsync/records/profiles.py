@@ -7,34 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from dataclasses import field as record_field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import qsync
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph, digest
-from qsync.records.json_files import check_fields, check_header, field, read_record, write_json
-from qsync.records.levers import Setting
+from qsync.records.levers import CarriedTo
 from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.precision import Precision
-
-PROFILE_VERSION = 1
-SENSITIVITY_VERSION = 1
+from qsync.records.record_json import NOT_IN_FILES, Count, FileRecord, Number, as_record, without_header
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds that a node of the lowered graph takes, forward and backward, measured in a running step.
 
     `spread_s` is how much both together vary from step to step (a robust standard deviation).
     """
 
-    forward_s: float
-    backward_s: float = 0.0
-    spread_s: float = 0.0
+    forward_s: Number
+    backward_s: Number = 0.0
+    spread_s: Number = 0.0
 
     @property
     def total_s(self) -> float:
@@ -42,17 +36,16 @@ class Cost:
         return self.forward_s + self.backward_s
 
 
+# Rows of a file: the key of `Profile.casts` or `Profile.cast_fit`, and the seconds of its costs.
+_CAST_ROWS = tuple[tuple[str, str, str, Number, Number, Number], ...]
+_FIT_ROWS = tuple[tuple[str, str, Number, Number, Number, Number], ...]
+
 MEASURED, LEARNED, SIMULATED, WHAT_IF = "measured", "learned", "simulated", "what if"
 CARRIED = "carried"
 _SHOWN = {
     MEASURED: "", LEARNED: " (learned costs)", SIMULATED: " (simulated device)",
     CARRIED: " (carried over from a smaller model)",
 }  # fmt: skip
-# Fields that are left out of a file while they are empty, as in files from before them: plans bear its hash.
-_ADDED_LATER = (
-    "refused", "loading_s", "model", "batch", "compiled", "switch_s", "held_down", "launches",
-    "memory_residuals",
-)  # fmt: skip
 # The device itself was measured, whatever the model was.
 DEVICE_MEASURED = (MEASURED, LEARNED, CARRIED)
 MEASURE_AGAIN = "measure it again with qsync.profile, or take it as what-if with --force"
@@ -66,7 +59,7 @@ def shown(device_class: str, origin: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Profile:
+class Profile(FileRecord):
     """Measured costs of one device class for one graph and batch shape.
 
     `ops` maps operator -> mode -> cost, where the mode is a precision for adjustable operators and the type
@@ -108,6 +101,9 @@ class Profile:
     file.
     """
 
+    FILE_KIND = "profile"
+    ADDED_LATER = "refused"  # plans bear the hash of what files hold
+
     device_class: str
     graph_hash: str
     shapes_hash: str
@@ -115,32 +111,32 @@ class Profile:
     casts: Mapping[tuple[str, str, str], Cost]
     cast_fit: Mapping[tuple[str, str], tuple[Cost, Cost]]
     outside: Cost
-    host_s: float
-    optimizer_s: float
-    optimizer_bytes: int
-    step_s: Mapping[str, float]
+    host_s: Number
+    optimizer_s: Number
+    optimizer_bytes: Count
+    step_s: Mapping[str, Number]
     machine: Mapping[str, Any]
-    emulated_share: float | None = None
-    bucket_s_per_byte: float = 0.0
-    reduce_s_per_call: float = 0.0
-    reduce_s_per_byte: float = 0.0
-    noise: float = 0.0
-    drift: float = 0.0
-    error: float = 0.0
-    num_steps: int = 0
-    seconds: float = 0.0
+    emulated_share: Number | None = None
+    bucket_s_per_byte: Number = 0.0
+    reduce_s_per_call: Number = 0.0
+    reduce_s_per_byte: Number = 0.0
+    noise: Number = 0.0
+    drift: Number = 0.0
+    error: Number = 0.0
+    num_steps: Count = 0
+    seconds: Number = 0.0
     origin: str = MEASURED
-    filled: Mapping[str, float] = record_field(default_factory=dict)
-    refused: Mapping[str, Mapping[str, str]] = record_field(default_factory=dict)
-    loading_s: float = 0.0
+    filled: Mapping[str, Number] = field(default_factory=dict)
+    refused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    loading_s: Number = 0.0
     model: str = ""
-    batch: tuple[tuple[int, ...], ...] = ()
-    setting: Setting | None = None
+    batch: tuple[tuple[Count, ...], ...] = ()
+    setting: CarriedTo | None = field(default=None, metadata=NOT_IN_FILES)
     compiled: bool = False
-    switch_s: Mapping[str, Cost] = record_field(default_factory=dict)
+    switch_s: Mapping[str, Cost] = field(default_factory=dict)
     held_down: tuple[str, ...] = ()
     launches: Profile | None = None
-    memory_residuals: MemoryResiduals = record_field(default_factory=MemoryResiduals)
+    memory_residuals: MemoryResiduals = field(default_factory=MemoryResiduals)
 
     @property
     def device(self) -> str | None:
@@ -264,67 +260,35 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as a JSON object."""
-        # Without what is written in another way below: of a large graph that is nearly everything.
-        elsewhere = replace(
-            self, setting=None, launches=None, ops={}, casts={}, cast_fit={}, switch_s={},
-            memory_residuals=MemoryResiduals(),
-        )  # fmt: skip
-        body = asdict(elsewhere)
-        del body["setting"]
+        body = FileRecord.to_json(self)
         if self.setting:
-            body["levers"] = asdict(self.setting.levers)
-        body["casts"] = [[*key, *_numbers(cost)] for key, cost in self.casts.items()]
-        body["cast_fit"] = [
-            [*key, base.forward_s, base.backward_s, slope.forward_s, slope.backward_s]
-            for key, (base, slope) in self.cast_fit.items()
-        ]
-        body["ops"] = {
-            op: {mode: _numbers(cost) for mode, cost in modes.items()} for op, modes in self.ops.items()
-        }
-        body["outside"] = _numbers(self.outside)
-        body["switch_s"] = {mode: _numbers(cost) for mode, cost in self.switch_s.items()}
-        body["launches"] = self.launches.to_json() if self.launches else None
-        body["memory_residuals"] = self.memory_residuals.to_json()
-        for name in _ADDED_LATER:
-            if not body[name]:
-                del body[name]
-        return {"kind": "profile", "version": PROFILE_VERSION, **body}
+            body["levers"] = self.setting.levers.to_json()
+        body["casts"] = [[*key, *cost] for key, cost in self.casts.items()]
+        body["cast_fit"] = [[*key, *base[:2], *slope[:2]] for key, (base, slope) in self.cast_fit.items()]
+        if self.launches:
+            body["launches"] = self.launches.to_json()
+        return body
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Profile:
-        """Read a profile; FormatError names what is missing or wrong."""
-        check_header(value, "profile", PROFILE_VERSION)
-        body = {key: item for key, item in value.items() if key not in ("kind", "version")}
-        try:
-            body["ops"] = {
-                op: {mode: Cost(*cost) for mode, cost in modes.items()} for op, modes in value["ops"].items()
-            }
-            body["casts"] = {(v, s, t): Cost(*cost) for v, s, t, *cost in value["casts"]}
-            body["cast_fit"] = {
-                (s, t): (Cost(f0, b0), Cost(f1, b1)) for s, t, f0, b0, f1, b1 in value["cast_fit"]
-            }
-            body["outside"] = Cost(*value["outside"])
-            body["switch_s"] = {mode: Cost(*cost) for mode, cost in value.get("switch_s", {}).items()}
-            body["batch"] = tuple(tuple(shape) for shape in value.get("batch", ()))
-            body["held_down"] = tuple(value.get("held_down", ()))
-            body["launches"] = cls.from_json(value["launches"]) if value.get("launches") else None
-            body["memory_residuals"] = MemoryResiduals.from_json(value.get("memory_residuals", {}))
-            profile = cls(**body)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise FormatError(
-                f"the profile file cannot be read ({shortened(error)}); measure it again"
-            ) from error
-        check_fields(profile, f"profile of {shortened(profile.device_class, quote=False)}")
-        return profile
+    def from_json(cls, value: Any, where: str | None = None) -> Profile:
+        """Read what `to_json` returned; FormatError says `where`, and names the place that is wrong."""
+        name = value.get("device_class") if isinstance(value, Mapping) else None
+        where = where or f"profile of {shortened(name, quote=False)}"
+        return as_record(_with_tables(value, where), cls, where)
 
-    def save(self, path: str | Path) -> Path:
-        """Write profile.json, whole or not at all."""
-        return write_json(path, self.to_json())
 
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read profile.json; FormatError names what is missing or wrong."""
-        return read_record(path, cls.from_json)
+def _with_tables(value: Any, where: str) -> dict[str, Any]:
+    """Return the fields of a profile's JSON: its rows of casts, and those of its launches, as tables."""
+    body = without_header(value, "profile")
+    if "casts" in body:
+        casts = as_record(body["casts"], _CAST_ROWS, f"{where}, casts")
+        body["casts"] = {row[:3]: row[3:] for row in casts}
+    if "cast_fit" in body:
+        fits = as_record(body["cast_fit"], _FIT_ROWS, f"{where}, cast_fit")
+        body["cast_fit"] = {row[:2]: (row[2:4], row[4:]) for row in fits}
+    if body.get("launches"):
+        body["launches"] = _with_tables(body["launches"], f"{where}, launches")
+    return body
 
 
 def check_versions(profiles: Mapping[str, Profile]) -> None:
@@ -376,18 +340,16 @@ def shown_shapes(batch: Sequence[tuple[int, ...]]) -> str:
     return shortened(", ".join("x".join(map(str, shape)) or "a number" for shape in batch), quote=False)
 
 
-def _numbers(cost: Cost) -> list[float]:
-    return [cost.forward_s, cost.backward_s, cost.spread_s]
-
-
 @dataclass(frozen=True, slots=True)
-class Sensitivity:
+class Sensitivity(FileRecord):
     """Added gradient variance of each adjustable operator at each precision (unit: squared gradient norm)."""
+
+    FILE_KIND = "sensitivity"
 
     graph_hash: str
     indicator: str
-    omega: Mapping[str, Mapping[str, float]]
-    num_batches: int = 1
+    omega: Mapping[str, Mapping[str, Number]]
+    num_batches: Count = 1
 
     def __getitem__(self, key: tuple[str, Precision]) -> float:
         op, precision = key
@@ -400,31 +362,3 @@ class Sensitivity:
                 f"no sensitivity of {shortened(op, quote=False)} at {precision}; "
                 "gather it again with qsync.sensitivity"
             ) from None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the sensitivity as a JSON object."""
-        return {"kind": "sensitivity", "version": SENSITIVITY_VERSION, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Sensitivity:
-        """Read a sensitivity; FormatError names what is missing or wrong."""
-        check_header(value, "sensitivity", SENSITIVITY_VERSION)
-        where = "sensitivity"
-        omega = field(value, "omega", dict, where)
-        sensitivity = cls(
-            field(value, "graph_hash", str, where),
-            field(value, "indicator", str, where),
-            omega,
-            field(value, "num_batches", int, where),
-        )
-        check_fields(sensitivity, where)
-        return sensitivity
-
-    def save(self, path: str | Path) -> Path:
-        """Write sensitivity.json, whole or not at all."""
-        return write_json(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Sensitivity:
-        """Read sensitivity.json; FormatError names what is missing or wrong."""
-        return read_record(path, cls.from_json)

@@ -29,7 +29,7 @@ def restored(kind: str, *data: Any) -> Any:
         if kind in ("replicas", "hook"):
             return REFUSE_REPLICAS if kind == "replicas" else NoHook()
         raise ValueError(kind)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, FormatError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
             f"the model was saved by another version of qsync ({shortened(error)}); load it there, and save "
             "its state_dict"

@@ -21,10 +21,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from qsync.errors import FormatError, shortened
+from qsync.records.record_json import NOT_IN_FILES, as_json
 from qsync.replayer.churn.trace import (
     LEAVING,
     RETURNING,
@@ -97,7 +98,7 @@ class ChurnReport:
     num_reconfigurations: int
     lost_s: Mapping[str, float]
     memberships: tuple[MembershipTime, ...]  # those that trained, the longest first
-    progress: tuple[tuple[float, float], ...]
+    progress: tuple[tuple[float, float], ...] = field(metadata=NOT_IN_FILES)
 
     @property
     def of_ideal(self) -> float:
@@ -106,8 +107,7 @@ class ChurnReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object, without the progress."""
-        body = asdict(replace(self, progress=()))
-        del body["progress"]
+        body = as_json(self)
         return {"kind": "churn", "version": VERSION, "simulated": True, "of_ideal": self.of_ideal, **body}
 
 

@@ -8,13 +8,14 @@ time, and all else takes time in proportion to B L.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 
 from qsync.errors import FormatError
 from qsync.lowering.lowered_graph import Cast
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
+from qsync.records.record_json import Record
 from qsync.replayer.costs.class_costs import cast_cost, run_cost
 from qsync.replayer.timeline import Timeline
 
@@ -23,7 +24,7 @@ _NUM_HALVINGS = 40  # of the interval in which the least time lies
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceCost:
+class SequenceCost(Record):
     """Seconds of a step of one rank: `fixed_s + n (L linear_s + L^2 quadratic_s)`.
 
     n is the number of sequences and L the length that they are padded to.
@@ -36,10 +37,6 @@ class SequenceCost:
     def seconds(self, num_sequences: int, length: int) -> float:
         """Return the seconds of a step on sequences padded to a length."""
         return self.fixed_s + num_sequences * length * (self.linear_s + length * self.quadratic_s)
-
-    def to_json(self) -> dict[str, float]:
-        """Return the fields by name."""
-        return asdict(self)
 
 
 def sequence_costs(

@@ -16,20 +16,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from qsync.errors import FormatError
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.graph import Op, OpGraph
-from qsync.records.json_files import check_header, read_json, write_json
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
+from qsync.records.record_json import FileRecord
 from qsync.replayer.costs.class_costs import node_cost
 from qsync.replayer.timeline import Timeline
-
-VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +82,10 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Validation:
+class Validation(FileRecord):
     """Random plans that were run and compared, with their machine. Both measured and simulated."""
+
+    FILE_KIND = "validation"
 
     model: str
     machine: Mapping[str, Any]
@@ -103,30 +101,6 @@ class Validation:
     def error_95(self) -> float:
         """The |error| that one run in twenty exceeds."""
         return percentile([abs(one.error) for one in self.comparisons], 0.95)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the validation as a JSON object."""
-        return {"kind": "validation", "version": VERSION, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Validation:
-        """Read a validation; raise FormatError if it is malformed."""
-        check_header(value, "validation", VERSION)
-        try:
-            comparisons = tuple(_comparison(entry) for entry in value["comparisons"])
-            found = cls(value["model"], value["machine"], value["seed"], comparisons)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise FormatError(f"the validation file cannot be read ({error}); validate again") from error
-        return found
-
-    def save(self, path: str | Path) -> Path:
-        """Write the validation to a file, whole or not at all."""
-        return write_json(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Validation:
-        """Read a validation from a file."""
-        return cls.from_json(read_json(path))
 
 
 def compare(
@@ -208,12 +182,3 @@ def _parts(
     kernel = sum(by_kind.values()) - cast
     found = dict(zip(("loading", "host", "wait"), beside, strict=True))
     return {"kernel": kernel, "cast": cast, **found, rest: step_s - kernel - cast - sum(beside)}
-
-
-def _comparison(entry: Mapping[str, Any]) -> Comparison:
-    kinds = {
-        c: {kind: (float(p), float(m)) for kind, (p, m) in of.items()} for c, of in entry["by_kind"].items()
-    }
-    interval = tuple(entry["interval_s"]) if entry["interval_s"] else None
-    exposed = tuple(entry["exposed_s"]) if entry.get("exposed_s") else None
-    return Comparison(**{**entry, "interval_s": interval, "by_kind": kinds, "exposed_s": exposed})

@@ -9,9 +9,8 @@ all-reduce never waits, so its own work alone makes the step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
+from qsync.records.record_json import Record
 from qsync.replayer.events import WorkClock
 from qsync.replayer.simulate import Simulation, simulate_step
 from qsync.replayer.synchronous_step import STEADY
@@ -42,7 +42,7 @@ class PathEvent(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CriticalPath:
+class CriticalPath(Record):
     """The events that make a step, in their order. Their durations add up to `step_s`. Simulated."""
 
     step_s: float
@@ -58,10 +58,6 @@ class CriticalPath:
         """Return the events in runs of one class and phase."""
         runs = groupby(self.events, lambda event: (event.device_class, event.phase))
         return [tuple(run) for _, run in runs]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the path as a JSON object."""
-        return {"step_s": self.step_s, "events": [asdict(event) for event in self.events]}
 
 
 def find_critical_path(

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
+from qsync.records.record_json import Record
 from qsync.replayer.events import LAUNCHES
 from qsync.replayer.timeline import Timeline
 
@@ -30,7 +31,7 @@ _PHASE_NAMES = {"blocked": "communication", "loading": "data loading"}
 
 
 @dataclass(frozen=True, slots=True)
-class Phases:
+class Phases(Record):
     """Seconds of a step on a rank, by phase. `forward_s` is the part of `compute_s` in the model's call.
 
     `optimizer_cpu_s` is what the optimizer's step took of a core in seconds; 0 where it runs on a GPU.
@@ -53,10 +54,6 @@ class Phases:
     def period_s(self) -> float:
         """The whole step."""
         return self.host_s + self.loading_s + self.compute_s + self.blocked_s + self.optimizer_s
-
-    def to_json(self) -> dict[str, float]:
-        """Return the fields by name."""
-        return asdict(self)
 
 
 def median(steps: Iterable[Phases]) -> Phases:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from qsync.errors import FormatError, MismatchError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
-from qsync.records.levers import ClassLevers, Levers, Setting, samples_of
+from qsync.records.levers import CarriedTo, ClassLevers, Levers, samples_of
 from qsync.records.precision import keeps_weight_casts
 from qsync.records.profiles import Profile
 from qsync.replayer.levers.accumulation import in_passes, with_other_passes
@@ -92,7 +92,7 @@ def _of_class(
         found = replace(profile, loading_s=profile.loading_s * samples / captured)
     at = mark_recomputed(at, levers.recomputed)
     found = _in_passes(found, at, levers.passes, device)
-    setting = Setting(with_other_passes(at, levers.passes), samples, graph.shapes_hash, captured, levers)
+    setting = CarriedTo(with_other_passes(at, levers.passes), samples, graph.shapes_hash, captured, levers)
     return replace(found, setting=setting)
 
 

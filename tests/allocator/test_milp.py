@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from dataclasses import astuple, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -341,7 +341,7 @@ def three_classes(seed: int) -> tuple[State, float]:
         found = profile_of(graph, name, slow=slow, latency_s=1e-8, cast_s=1e-11)
         ops = {
             op: {
-                mode: Cost(*(seconds * 10 ** chance.uniform(-0.3, 0.3) for seconds in astuple(cost)[:2]))
+                mode: Cost(*(seconds * 10 ** chance.uniform(-0.3, 0.3) for seconds in cost[:2]))
                 for mode, cost in modes.items()
             }
             for op, modes in found.ops.items()

@@ -94,7 +94,7 @@ def test_a_kind_of_kernel_twice_as_fast_is_a_profile_with_half_its_times():
     plan = plan_of(infer={"layer.0.fc1": Precision.INT8, "layer.1.fc1": Precision.INT8})
     ops = {
         op: {
-            mode: replace(cost, forward_s=cost.forward_s / 2, backward_s=cost.backward_s / 2)
+            mode: cost._replace(forward_s=cost.forward_s / 2, backward_s=cost.backward_s / 2)
             if op.endswith("fc1") else cost for mode, cost in modes.items()
         }
         for op, modes in PROFILES["infer"].ops.items()

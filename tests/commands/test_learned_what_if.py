@@ -134,7 +134,7 @@ def test_files_from_before_are_read_and_keep_their_hash():
 def test_hardware_in_a_cluster_file_is_a_name():
     entry = cluster_of().to_json()
     entry["classes"][0]["hardware"] = 3
-    with pytest.raises(FormatError, match="hardware must be the name"):
+    with pytest.raises(FormatError, match="hardware: expected `str . null`, found 3"):
         Cluster.from_json(json.loads(json.dumps(entry)))
     entry["classes"][0]["hardware"] = "Xeon"
     assert Cluster.from_json(json.loads(json.dumps(entry))).classes[0].hardware == "Xeon"

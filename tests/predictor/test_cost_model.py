@@ -90,8 +90,10 @@ def test_a_model_survives_json_and_prices_alike(learned, tmp_path):
     new = [asked(sample) for sample in linear_samples(5, seed=3)]
     assert again.error == learned.error
     np.testing.assert_allclose(again.seconds(new), learned.seconds(new), rtol=1e-9)
-    with pytest.raises(FormatError, match="the cost model cannot be read"):
+    with pytest.raises(FormatError, match="cost model, samples, entry 1, entry 1: expected `object`"):
         CostModel.from_json({**learned.to_json(), "samples": [[1]]})
+    with pytest.raises(FormatError, match="samples of a cost model do not fit .IndexError"):
+        CostModel.from_json({**learned.to_json(), "sheets": []})
 
 
 def test_another_device_is_priced_at_the_same_shares_of_its_peaks(learned):

@@ -193,7 +193,7 @@ def test_residuals_read_back(tmp_path):
 @pytest.mark.parametrize(
     "value",
     [
-        {"ops": {"fc0": {"fp32": [1, 2]}}},
+        {"ops": {"fc0": None}},
         {"ops": {"fc0": {"fp32": [1, 2, "3"]}}, "loss": [0, 0, 0]},
         {"ops": {"fc0": {"fp32": [1, 2, 3, 4]}}, "loss": [0, 0, 0]},
         {"ops": {"fc0": [1, 2, 3]}, "loss": [0, 0, 0]},
@@ -202,7 +202,7 @@ def test_residuals_read_back(tmp_path):
     ],
 )
 def test_malformed_residuals_are_refused(value):
-    with pytest.raises(FormatError, match=r"the profile file cannot be read .*; measure it again"):
+    with pytest.raises(FormatError, match="profile of infer, memory_residuals.*: expected .*, found"):
         Profile.from_json({**profile_of(mlp(2)).to_json(), "memory_residuals": value})
 
 

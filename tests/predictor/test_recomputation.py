@@ -27,7 +27,7 @@ from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory.peak import StepMemory, peak_memory
 from qsync.predictor.memory.vectorized_peak import vectorized_peak_bytes
 from qsync.records.graph import Role
-from qsync.records.levers import ClassLevers, Levers, Setting
+from qsync.records.levers import CarriedTo, ClassLevers, Levers
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.save_less import ops_that_save_less
@@ -71,10 +71,8 @@ def test_what_is_recomputed_saves_as_torch_does_priced_and_run():
     qsync.wrap(model, plan)
     model(X).backward()
     profiles = {"infer": profile_of(graph, saving=1.3)}
-    at = replace(
-        profiles["infer"],
-        setting=Setting(mark_recomputed(graph, ["layers.0"]), 2, graph.shapes_hash, 2, plan.levers["infer"]),
-    )
+    there = mark_recomputed(graph, ["layers.0"])
+    at = replace(profiles["infer"], setting=CarriedTo(there, 2, graph.shapes_hash, 2, plan.levers["infer"]))
     timeline = replay(graph, plan, {"infer": at}, cluster_of({"infer": 1}))
     priced = {node.op: node.form for node in timeline["infer"].nodes if isinstance(node, Run)}
     ran = {

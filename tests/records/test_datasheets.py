@@ -68,9 +68,9 @@ def test_a_class_of_a_cluster_file_takes_memory_and_precisions_from_its_sheet(tm
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ('datasheet = "A1000"', r"class 1: there is no data sheet 'A1000' \(nearest: 'A100'\)"),
+        ('datasheet = "A1000"', r"classes, entry 1: there is no data sheet 'A1000' \(nearest: 'A100'\)"),
         ('datasheet = "V100"\nprecisions = ["fp32", "int8"]', "V100 has no int8; it has fp32, fp16"),
-        ("datasheet = 4", "field 'datasheet' must be str, found 4"),
+        ("datasheet = 4", "entry 1, datasheet: expected `str | null`, found 4"),
     ],
 )
 def test_a_sheet_that_cannot_be_used_is_one_sentence(tmp_path, table, message):

@@ -72,6 +72,14 @@ def test_records_cannot_be_changed():
             record.anything = 1
 
 
+def test_derived_strings_and_numbers_are_written_as_python_s():
+    machine = {"torch": type("Version", (str,), {})("2.13"), "load": np.float64(0.5)}
+    profile = replace(profile_of(GRAPH), machine=machine)
+    assert through_text(profile.to_json())["machine"] == {"torch": "2.13", "load": 0.5}
+    with pytest.raises(TypeError, match="a object cannot be written"):
+        replace(profile, machine={"what": object()}).to_json()
+
+
 def test_a_profile_s_hash_follows_its_content():
     profile = profile_of(GRAPH)
     assert profile.hash == profile_of(GRAPH).hash != replace(profile, host_s=1.0).hash
@@ -116,7 +124,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
     path = write_text(tmp_path / "deep" / "file.json", "old")
     with pytest.raises(TypeError):
         write_json(path, {"not": object()})
-    with pytest.raises(FormatError, match=r"file.json has half of a character, '\\ud800'; write the file"):
+    with pytest.raises(FormatError, match=r"file.json has half of a character, '\\ud800', after"):
         write_text(path, "\ud800")
     assert path.read_text() == "old"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
@@ -128,9 +136,9 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
 
 def test_half_of_a_character_is_refused_where_it_is_read():
     plan = plan_of().to_json()
-    for changed in ({**plan, "model": "\ud800"}, {**plan, "pins": {"\udfff*": "fp32"}}):
-        with pytest.raises(FormatError, match=r"plan: field '\w+' has half of a character"):
-            Plan.from_json(through_text(changed))
+    for name, value in (("model", "\ud800"), ("pins", {"\udfff*": "fp32"})):
+        with pytest.raises(FormatError, match=rf"plan has half of a character, .* after .*{name}\W+; write"):
+            Plan.from_json(through_text({**plan, name: value}))
     whole = {**plan, "model": "\U0001f600"}
     assert Plan.from_json(through_text(whole)).model == "\U0001f600"
 
@@ -139,20 +147,20 @@ def test_half_of_a_character_is_refused_where_it_is_read():
     ("change", "message"),
     [
         ({"classes": {}}, "the plan has no device class"),
-        ({"classes": {"infer": []}}, "plan, class 'infer' must be an object"),
-        ({"classes": {"infer": {}}}, "plan, class 'infer' lacks the field 'assignment'"),
-        ({"classes": {"infer": {"assignment": {"head": "int7"}}}}, "'head': unknown precision 'int7'"),
-        ({"classes": {"infer": {"assignment": {}, "predicted": {"x": 1}}}}, "the prediction cannot be read"),
-        ({"model": 3}, "field 'model' must be str, found 3"),
-        ({"step_s": "fast"}, "plan: field 'step_s' must be float, found 'fast'"),
-        ({"target_s": float("nan")}, "plan: field 'target_s' must be finite and not negative, found nan"),
-        ({"bucket_cap_bytes": 1.5}, "plan: field 'bucket_cap_bytes' must be int, found 1.5"),
-        ({"bucket_cap_bytes": True}, "plan: field 'bucket_cap_bytes' must be int, found True"),
-        ({"classes": {"infer": {"assignment": {}, "profile_hash": 7}}}, "infer: field 'profile_hash'"),
+        ({"classes": {"infer": []}}, "plan, classes, infer: expected `object`, found"),
+        ({"classes": {"infer": {}}}, "plan, classes, infer: object missing required field `assignment`"),
+        ({"classes": {"infer": {"assignment": {"head": "int7"}}}}, "head: unknown precision 'int7': choose"),
+        ({"classes": {"infer": {"assignment": {}, "predicted": {"x": 1}}}}, "predicted has an unknown field"),
+        ({"model": 3}, "plan, model: expected `str`, found 3"),
+        ({"step_s": "fast"}, r"plan, step_s: expected `int . float . null`, found 'fast'"),
+        ({"target_s": float("nan")}, "plan, target_s: expected `float` >= 0.0, found nan"),
+        ({"bucket_cap_bytes": 1.5}, "plan, bucket_cap_bytes: expected `int . null`, found 1.5"),
+        ({"bucket_cap_bytes": True}, "plan, bucket_cap_bytes: expected `int . null`, found True"),
+        ({"classes": {"infer": {"assignment": {}, "profile_hash": 7}}}, "profile_hash: expected"),
         (
             {"classes": {"infer": {"assignment": {}, "predicted": {
                 "compute_s": 1.0, "wait_s": -1.0, "memory_bytes": 1, "added_variance": 0.0}}}},
-            "infer: field 'predicted': field 'wait_s' must be finite and not negative",
+            "infer, predicted, wait_s: expected `float` >= 0.0, found -1.0",
         ),
     ],
 )  # fmt: skip
@@ -210,9 +218,9 @@ def test_a_plan_keeps_what_it_was_asked_for():
     assert plan.pinned_by("layer.1.key", BF16) == "layer.1.*" and plan.pinned_by("layer.1.key", INT8) is None
     assert not {"pins", "budgets"} & set(plan_of().to_json())
     for field, value, words in (
-        ("pins", ["head"], "'pins' must be dict"),
+        ("pins", ["head"], "plan, pins: expected `object`"),
         ("pins", {"head": "int7"}, "unknown precision 'int7'"),
-        ("budgets", {"infer": -1}, "'budgets', infer must be finite and not negative"),
+        ("budgets", {"infer": -1}, "budgets, infer: expected `int` >= 0, found -1"),
     ):
         with pytest.raises(FormatError, match=words):
             Plan.from_json({**body, field: value})
@@ -258,32 +266,32 @@ def test_a_cluster_file_reads(tmp_path):
     ("old", "new", "message"),
     [
         ("count = 2", "count = ", r"not valid TOML, .*line 5"),
-        ("count = 2", "count = 0", "class 1: count must be at least 1, found 0"),
-        ("count = 2", 'count = "two"', "class 1: field 'count' must be int, found 'two'"),
-        ("count = 2", "count = true", "field 'count' must be int, found True"),
-        ("count = 2\n", "", "class 1 lacks the field 'count'"),
-        ("memory_bytes = 1000", "memory_bytes = -1", "memory_bytes must be positive"),
+        ("count = 2", "count = 0", "classes, entry 1, count: expected `int` >= 1, found 0"),
+        ("count = 2", 'count = "two"', "classes, entry 1, count: expected `int`, found 'two'"),
+        ("count = 2", "count = true", "count: expected `int`, found True"),
+        ("count = 2\n", "", "classes, entry 1: object missing required field `count`"),
+        ("memory_bytes = 1000", "memory_bytes = -1", "memory_bytes: expected `int` >= 1, found -1"),
         ('"int8"', '"int9"', "unknown precision 'int9'"),
         ('["fp32", "int8"]', '["int8"]', "precisions must include 'fp32'"),
-        ('device = "cpu"', 'device = "tpu"', "device must be 'cpu' or 'cuda', found 'tpu'"),
-        ("count = 2", "count = 2\nemulated_share = 2.0", r"emulated_share must lie in \(0, 1\]"),
-        ("latency_s = 1e-4", "latency_s = -1.0", "latency_s must be finite and not negative, found -1"),
-        ("bytes_per_s = 1e9", "bytes_per_s = 0.0", "bytes_per_s must be positive"),
-        ("[link]\nlatency_s = 1e-4\nbytes_per_s = 1e9\n", "", "lacks the field 'link'"),
-        ("[[classes]]", "[[other]]", "lacks the field 'classes'"),
+        ('device = "cpu"', 'device = "tpu"', "device: expected `str` matching regex .*, found 'tpu'"),
+        ("count = 2", "count = 2\nemulated_share = 2.0", "emulated_share: expected `float` <= 1.0"),
+        ("latency_s = 1e-4", "latency_s = -1.0", "latency_s: expected `float` >= 0.0, found -1"),
+        ("bytes_per_s = 1e9", "bytes_per_s = 0.0", "bytes_per_s: expected `float` > 0.0, found 0.0"),
+        ("[link]\nlatency_s = 1e-4\nbytes_per_s = 1e9\n", "", "object missing required field `link`"),
+        ("[[classes]]", "[[other]]", "has an unknown field 'other'"),
         (
             "count = 2",
             "count = 2\nmemroy_bytes = 3",
-            "class 1 has an unknown field 'memroy_bytes'; the fields",
+            "entry 1 has an unknown field 'memroy_bytes' .nearest: 'memory_bytes'",
         ),
         ("latency_s", "bandwidth = 3\nlatency_s", "link has an unknown field 'bandwidth'"),
-        ("[link]", "[links]\n[link]", "has an unknown field 'links'"),
-        ("count = 2", "count = 2\nemulated_share = true", r"emulated_share must lie in \(0, 1\], found True"),
-        ("latency_s = 1e-4", "latency_s = inf", "latency_s must be finite and not negative, found inf"),
-        ("bytes_per_s = 1e9", "bytes_per_s = nan", "bytes_per_s must be positive and finite, found nan"),
-        ("bytes_per_s = 1e9", "bytes_per_s = 1" + "0" * 400, "field 'bytes_per_s' must be finite"),
-        ("bytes_per_s = 1e9", "bytes_per_s = 1e9\noverlap_rate = 2", r"overlap_rate must lie in \(0, 1\]"),
-        ("bytes_per_s = 1e9", "bytes_per_s = 1e9\nerror = -1", "error must be finite and not negative"),
+        ("[link]", "[links]\n[link]", "has an unknown field 'links' .nearest: 'link'"),
+        ("count = 2", "count = 2\nemulated_share = true", "expected `float . null`, found True"),
+        ("latency_s = 1e-4", "latency_s = inf", "latency_s: expected `float` that is finite, found inf"),
+        ("bytes_per_s = 1e9", "bytes_per_s = nan", "bytes_per_s: expected `float` > 0.0, found nan"),
+        ("bytes_per_s = 1e9", "bytes_per_s = 1" + "0" * 400, "link, bytes_per_s: .*; mend it"),
+        ("bytes_per_s = 1e9", "bytes_per_s = 1e9\noverlap_rate = 2", "overlap_rate: expected `float` <= 1"),
+        ("bytes_per_s = 1e9", "bytes_per_s = 1e9\nerror = -1", "error: expected `int` >= 0, found -1"),
         ("\n[link]", TOML.partition("\n[link]")[0] + "\n[link]", "names the device class 'infer' twice"),
     ],
 )
@@ -310,22 +318,29 @@ def test_a_graph_that_cannot_be_read_is_refused(change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"ops": {"head": {"fp32": [1, 2, 3, 4]}}}, {"casts": [[1]]}, {"surplus": 1}, {"outside": None}]
+    ("change", "message"),
+    [
+        ({"ops": {"head": {"fp32": [1, 2, 3, 4]}}}, "ops, head, fp32: expected `array` of length 1 to 3"),
+        ({"casts": [["x"]]}, "casts, entry 1: expected `array` of length 6"),
+        ({"surplus": 1}, "has an unknown field 'surplus'"),
+        ({"setting": None}, "has an unknown field 'setting'"),
+        ({"outside": None}, "outside: expected `array`, found None"),
+    ],
 )
-def test_a_profile_that_cannot_be_read_is_refused(change):
-    with pytest.raises(FormatError, match=r"the profile file cannot be read .*; measure it again"):
+def test_a_profile_that_cannot_be_read_is_refused(change, message):
+    with pytest.raises(FormatError, match=f"profile of infer.*{message}"):
         Profile.from_json({**profile_of(GRAPH).to_json(), **change})
 
 
 @pytest.mark.parametrize(
     ("part", "name", "value", "message"),
     [
-        ("ops", "shape", None, "field 'shape' must be a list, found None"),
-        ("ops", "shape", [2, -1], "field 'shape' must be finite and not negative, found -1"),
-        ("ops", "flops", "many", "field 'flops' must be int, found 'many'"),
+        ("ops", "shape", None, "graph, ops, entry 2, shape: expected `array`, found None"),
+        ("ops", "shape", [2, -1], "shape, entry 2: expected `int` >= 0, found -1"),
+        ("ops", "flops", "many", "flops: expected `int`, found 'many'"),
         ("ops", "inputs", ["nothing"], "reads 'nothing', which nothing before it makes"),
         ("ops", "kind", "convolve", "there is no kernel of kind 'convolve'"),
-        ("inputs", "name", 3, "field 'name' must be str, found 3"),
+        ("inputs", "name", 3, "graph, inputs, entry 1, name: expected `str`, found 3"),
     ],
 )
 def test_a_graph_with_a_field_that_is_no_good_is_refused(part, name, value, message):
@@ -339,14 +354,17 @@ def test_a_graph_with_a_field_that_is_no_good_is_refused(part, name, value, mess
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"host_s": "1"}, "profile of infer: field 'host_s' must be float, found '1'"),
-        ({"optimizer_s": None}, "field 'optimizer_s' must be float, found None"),
-        ({"optimizer_bytes": float("inf")}, "field 'optimizer_bytes' must be int, found inf"),
-        ({"outside": [0.0, float("nan")]}, "field 'outside': field 'backward_s' must be finite"),
-        ({"ops": {"head": {"fp32": [1.0, -1.0]}}}, "'ops', head, fp32: field 'backward_s' must be finite"),
-        ({"casts": [["x", "fp32", "bf16", "a", 0.0]]}, "'casts', x fp32 bf16: field 'forward_s' must be"),
-        ({"cast_fit": [["fp32", "bf16", 0, 0, True, 0]]}, "'cast_fit', fp32 bf16: field 'forward_s' must"),
-        ({"step_s": []}, r"field 'step_s' must be an object, found \[\]"),
+        ({"host_s": "1"}, "profile of infer, host_s: expected `int . float`, found '1'"),
+        ({"optimizer_s": None}, "optimizer_s: expected `int . float`, found None"),
+        ({"optimizer_bytes": float("inf")}, "optimizer_bytes: expected `int`, found inf"),
+        ({"outside": [0.0, float("nan")]}, "outside, backward_s: expected `float` >= 0.0, found nan"),
+        ({"ops": {"head": {"fp32": [1.0, -1.0]}}}, "ops, head, fp32, backward_s: expected `float` >= 0.0"),
+        (
+            {"casts": [["x", "fp32", "bf16", "a", 0.0, 0.0]]},
+            "casts, entry 1, entry 4: expected `int . float`",
+        ),
+        ({"cast_fit": [["fp32", "bf16", 0, 0, True, 0]]}, "cast_fit, entry 1, entry 5: expected"),
+        ({"step_s": []}, r"step_s: expected `object`, found \[\]"),
     ],
 )
 def test_a_profile_with_a_number_that_is_no_good_is_refused(change, message):
@@ -363,7 +381,7 @@ def test_a_profile_of_an_unknown_precision_names_the_operator():
 @pytest.mark.parametrize("value", [None, "much", float("nan"), -1.0])
 def test_a_sensitivity_that_is_no_number_names_the_operator(value):
     written = sensitivity_of(GRAPH).to_json()
-    with pytest.raises(FormatError, match="sensitivity: field 'omega', head, int8 must be"):
+    with pytest.raises(FormatError, match="sensitivity, omega, head, int8: expected"):
         Sensitivity.from_json({**written, "omega": {"head": {"int8": value}}})
 
 

@@ -325,7 +325,7 @@ def test_a_membership_costs_what_replay_says_of_its_graph():
     steps, plan = steps_of(cluster, profiles)
     double = {
         op: {
-            mode: replace(cost, forward_s=2 * cost.forward_s, backward_s=2 * cost.backward_s)
+            mode: cost._replace(forward_s=2 * cost.forward_s, backward_s=2 * cost.backward_s)
             for mode, cost in modes.items()
         }
         for op, modes in profiles["train"].ops.items()
@@ -333,7 +333,7 @@ def test_a_membership_costs_what_replay_says_of_its_graph():
     outside = profiles["train"].outside
     slower = replace(
         profiles["train"], ops=double,
-        outside=replace(outside, forward_s=2 * outside.forward_s, backward_s=2 * outside.backward_s),
+        outside=outside._replace(forward_s=2 * outside.forward_s, backward_s=2 * outside.backward_s),
     )  # fmt: skip
     half = replay(GRAPH, plan, {"train": slower}, cluster_of({"train": 2}), bucket_cap_bytes=100_000)
     assert steps({"train": 2}) == pytest.approx(half.step_s, rel=1e-9)

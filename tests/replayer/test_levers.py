@@ -258,7 +258,7 @@ def test_levers_come_through_files_and_plans_without_them_stay_as_they_were(tmp_
     assert "levers" not in allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER).to_json()
     broken = plan.to_json()
     broken["levers"]["classes"]["infer"]["passes"] = 0
-    with pytest.raises(FormatError, match="class 'infer': passes must be at least 1, found 0"):
+    with pytest.raises(FormatError, match="levers, classes, infer, passes: expected `int` >= 1, found 0"):
         Plan.from_json(broken)
 
 

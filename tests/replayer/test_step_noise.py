@@ -87,14 +87,14 @@ def test_between_hosts_the_slower_link_counts_beside_the_one_within():
     ("change", "match"),
     [
         ({"num_hosts": 2}, "go together; give both or neither"),
-        ({"num_hosts": 0}, "num_hosts must be at least 1, found 0"),
+        ({"num_hosts": 0}, "cluster, num_hosts: expected `int` >= 1, found 0"),
         ({"between": {"latency_s": 1e-4, "bytes_per_s": 1e9}}, "go together"),
         ({"num_hosts": 9, "between": {"latency_s": 1e-4, "bytes_per_s": 1e9}}, "9 hosts for 2 ranks"),
         (
             {"num_hosts": 2, "between": {"latency_s": -1, "bytes_per_s": 1e9}},
-            "between: latency_s must be finite and not negative, found -1",
+            "cluster, between, latency_s: expected `int` >= 0, found -1",
         ),
-        ({"link": {"latency_s": 0, "bytes_per_s": 1e9, "num_ranks": 1}}, "num_ranks must be a whole"),
+        ({"link": {"latency_s": 0, "bytes_per_s": 1e9, "num_ranks": 1}}, "num_ranks: expected `int` >= 2"),
     ],
 )
 def test_hosts_that_cannot_be_are_refused(change, match):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,20 @@ from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.shipped_recipes import recipe_of
 from qsync.expansion.recipe.sizes import first_few
-from qsync.records.json_files import check_header, check_kind, field, read_json
+from qsync.records.json_files import check_kind, read_json
+from qsync.records.record_json import FileRecord, as_record
 
 CONFIG, WEIGHTS, EXPANSION = "config.json", "model.safetensors", "expansion.json"
-VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Growth(FileRecord):
+    """The contents of expansion.json: the eps of norms by path, and the plan of the expansion."""
+
+    FILE_KIND = "expansion"
+
+    eps: Mapping[str, Any]
+    plan: Mapping[str, Any]
 
 
 def load_expanded(folder: str | Path) -> torch.nn.Module:
@@ -48,7 +59,7 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
     check_kind(folder, (str, Path), "folder", "qsync.save_expanded")
     folder = Path(folder)
     config = read_json(folder / CONFIG)
-    growth = _read_expansion(folder)
+    growth = Growth.load(file) if (file := folder / EXPANSION).is_file() else Growth({}, {})
     if "class" in config:
         model = _load_custom(folder, config, growth)
     elif "model_type" in config:
@@ -59,7 +70,7 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
             f'{{"class": "package.module:Class", "arguments": {{}}}}, or save a Hugging Face model '
             "there"
         )
-    for path, eps in growth.get("eps", {}).items():
+    for path, eps in growth.eps.items():
         try:
             module = model.get_submodule(path)
         except AttributeError:
@@ -73,21 +84,11 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
     return model
 
 
-def _read_expansion(folder: Path) -> dict[str, Any]:
-    """Return the contents of expansion.json, empty for a model that was not grown."""
-    if not (folder / EXPANSION).is_file():
-        return {}
-    found = read_json(folder / EXPANSION)
-    check_header(found, "expansion", VERSION)
-    for name in ("eps", "plan"):
-        field(found, name, dict, str(folder / EXPANSION))
-    return found
-
-
-def _load_custom(folder: Path, config: Mapping[str, Any], growth: Mapping[str, Any]) -> torch.nn.Module:
+def _load_custom(folder: Path, config: Mapping[str, Any], growth: Growth) -> torch.nn.Module:
     """Load a model of a custom class."""
     where = str(folder / CONFIG)
-    name, arguments = field(config, "class", str, where), config.get("arguments", {})
+    name = as_record(config["class"], str, f"{where}, class")
+    arguments = as_record(config.get("arguments", {}), dict[str, Any], f"{where}, arguments")
     path, _, attribute = name.partition(":")
     try:
         made = getattr(import_module(path), attribute)(**arguments)
@@ -100,7 +101,7 @@ def _load_custom(folder: Path, config: Mapping[str, Any], growth: Mapping[str, A
         raise FormatError(
             f"{where}: {name} does not take these arguments ({shortened(error)}); correct them"
         ) from error
-    sizes = growth.get("plan", {}).get("sizes")
+    sizes = growth.plan.get("sizes")
     if sizes:
         sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in sizes.items()}
         made = recipe_of(made).build(made, sizes)

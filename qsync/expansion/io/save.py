@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file, save_model
 
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.expansion.apply.optimizer_state import expand_optimizer
-from qsync.expansion.io.load import CONFIG, EXPANSION, VERSION, WEIGHTS, quiet_transformers
+from qsync.expansion.io.load import CONFIG, EXPANSION, WEIGHTS, Growth, quiet_transformers
 from qsync.expansion.maps.describe import as_json
 from qsync.expansion.plan.plan import ExpansionPlan
 from qsync.expansion.recipe import module_kinds
@@ -151,7 +151,6 @@ def _save(big: torch.nn.Module, into: Path, plan: ExpansionPlan, arguments: Mapp
         if path in plan.eps
         or (module_kinds.eps_name(module) and isinstance(getattr(module, "eps", None), float))
     }
-    growth = {"kind": "expansion", "version": VERSION, "eps": eps, "plan": as_json(plan)}
     if hasattr(big, "save_pretrained"):
         with quiet_transformers():
             big.save_pretrained(into)  # type: ignore[operator]
@@ -165,7 +164,7 @@ def _save(big: torch.nn.Module, into: Path, plan: ExpansionPlan, arguments: Mapp
             ) from error
         write_json(into / CONFIG, config)
         save_model(big, str(into / WEIGHTS))
-    write_json(into / EXPANSION, growth)
+    Growth(eps, as_json(plan)).save(into / EXPANSION)
 
 
 def check_free(folder: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_lowering_that_saves_less_is_priced_so():
     both = {
         mode: cost
         for plain, cost in PROFILE.ops["act0"].items()
-        for mode, cost in ((plain, cost), (f"{plain} codes", replace(cost, backward_s=3 * cost.backward_s)))
+        for mode, cost in ((plain, cost), (f"{plain} codes", cost._replace(backward_s=3 * cost.backward_s)))
     }
     profile = replace(PROFILE, ops={**PROFILE.ops, "act0": both})
     plain, coded = (
