@@ -6,7 +6,7 @@ import pytest
 from lines import allowed, counted
 
 
-@pytest.mark.parametrize(("room", "lines"), counted().items())
+@pytest.mark.parametrize(("room", "lines"), counted().items(), ids=[*counted()])
 def test_a_room_keeps_to_its_lines(room, lines):
     limit = allowed().get(room, 0)
     assert lines <= limit, (
