@@ -137,6 +137,7 @@ def test_one_graph_of_torch_compile_trains_as_the_model_does(precision):
     assert_equal(step(torch.compile(model, backend="aot_eager", fullgraph=True), model), expected)
 
 
+@pytest.mark.deep  # half a minute of a C++ compiler; the one above stands for it
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, of torch
 def test_inductor_compiles_what_stands_between_products():
     """Within rounding, and each precision as itself: nothing cached for one serves the other."""
