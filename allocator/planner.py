@@ -240,7 +240,6 @@ def as_plan(
     plan = Plan(
         graph.model, graph.hash, chosen, target_s=target_s, bucket_cap_bytes=given.bucket_cap_bytes,
         levers=Levers(levers) if levers else None, base=base, batch=graph.batch_shapes,
-        compiled=any(profile.compiled for profile in profiles.values()),
     )  # fmt: skip
     timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=given.bucket_cap_bytes)
     classes, ops = {}, {op.name: op for op in graph.adjustable}

@@ -66,7 +66,6 @@ def profile(
     progress: Callable[[str], None] = lambda text: None,
     save_less: bool = False,
     loader: Iterable[Any] | None = None,
-    compile: bool = False,
 ) -> Profile:
     """Measure each operator's time at each precision on this device, in running steps of the real model.
 
@@ -92,8 +91,6 @@ def profile(
         loader: what the training loop takes its batches from (a DataLoader, or a generator that also moves
             batches to the device): one before every step, which is only timed. The profile then knows how
             long a step waits for it (`Profile.loading_s`). Without it data loading is no part of predictions.
-        compile: profile the model as `qsync.wrap(..., compile=True)` runs it. A plan from such profiles runs
-            so too.
 
     Returns:
         The profile: seconds by operator and precision, casts, bytes and what is outside of the graph.
@@ -119,7 +116,7 @@ def profile(
     chosen = precisions_to_profile(chosen_class, model, precisions)
     loss, trained = loss_of(model, example_inputs, loss_fn), trained_parameters(model)
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
-    with undrawn(loader), running(model, loss, compile, dynamic=False) as program:
+    with undrawn(loader), running(model, loss, dynamic=False) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         with naming_operators(program, loss, trained):
             options = ProfilerOptions(make_optimizer, progress, save_less, loader)
@@ -333,7 +330,6 @@ def wrap(
     device_class: str | None = None,
     save_less: bool = False,
     base: str | None = None,
-    compile: bool | None = None,
     strict: bool = False,
 ) -> torch.nn.Module:
     """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
@@ -356,16 +352,13 @@ def wrap(
         base: "fp32_fast", "tf32", "bf16" or "fp16": run the operators that torch.autocast lowers in it, where
             nothing lower is asked for. Inside a torch.autocast of that type the model may be called; qsync
             decides the casts there too.
-        compile: let Inductor compile what stands between the products (norms, activations, residual sums),
-            where that is faster here: each is timed at the first call. Without it as the plan was made, and
-            not without a plan.
         strict: run operators in the one precision though they are slower there.
 
     Returns:
         The model.
 
     Raises:
-        MismatchError: the plan is of another model, has no such class, or was made with another `compile`.
+        MismatchError: the plan is of another model, or has no such class.
         UnsupportedError: the device does not have a precision, or the model is in DataParallel, FSDP or
             TorchScript.
 
@@ -374,7 +367,7 @@ def wrap(
         >>> model = qsync.wrap(model, "bf16", save_less=True)
         >>> model = qsync.wrap(model, base="bf16")
     """
-    return _take_over(model, Wrapping.of(plan, device_class, save_less, base, compile, strict))
+    return _take_over(model, Wrapping.of(plan, device_class, save_less, base, strict))
 
 
 def wrap_as(
@@ -445,7 +438,6 @@ _measuring: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKe
 def running(
     model: torch.nn.Module,
     loss: Callable[[], torch.Tensor],
-    compile: bool = False,
     dynamic: bool | None = None,
     alone: bool = False,
 ) -> Iterator[Program]:
@@ -462,7 +454,7 @@ def running(
     before = planned_forward.programs.get(model)
     with undisturbed(model, loss), running_plain(model):
         first_call(model, loss)
-        program = planned_forward.attach(model, lambda graph: {}, compile_islands=compile, dynamic=dynamic)
+        program = planned_forward.attach(model, lambda graph: {}, dynamic=dynamic)
         try:
             _measuring[model] = program
             yield program

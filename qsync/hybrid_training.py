@@ -51,7 +51,7 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import Sized, profiles_under_levers
 from qsync.runtime.coverage import say_once
-from qsync.runtime.wrapping import check_plan_base, check_plan_compiled, swap_plan, wrapping_of
+from qsync.runtime.wrapping import check_plan_base, swap_plan, wrapping_of
 from qsync.tracing.held_state import undisturbed
 from qsync.tracing.tracer import autocast_type, without_autocast
 
@@ -84,7 +84,6 @@ def hybrid(
     log_steps: str | Path | None = None,
     report: str | Path | None = None,
     check: bool = False,
-    compile: bool | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
@@ -139,8 +138,6 @@ def hybrid(
         check: compare the first 20 steps of training with the prediction; where a class computes more than
             3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
             number of optimizer steps. Not with a `plan` or `levers`.
-        compile: let Inductor compile what stands between the products, where that is faster on a rank, and
-            profile and plan with that. Without it as the plan was made, and not without a plan.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`
             and their `other`). Where operators may save less, profiling takes twice as many steps.
 
@@ -181,7 +178,7 @@ def hybrid(
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none", "the base": base,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
-        "the training mode": model.training, "ddp": ddp, "check": check, "compile": compile,
+        "the training mode": model.training, "ddp": ddp, "check": check,
         "a report": report is not None,
         **_accelerate_facts(plan, options), **_option_facts(options),
         **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
@@ -201,12 +198,12 @@ def hybrid(
             progress = stack.enter_context(shown_on_rank_zero("qsync: planning"))
             profiling = ProfileOptions(
                 precisions, make_optimizer, loader, bucket_cap_mb, ddp_options, _may_save_less(options),
-                progress, bool(compile),
+                progress,
             )  # fmt: skip
             stack.enter_context(_in_training_mode(model))
             loss = agree_locally("reading the example batch", step.loss)
             # One trace serves all that is measured, and training after it.
-            measuring = api.running(model, loss, bool(compile), dynamic=False)
+            measuring = api.running(model, loss, dynamic=False)
             program = agree_locally("running the model", lambda: stack.enter_context(measuring))
             try:
                 plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
@@ -215,7 +212,6 @@ def hybrid(
     else:
         if base is not None:
             agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
-        agree_locally("checking the plan", lambda: check_plan_compiled(plan, compile))
         _log_warnings(plan)
     own = rank.device_class.name
     is_first = job.is_first_of(own)
@@ -272,10 +268,7 @@ def _check_options(
     check_not_parallel(model)
     _check_trained(model)
     if isinstance(model, torch._dynamo.OptimizedModule):
-        raise FormatError(
-            "the model is compiled; give the plain one, with compile=True for islands, or compile what "
-            "qsync.hybrid returns"
-        )
+        raise FormatError("the model is compiled; give the plain one, and compile what qsync.hybrid returns")
 
 
 def _check_trained(model: object) -> None:
@@ -453,7 +446,7 @@ def _profile_and_plan(
         "cap": profiling.bucket_cap_bytes,
         **({"loader": "given"} if profiling.loader is not None else {}),
         **{name: value for name, value in (profiling.ddp_options or {}).items() if isinstance(value, bool)},
-        **({"compile": True} if profiling.compile else {}), **named,
+        **named,
     })  # fmt: skip
     plan = cached_plan(folder)
     if plan is None:

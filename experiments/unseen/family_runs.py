@@ -85,9 +85,9 @@ def speeds(
 ) -> dict[str, Any]:  # fmt: skip
     """Time FP32 eager, torch.autocast, these modes and (if asked) every other peer in turns.
 
-    With `compiled` every mode once more with compiled islands, and once more under torch.compile. Of each
-    variant: seconds by round, and the bound by the roofline; on GPUs the bytes of a step's peak. Of each
-    mode: its FLOPs by precision. Each variant trains a copy of the model; the last ones go where memory ends.
+    With `compiled` every mode once more under torch.compile. Of each variant: seconds by round, and the bound
+    by the roofline; on GPUs the bytes of a step's peak. Of each mode: its FLOPs by precision. Each variant
+    trains a copy of the model; the last ones go where memory ends.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
     bench, case, wrapped = Bench(where, Peaks.from_json(peaks)), Case("", name, FP32), {}
@@ -97,9 +97,6 @@ def speeds(
         return training_step(wrapped[mode], batches)
 
     case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
-
-    def in_islands(mode: str) -> Callable[[], None]:
-        return training_step(qsync.wrap(copy.deepcopy(model), mode, compile=True), batches)
 
     def as_one(mode: str) -> Callable[[], None]:
         whole = qsync.wrap(copy.deepcopy(model), mode)
@@ -116,7 +113,6 @@ def speeds(
     }  # what all are compared with
     makers |= {mode: partial(in_mode, mode) for mode in modes}
     for mode in modes if compiled else ():
-        makers[f"{mode}, islands"] = partial(in_islands, mode)
         makers[f"{mode}, torch.compile"] = partial(as_one, mode)
     makers |= {peer.name: partial(peer_step, bench, peer, model, batches) for peer in others}
     for of, make in makers.items():

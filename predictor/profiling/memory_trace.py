@@ -113,17 +113,12 @@ def measure_residuals(
     """Take a step of each assignment, and return how its memory differs from the prediction.
 
     The model has run before, and its optimizer has stepped since it ran the assignment. Nothing is measured
-    on a GPU, of a model whose islands are compiled, inside a profiler of the user's, of a loss that calls the
-    model several times, and where steps run unlike operators.
+    on a GPU, inside a profiler of the user's, of a loss that calls the model several times, and where steps
+    run unlike operators.
     """
     graph, found = runner.graph, []
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-    if (
-        not on_cpu
-        or not graph.adjustable
-        or runner.compiles_islands
-        or torch._C._autograd._profiler_enabled()
-    ):
+    if not on_cpu or not graph.adjustable or torch._C._autograd._profiler_enabled():
         return MemoryResiduals()
     for choose in assignments:
         marks = TimeMarks(graph)

@@ -9,7 +9,6 @@ of the next node's result is. The cost of a timing hook, measured beforehand, is
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -20,9 +19,6 @@ from qsync.errors import not_called
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.clocks import Clock
 from qsync.records.profiles import Cost
-
-# Nodes with the part of one measured time that is each's.
-Shares = Sequence[tuple[Cast | Run, float]]
 
 
 @dataclass(slots=True)
@@ -67,9 +63,8 @@ class NodeTimer:
     clock: Clock
     hook_s: float = 0.0  # cost of a timing hook in backward: see `timing_hook_s`
     _begun: list[tuple[int, Any]] = field(default_factory=list)
-    # Each node, or the nodes of an island, with the instant of its end, and the instant at which the mark was
-    # taken.
-    _marks: list[tuple[Shares, Any, Any]] = field(default_factory=list)
+    # Each node with the instant of its end, and the instant at which the mark was taken.
+    _marks: list[tuple[Cast | Run, Any, Any]] = field(default_factory=list)
     _backward: list[tuple[int, Any]] = field(default_factory=list)
     _hooked: set[int] = field(default_factory=set)  # sequence numbers: a function kept keeps what it saved
     _start: Any = None
@@ -96,18 +91,6 @@ class NodeTimer:
         A checkpointed graph runs again in backward. The second run counts as backward of the node that needs
         it.
         """
-        self._mark(((node, 1.0),), result)
-
-    def seen_together(self, nodes: Sequence[tuple[Cast | Run, int]], results: Any) -> None:
-        """Mark the end of a compiled island. Its time is shared among its nodes by what each computes.
-
-        `nodes` come with numbers of elements.
-        """
-        total = sum(size for _, size in nodes)
-        trained = [result for result in results if result.grad_fn is not None]
-        self._mark([(node, size / total) for node, size in nodes], trained or results)
-
-    def _mark(self, shares: Shares, result: Any) -> None:
         if self._in_backward:
             return
         end = self.clock.now()
@@ -123,7 +106,7 @@ class NodeTimer:
                     self._backward.append((index, self.clock.now()))
 
             function.register_prehook(begins)
-        self._marks.append((shares, end, self.clock.now()))
+        self._marks.append((node, end, self.clock.now()))
 
     def loss_ready(self) -> None:
         """Mark the end of forward: call it between loss and backward."""
@@ -146,12 +129,11 @@ class NodeTimer:
         for (index, start), (_, stop) in pairwise(stamps):
             backward[index] += max(0.0, between(start, stop) - self.hook_s)
         nodes: dict[Any, tuple[Cast | Run, Cost]] = {}
-        for (shares, *_), f, b in zip(self._marks, forward, backward, strict=True):
-            for node, share in shares:
-                # A step that calls the model several times has the sum of them.
-                key = node.op if isinstance(node, Run) else node.profile_key
-                first, before = nodes.get(key, (node, Cost(0.0, 0.0)))
-                nodes[key] = (first, Cost(before.forward_s + share * f, before.backward_s + share * b))
+        for (node, *_), f, b in zip(self._marks, forward, backward, strict=True):
+            # A step that calls the model several times has the sum of them.
+            key = node.op if isinstance(node, Run) else node.profile_key
+            first, before = nodes.get(key, (node, Cost(0.0, 0.0)))
+            nodes[key] = (first, Cost(before.forward_s + f, before.backward_s + b))
         outside = Cost(between(self._marks[-1][2], self._loss), between(self._loss, stamps[0][1]))
         return StepTimes(list(nodes.values()), host, outside)
 

@@ -150,10 +150,6 @@ class Profiler:
     def _warm_up(self) -> list[float]:
         """Trace the model, compile every kernel, and return about how long each step of a round takes."""
         self._progress("profile, tracing")
-        if self._runner.compiles_islands:  # in the first step of each assignment, which says nothing
-            for step in self._round:
-                self._plain_step(step)
-                self._put_weights_back()
         tracing = self._timed_step(self._round[0])
         self._ran.clear()  # a model may change itself in its first call
         self._put_weights_back()
@@ -332,7 +328,6 @@ class Profiler:
             loading_s=self._loader.wait_s if self._loader else 0.0,
             model=self.graph.model,
             batch=self.graph.batch_shapes,
-            compiled=self._runner.compiles_islands,
             held_down=tuple(dict.fromkeys(filter(None, self._held_down))),
             launches=self._launches.profile(device_class, self.graph) if self._launches else None,
             memory_residuals=self._memory_residuals,

@@ -19,8 +19,6 @@ Choose = Callable[[OpGraph], Mapping[str, Precision]]
 class Runner(Protocol):
     """A model that runs the assignment it was given last: see qsync.runtime.program.Program."""
 
-    compiles_islands: bool  # what stands between products
-
     def choose(
         self, choose: Choose, observer: Any = None, saving_less: Callable[[OpGraph], Any] | None = None
     ) -> None:

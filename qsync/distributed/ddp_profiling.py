@@ -64,7 +64,7 @@ class ProfileOptions:
     loader of this rank's training loop: before every step a batch is fetched from it, timed and not used.
     `ddp_options` are DDP's arguments in steps of the job.
     With `save_less` following operators are also timed in their forms that save less for backward, which
-    takes twice as many steps. With `compile` islands between products run compiled where that is faster.
+    takes twice as many steps.
     A plan's `base` is profiled even where it is not worth choosing. Planning began at `began_s`
     (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times.
     """
@@ -76,7 +76,6 @@ class ProfileOptions:
     ddp_options: Mapping[str, Any] | None = None
     save_less: bool = False
     progress: job.Progress = job.silent
-    compile: bool = False
     base: Precision | None = None
     began_s: float = field(default_factory=time.perf_counter)
     briefly: bool = False
@@ -152,7 +151,7 @@ def _profile_together(
 ) -> tuple[Cluster, dict[str, Profile]]:
     """Return cluster and profiles of all classes, with the exchange as it is in steps of the job."""
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
-    running = api.running(step.model, step.loss(), options.compile, dynamic=False)
+    running = api.running(step.model, step.loss(), dynamic=False)
     with undrawn(options.loader), running as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(-math.inf if options.briefly else options.until_s(profiler.step_s))

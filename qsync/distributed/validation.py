@@ -53,7 +53,6 @@ def validate(
     progress: job.Progress = job.silent,
     loader: Iterable[Any] | None = None,
     plans: Plans | None = None,
-    compile: bool = False,
 ) -> tuple[Validation, Basis]:
     """Run random plans on every rank of this job; return by how much replay misses each, and why.
 
@@ -77,7 +76,6 @@ def validate(
         progress: is called with what is being done now.
         loader: what this rank's loop takes its batches from: one before every step, which is only timed.
         plans: name -> class -> assignment, the same on every rank; run in place of random ones.
-        compile: profile and run the model as `qsync.wrap(..., compile=True)` does.
 
     Returns:
         The comparison of every plan, and the basis (graph, cluster, profiles) that was measured between
@@ -102,16 +100,13 @@ def validate(
         raise CalibrationError("plans names no plan; leave it out for random ones")
     job.join_job(device_of(model))
     facts = {"the validation's seed": seed, "its number of plans": num_plans, "its plans": _digest(plans)}
-    facts["compile"] = compile
     job.check_models(model, facts)
     job.check_options(emulated_share, device_class, bucket_cap_mb)
     rank = job.detect_rank(model, emulated_share, device_class)
     step = job.TrainingStep(model, example_batch, loss_fn)
     graph = job.form_graph(step)
     batches = endless(loader) if loader is not None else None
-    options = ProfileOptions(
-        precisions, make_optimizer, batches, bucket_cap_mb, progress=progress, compile=compile
-    )
+    options = ProfileOptions(precisions, make_optimizer, batches, bucket_cap_mb, progress=progress)
     runner = PlanRunner(step, rank, options)
     cluster = job.form_cluster(rank, progress, rounds=1)[0]
     own = rank.device_class.name

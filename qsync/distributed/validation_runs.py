@@ -61,7 +61,7 @@ class PlanRunner:
     def __init__(self, step: job.TrainingStep, rank: job.Rank, options: ProfileOptions) -> None:
         self._rank, self._progress = rank, options.progress
         self._batches = iter(options.loader) if options.loader is not None else None
-        self._program = planned_forward.attach(step.model, lambda graph: {}, compile_islands=options.compile)
+        self._program = planned_forward.attach(step.model, lambda graph: {})
         self._profiler = DdpProfiler(self._program, step, rank, options)
         self._model = self._profiler.model
         if job.world_size() > 1 and not self._profiler.in_ddp:

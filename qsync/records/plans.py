@@ -85,7 +85,6 @@ class Plan(FileRecord):
     together: tuple[tuple[str, ...], ...] = ()  # patterns of operators that were to run alike
     base: Precision = Precision.FP32  # against which it was planned: see qsync.records.base
     batch: tuple[tuple[Count, ...], ...] = ()  # the shapes of a rank's batch that it was planned for
-    compiled: bool = False  # it was made from profiles taken with compile=True, and runs so
     kept_base: str = ""  # why nothing is lowered though lowering was predicted to save time
     warnings: tuple[str, ...] = ()  # reasons to doubt it, found when it was made
 

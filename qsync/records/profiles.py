@@ -88,14 +88,13 @@ class Profile(FileRecord):
 
     `refused` maps operator -> precision -> why the device did not serve it in one that was to be measured.
 
-    `compiled`: it was taken with compile=True, and prices what runs so. `held_down`: why the device ran below
-    its own clock while it was taken (heat).
+    `held_down`: why the device ran below its own clock while it was taken (heat).
 
     `launches` prices the launches of the kernels, which the host makes while the device runs earlier ones (a
     GPU): the same costs, in seconds of the host. None where a call returns when its work is done.
 
     `memory_residuals` are bytes of steps as measured beyond those that the memory model predicts; none on
-    GPUs, for compiled models, and for losses that call the model several times.
+    GPUs, and for losses that call the model several times.
 
     `setting` is what it was carried over to where a plan uses levers (`replayer.levers.apply`). It is in no
     file.
@@ -132,7 +131,6 @@ class Profile(FileRecord):
     model: str = ""
     batch: tuple[tuple[Count, ...], ...] = ()
     setting: CarriedTo | None = field(default=None, metadata=NOT_IN_FILES)
-    compiled: bool = False
     switch_s: Mapping[str, Cost] = field(default_factory=dict)
     held_down: tuple[str, ...] = ()
     launches: Profile | None = None
@@ -294,14 +292,8 @@ def _with_tables(value: Any, where: str) -> dict[str, Any]:
 def check_versions(profiles: Mapping[str, Profile]) -> None:
     """Raise MismatchError unless all profiles have one version of torch and this one of qsync.
 
-    Patch releases count as equal. All are taken with `compile`, or none.
+    Patch releases count as equal.
     """
-    ways = {profile.compiled: name for name, profile in profiles.items()}
-    if len(ways) > 1:
-        raise MismatchError(
-            f"the profile of {ways[True]} was taken with compile=True, that of {ways[False]} without; "
-            "measure one of them again"
-        )
     for what in ("torch", "qsync"):
         known: dict[str, str] = {}
         for name, profile in profiles.items():

@@ -9,7 +9,6 @@
 `rewriting`                 the FX pass: one call per node of the lowered graph
 `memory_order`              where a rewritten graph lays elements out as they were traced
 `node_calls`                what its nodes call besides torch: casts, kernels, reports
-`islands`                   what stands between products, compiled where that is faster
 `operator_timing`           which precision is fastest for each operator, where no profile says so
 `weight_cache`              weights are cast once per optimizer step on CPUs
 `activation_recomputation`  modules compute forward again in backward

@@ -54,9 +54,7 @@ class Observer(Protocol):
 
     An observer with a method `taken(op, index, operand)` also sees each operand of an adjustable operator
     that is about to run in FP32. The operator gets the value that the method returns. An observer with
-    `only_times` keeps no tensors: it is shown no operands, and what would be written over still is. Islands
-    are compiled for an observer with a method `seen_together(nodes, results)`, which sees a compiled island's
-    nodes, each with the number of elements that it computes.
+    `only_times` keeps no tensors: it is shown no operands, and what would be written over still is.
     """
 
     def began(self) -> None:

@@ -30,7 +30,6 @@ from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import Precision
 from qsync.runtime.choosers import Chooser, SavingChooser, candidates, kept, saving, unsupported
 from qsync.runtime.coverage import warn_once
-from qsync.runtime.islands import check_inductor, keep_saved_tensors
 from qsync.runtime.node_calls import Observer
 from qsync.runtime.operator_timing import fastest_precisions
 from qsync.runtime.python_stack import with_room
@@ -92,8 +91,6 @@ class _Placed:
         self.only_times = getattr(observer, "only_times", False)
         if hasattr(observer, "taken"):
             self.taken = self._placed_taken  # an observer without this method is not shown operands
-        if hasattr(observer, "seen_together"):
-            self.seen_together = self._placed_together
 
     def began(self) -> None:
         """Note that a traced graph is about to run."""
@@ -102,10 +99,6 @@ class _Placed:
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
         """Show a node under its name in the joined graph."""
         self._observer.seen(self._renamed(node), result, operands)
-
-    def _placed_together(self, nodes: Iterable[tuple[Cast | Run, int]], results: Any) -> None:
-        placed = [(self._renamed(node), size) for node, size in nodes]
-        self._observer.seen_together(placed, results)  # type: ignore[attr-defined]
 
     def _renamed(self, node: Cast | Run) -> Cast | Run:
         names = self._program.names
@@ -129,17 +122,12 @@ class Program:
         report: Callable[[Program, bool], None] | None = None,
         base: Precision | None = None,
         is_part: bool = False,
-        compile_islands: bool = False,
         strict: bool = True,
         dynamic: bool | None = None,
         as_torch: bool = False,
         carries_16bit: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
-        self.compiles_islands = compile_islands
-        if compile_islands:
-            check_inductor()
-            keep_saved_tensors()
         self.dynamic = dynamic  # as in torch.compile: False traces every shape by itself
         self._strict = strict  # else an operator runs in the fastest precision from the chosen one up
         self._carries_16bit = carries_16bit  # where the device does; False: as the plan was priced
@@ -246,8 +234,8 @@ class Program:
         if self._ran and other._check is not None:
             other._check(self.graph, self._chosen_by_data())
         self._check, self._report, self._base = other._check, other._report, other._base
-        self.compiles_islands, self.dynamic = other.compiles_islands, other.dynamic
         self._as_torch, self._carries_16bit = other._as_torch, other._carries_16bit
+        self.dynamic = other.dynamic
         self._num_reported = -1
         self.choose(other._choose, saving_less=other._saving_less, strict=other._strict)
 
@@ -468,7 +456,7 @@ class Program:
 
     def _rewrite(self, segment: Segment, lowered: LoweredGraph) -> torch.fx.GraphModule:
         observer = _Placed(self._observer, self) if self._observer is not None else None
-        run = rewrite(segment, lowered, self.kernels, observer, self.compiles_islands)
+        run = rewrite(segment, lowered, self.kernels, observer)
         self._copies += copies_of(run)
         return run
 

@@ -31,7 +31,6 @@ from qsync.lowering.cast_rules import runs_as_traced
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED, REPLACED, Cast, LoweredGraph, Run
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import Precision, is_encoded
-from qsync.runtime.islands import PURE, REPORTS, form_islands, note_conversion, pure_kind
 from qsync.runtime.memory_order import (
     asks_for_order,
     by_rows,
@@ -72,15 +71,13 @@ def rewrite(
     lowered: LoweredGraph,
     kernels: KernelTable,
     observer: Observer | None = None,
-    compile_islands: bool = False,
 ) -> torch.fx.GraphModule:
     """Build a GraphModule that computes the segment as the lowered graph says.
 
     `lowered` is the lowering of the segment's own operators. With an observer each node reports after it ran;
-    the numbers are the same. With `compile_islands` what stands between products is compiled (see `islands`).
+    the numbers are the same.
     """
-    compile_islands &= observer is None or hasattr(observer, "seen_together")
-    return _Rewriter(lowered, kernels, observer, compile_islands).module(segment)
+    return _Rewriter(lowered, kernels, observer).module(segment)
 
 
 def needs_kernel(op: Op, precision: Precision) -> bool:
@@ -102,11 +99,9 @@ def is_norm_of_one_type(op: Op, run: Run, node: torch.fx.Node) -> bool:
 
 
 class _Rewriter:
-    def __init__(
-        self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None, compile_islands: bool
-    ) -> None:
+    def __init__(self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None) -> None:
         self._graph: OpGraph = lowered.graph
-        self._kernels, self._observer, self._compile_islands = kernels, observer, compile_islands
+        self._kernels, self._observer = kernels, observer
         self._watched = hasattr(observer, "taken")
         self._only_times = getattr(observer, "only_times", False)
         self._ops = {op.name: op for op in lowered.graph.ops}
@@ -168,15 +163,10 @@ class _Rewriter:
             if value is not None:
                 self._node_of[value, self._carried[value]] = new[node]
             if name is not None:
-                computed = self._ops[name].num_elements * (self._ops[name].kind != "view")
-                operands = self._operands_of(name)
-                new[node] = self._report(module, self._runs[name], new[node], operands, computed)
+                new[node] = self._report(module, self._runs[name], new[node], self._operands_of(name))
                 self._node_of[name, self._carried[name]] = new[node]
                 for cast in self._after.get(name, ()):
                     self._emit_cast(module, cast)
-        # A write keeps its place only among calls that keep theirs.
-        if self._compile_islands and not segment.written:
-            form_islands(module, self._observer)
         _write_over(module.graph)
         module.graph.lint()
         module.recompile()
@@ -257,17 +247,12 @@ class _Rewriter:
             node = _call(module, f"cast_{cast.target}", call, (source,), {})
         if outside is not None:
             module.graph.call_function(_exit_inference_mode, (outside,))
-        else:
-            note_conversion(node, source, cast.target)
-        node = self._report(module, cast, node, [source], cast.num_elements)
-        self._node_of[cast.value, cast.target] = node
+        self._node_of[cast.value, cast.target] = self._report(module, cast, node, [source])
 
     def _is_replaced(self, op: Op, run: Run) -> bool:
         """Return whether a kernel of lowered graphs stands in for the traced call."""
         if op.kind in REPLACED:
             return not run.as_traced
-        if self._compile_islands and op.role != "adjustable":
-            return False  # Inductor compiles it with its neighbours
         return run.mode == Precision.BF16 and op.dtype != "bf16" and op.kind in self._kernels.replaced_in_bf16
 
     def _emit_run(
@@ -322,8 +307,6 @@ class _Rewriter:
                 call = module.graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
                 spell_as_reshape(call)
             call.meta = dict(node.meta)
-            if self._compile_islands and (kind := pure_kind(op, node)):
-                call.meta[PURE] = kind
             return call
         product = KernelCall(self._kernels, op.kind, run, target)
         return _call(module, f"{op.kind}_{run.mode}", product, args, kwargs)
@@ -394,19 +377,18 @@ class _Rewriter:
         ran: Cast | Run,
         result: torch.fx.Node,
         operands: list[torch.fx.Node],
-        num_elements: int,
     ) -> torch.fx.Node:
         """Show the observer, if there is one, a node that has run; return what stands for its result."""
         if self._observer is None:
             return result
         report = Report(self._observer, ran)
-        if self._only_times and not self._compile_islands:  # a report is a part of its island
+        if self._only_times:
             _call(module, _TIMED, report, (result,), {})  # beside the graph, which runs as if nobody looked
             return result
         # What crosses the border of a checkpointed graph is a node of the other graph.
-        shown = [node for node in operands if node.graph is module.graph and not self._only_times]
+        shown = [node for node in operands if node.graph is module.graph]
         node = _call(module, "report", report, (result, *shown), {})
-        node.meta = {**result.meta, REPORTS: (ran, num_elements)}
+        node.meta = dict(result.meta)
         return node
 
 

@@ -20,7 +20,7 @@ from qsync.records.base import BASES, bases_of, check_base, is_below, is_lowered
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
-from qsync.runtime import coverage, islands
+from qsync.runtime import coverage
 from qsync.runtime.choosers import Chooser, at_base, following, saving, uniform
 from qsync.runtime.coverage import Coverage, listed
 from qsync.runtime.planned_forward import PlannedForward, programs, take_over
@@ -45,7 +45,6 @@ class Wrapping:
     base: Precision
     speaks: bool = field(default_factory=is_rank_zero)
     path: str | None = None  # of the module, in a model whose blocks are sharded; the model's own is empty
-    compile: bool = False  # what stands between products: see `islands`
     strict: bool = False
     fits: bool = False  # the plan was made of this model, whose first call may take another branch
 
@@ -56,30 +55,18 @@ class Wrapping:
         device_class: str | None,
         save_less: bool,
         base: str | None = None,
-        compile: bool | None = None,
         strict: bool = False,
     ) -> Wrapping:
         """Read the arguments of `qsync.wrap`."""
-        if compile not in (None, True, False):
-            raise FormatError(f"compile must be True or False, found {shortened(compile)}; give one of these")
-        if isinstance(plan, Plan):
-            check_plan_compiled(plan, compile)
-            compile = plan.compiled
-        return replace(cls._of(plan, device_class, save_less, base), compile=bool(compile), strict=strict)
-
-    @classmethod
-    def _of(
-        cls, plan: Plan | str | None, device_class: str | None, save_less: bool, base: str | None
-    ) -> Wrapping:
         own_base = parse_base(base) if base is not None else None
         if plan is None and own_base is not None:
-            return cls(None, None, device_class or "", save_less, own_base)
+            return cls(None, None, device_class or "", save_less, own_base, strict=strict)
         if isinstance(plan, str):
             precision = Precision.parse(plan)
             if own_base is not None and precision != own_base and not is_below(precision, own_base):
                 raise FormatError(f"{precision} is not below the base {own_base}; leave one of them out")
             own_base = own_base or (precision if precision in BASES else Precision.FP32)
-            return cls(precision, None, device_class or "", save_less, own_base)
+            return cls(precision, None, device_class or "", save_less, own_base, strict=strict)
         if not isinstance(plan, Plan):
             raise FormatError(
                 f"plan must be a qsync.Plan or the name of a precision, found {shortened(plan)}; load one "
@@ -94,7 +81,7 @@ class Wrapping:
         plan[device_class]  # raises MismatchError for a class that it does not have
         if own_base is not None:
             check_plan_base(plan, own_base)
-        return cls(None, plan, device_class, save_less, plan.base)
+        return cls(None, plan, device_class, save_less, plan.base, strict=strict)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Wrapping:
@@ -124,7 +111,7 @@ class Wrapping:
     @property
     def as_torch(self) -> bool:
         """Return whether a plan lowers nothing on this class, which then runs as torch runs it."""
-        if self.plan is None or self.save_less or self.compile or self.recomputed:
+        if self.plan is None or self.save_less or self.recomputed:
             return False
         planned = self.plan[self.device_class]
         return not planned.saving_less and set(planned.assignment.values()) <= {Precision.FP32}
@@ -152,7 +139,7 @@ class Wrapping:
         """Make the program of a model: the wrapped one, or a copy of it."""
         self.check(model)
         report = self._report if self.speaks else None
-        make = partial(Program, model, base=self.base, compile_islands=self.compile)
+        make = partial(Program, model, base=self.base)
         if self.plan is None:
             less, strict = saving(["*"] if self.save_less else ()), self.strict or self.precision is None
             return make(choose=self._choice(model), saving_less=less, report=report, strict=strict)
@@ -248,8 +235,6 @@ class Wrapping:
         products = coverage.products(program.lowered, self._asked, program.why_not)
         outside = coverage.layers_outside(program.model, program.graph) if program.broken else []
         notes = [self._emulation(program)] if not any(product.is_lowered for product in products) else []
-        if program.compiles_islands:
-            notes.append(islands.sentence(program.rewritten))
         if program.skipped:
             notes.append(f"of code that torch.compile gives up only layers are lowered: {program.skipped}")
         if outside:
@@ -309,15 +294,6 @@ def check_plan_base(plan: Plan, base: Precision) -> None:
     if base != plan.base:
         raise MismatchError(
             f"the plan was made above {plan.base}, not {base}; leave base out, or plan again with it"
-        )
-
-
-def check_plan_compiled(plan: Plan, compile: bool | None) -> None:
-    """Raise MismatchError where islands are to be compiled otherwise than the plan's profiles were taken."""
-    if compile is not None and compile != plan.compiled:
-        raise MismatchError(
-            f"the plan was made from profiles with compile={plan.compiled}, and would take another time with "
-            f"compile={compile}; leave compile out, or plan again"
         )
 
 

@@ -155,17 +155,15 @@ def test_times_at_which_nothing_is_seen_have_the_bytes_of_the_time_before():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("why", ["profiler", "several calls", "compiled"])
+@pytest.mark.parametrize("why", ["profiler", "several calls"])
 def test_a_step_that_cannot_be_traced_has_no_residuals(why):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8)
     options = {"precisions": ["fp32"], "seconds": 0.1, "rounds": 1}
     if why == "profiler":
         with torch.profiler.profile(activities=[ProfilerActivity.CPU]):
             found = qsync.profile(model, x, loss, **options)
-    elif why == "several calls":
-        found = qsync.profile(model, x, lambda m, x: loss(m, x) + loss(m, x), **options)
     else:
-        found = qsync.profile(model, x, loss, **options, compile=True)
+        found = qsync.profile(model, x, lambda m, x: loss(m, x) + loss(m, x), **options)
     assert not found.memory_residuals and found.ops
 
 
