@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,6 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
-from qsync.replayer.explanation.comparison import percentile
 from qsync.replayer.simulate import simulate_step
 from qsync.replayer.synchronous_step import step_time
 
@@ -85,3 +84,9 @@ def vary(
 def _latest(u: float, count: int) -> float:
     """Return the largest of `count` standard normal values, from a uniform value in (0, 1]."""
     return statistics.NormalDist().inv_cdf(min(u ** (1.0 / count), 1.0 - 2.0**-53))
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """Return the value that `part` of all values do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, min(len(ordered) - 1, -(-int(1000 * part * len(ordered)) // 1000) - 1))]

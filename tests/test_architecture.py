@@ -181,11 +181,11 @@ def test_only_the_command_line_imports_experiments():
     assert {layer(m) for m in found} <= {"experiments", "commands"}
 
 
-def test_only_commands_that_run_experiments_import_them():
-    """Of the command line's, `demo` and `validate` alone: pictures and tables are the product's own."""
+def test_only_the_demo_s_command_imports_experiments():
+    """Pictures and tables are the product's own."""
     commands = [m for m in MODULES if m.startswith("qsync.commands")]
     found = {m for m in commands if any(i.startswith("qsync.experiments") for i in imports(m))}
-    assert found == {"qsync.commands.demo", "qsync.commands.validate"}
+    assert found == {"qsync.commands.demo"}
 
 
 def test_type_checkers_know_every_public_name():

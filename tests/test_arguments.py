@@ -12,7 +12,14 @@ from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
 import qsync
 from qsync.distributed.plan_cache import cache_folder
-from qsync.errors import CalibrationError, FormatError, MismatchError, TracingError, UnsupportedError
+from qsync.errors import (
+    CalibrationError,
+    FormatError,
+    MismatchError,
+    QSyncError,
+    TracingError,
+    UnsupportedError,
+)
 
 GRAPH, CLUSTER = mlp(3, width=32, rows=16), cluster_of()
 PROFILES = {name: profile_of(GRAPH, name, slow=s) for name, s in (("train", 1.0), ("infer", 1.4))}
@@ -195,3 +202,35 @@ def test_what_makes_no_optimizer_and_no_list_of_batches_is_refused():
     with pytest.raises(UnsupportedError, match="there is no indicator None"):
         qsync.sensitivity(layer, [ROWS], squared, indicator=None)
     assert qsync.sensitivity(layer, (ROWS for _ in range(1)), squared).omega
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"emulated_share": math.nan}, r"emulated_share must lie in \(0, 1\], found nan"),
+        ({"emulated_share": 0.0}, r"emulated_share must lie in \(0, 1\], found 0.0"),
+        ({"emulated_share": "x" * 5000}, r"emulated_share must lie in .*\(5000 characters\)"),
+        ({"device_class": ""}, "device_class must be a name, found ''"),
+        ({"device_class": 3}, "device_class must be a name, found 3"),
+        ({"bucket_cap_mb": math.nan}, "bucket_cap_mb must be positive, found nan"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb must be positive, found -1"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be positive, found '25'"),
+        ({"precisions": ["int7"]}, "unknown precision 'int7'"),
+    ],
+)
+def test_options_of_hybrid_of_another_kind(options, words):
+    with pytest.raises(QSyncError, match=words) as error:
+        qsync.hybrid(copy.deepcopy(LAYER), ROWS, squared, **options)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("options", [{"rounds": "3"}, {"rounds": 0}, {"seconds": math.nan}, {"seconds": "1"}])
+def test_numbers_of_profile_that_measure_nothing(options):
+    with pytest.raises(CalibrationError, match="must be .*at least"):
+        qsync.profile(LAYER, ROWS, squared, **options)
+
+
+@pytest.mark.parametrize("plan", [None, 3, {"a": "fp32"}, "int7"])
+def test_what_is_no_plan_is_not_run(plan):
+    with pytest.raises(FormatError, match="plan must be a qsync.Plan|unknown precision"):
+        qsync.wrap(LAYER, plan)

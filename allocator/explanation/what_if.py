@@ -18,7 +18,6 @@ from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.record_json import Record
 from qsync.replayer.communication import BUCKET_CAP_BYTES
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
-from qsync.replayer.explanation.comparison import kind_of
 from qsync.replayer.explanation.critical_path import find_critical_path
 from qsync.replayer.slowdown import slowed
 from qsync.replayer.synchronous_step import Exchange, step_time
@@ -155,7 +154,7 @@ def _by_kind(costs: ClassCosts) -> dict[str, tuple[FloatArray, FloatArray]]:
     for i, op in enumerate(lowering.graph.ops):
         casts = lowering.anchored_casts(i) + lowering.output_casts(i)
         nodes = [(f"{op.kind} {lowering.mode(i)}", costs.run(i))]
-        nodes += [(kind_of(cast, {}), costs.cast(cast)) for cast in casts]
+        nodes += [(f"cast {cast.source} to {cast.target}", costs.cast(cast)) for cast in casts]
         for kind, cost in nodes:
             if kind not in found:
                 found[kind] = np.zeros(len(lowering.graph.ops)), np.zeros(len(lowering.graph.ops))

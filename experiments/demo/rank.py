@@ -14,7 +14,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +167,7 @@ class Measuring:
         """Return the basis from all rounds so far."""
         here = machine(self.place.device)
         exchanged = median_measurement([exchanged for _, exchanged in self._links])
-        profile = ddp_profiling.with_toll(self._profiler.profile(here), exchanged)
-        profiles = ddp_profiling.first_of_each_class(agree("gathering profiles", profile.to_json))
-        cluster = replace(self._links[0][0], link=exchanged.link)
-        cluster, profiles = self._profiler.in_use(self._graph, profiles, cluster)
+        cluster, profiles = self._profiler.priced(self._graph, self._links[0][0], exchanged)
         alone, *_ = agree("gathering the profile of the fast rank alone", lambda: (
             self._alone.profile(ALONE, here).to_json() if self._alone else {}))  # fmt: skip
         profiles[ALONE] = Profile.from_json(alone)

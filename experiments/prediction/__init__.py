@@ -4,5 +4,5 @@
 `learned_costs`     learned costs against baselines
 `cost_baselines`    the baselines
 `limits`            import, planning, capture, replay, a wrapped step
-`validation_ranks`  the ranks that run random plans
+`random_plans`      random plans on real ranks, in turns with their profile
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,12 +39,12 @@ from qsync.experiments.harness import (
 from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.experiments.harness.pictures import axes_of, new_figure
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
-from qsync.experiments.prediction.validation_ranks import run_validation
+from qsync.experiments.prediction.random_plans import PlanRun, run_subject
 from qsync.experiments.workloads.subjects import NAMES
 from qsync.figures.style import SERIES_COLOURS, save_png
 from qsync.records.json_files import read_json
 from qsync.replayer import replay
-from qsync.replayer.explanation.comparison import Comparison, Validation, percentile
+from qsync.replayer.step_noise import percentile
 
 # By number of ranks, the limits of the median and of the 95th percentile of |error|.
 BARS = {1: (0.02, 0.05), 2: (0.03, 0.06)}
@@ -72,8 +72,8 @@ def main(
 
     def measure(name: str, num_ranks: int) -> dict[str, Any]:
         folder = out / f"{name}-{num_ranks}"
-        run_validation(name, num_ranks=num_ranks, num_plans=plans, turns=turns, seed=seed, out=folder)
-        return judge(name, num_ranks, folder)
+        runs = run_subject(name, num_ranks, folder, num_plans=plans, turns=turns, seed=seed)
+        return judge(name, num_ranks, folder, runs)
 
     chosen = itertools.product(model or NAMES, ranks or (1, 2))
     results = [experiment.piece(f"{name}-{num}", partial(measure, name, num)) for name, num in chosen]
@@ -83,9 +83,11 @@ def main(
     )  # fmt: skip
 
 
-def judge(name: str, num_ranks: int, folder: Path) -> dict[str, Any]:
-    """Return the errors of every method on one model's runs, as parts of the measured step."""
-    runs = Validation.load(folder / "validation.json").comparisons
+def judge(name: str, num_ranks: int, folder: Path, runs: Sequence[PlanRun]) -> dict[str, Any]:
+    """Return the errors of every method on one model's runs, as parts of the measured step.
+
+    `folder` holds the basis that was measured between them.
+    """
     graph = OpGraph.load(folder / "graph.json")
     cluster = Cluster.from_json(read_json(folder / "cluster.json"))
     profiles = {c.name: Profile.load(folder / f"profile-{c.name}.json") for c in cluster.classes}
@@ -95,13 +97,13 @@ def judge(name: str, num_ranks: int, folder: Path) -> dict[str, Any]:
         "model": name, "ranks": num_ranks,
         "predicted_s": [one.predicted_s for one in runs], "measured_s": [one.measured_s for one in runs],
         "errors": {method: [p[method] / step_s - 1.0 for step_s, p in predicted] for method in METHODS},
-        "inside_interval": sum(bool(one.inside) for one in runs) / len(runs),
+        "inside_interval": sum(one.is_inside for one in runs) / len(runs),
         "profile": {c: {key: getattr(p, key) for key in about} for c, p in profiles.items()},
     }  # fmt: skip
 
 
 def predictions(
-    graph: OpGraph, cluster: Cluster, profiles: Mapping[str, Profile], run: Comparison
+    graph: OpGraph, cluster: Cluster, profiles: Mapping[str, Profile], run: PlanRun
 ) -> dict[str, float]:
     """Return the seconds that each method predicts for a run."""
     plan = {c: {op: Precision(p) for op, p in of.items()} for c, of in run.assignments.items()}

@@ -18,7 +18,7 @@ from qsync.experiments.prediction.learned_costs import whole_steps
 from qsync.experiments.speedup.report import STEP_ERROR
 from qsync.experiments.speedup.ways import QSYNC
 from qsync.predictor.cost_model.model import spread
-from qsync.replayer.explanation.comparison import percentile
+from qsync.replayer.step_noise import percentile
 
 Figures = Mapping[str, Any]
 Row = Mapping[str, Any]  # ours, and the commits and the processor that it is of

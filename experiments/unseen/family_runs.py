@@ -24,8 +24,9 @@ from qsync import Cluster, OpGraph, Precision, Profile, api
 from qsync.backend import select
 from qsync.backend.devices.device_detection import detect_class
 from qsync.backend.precisions_that_pay import default_precisions, emulated_precisions
+from qsync.distributed import job
+from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.monitoring import liveness
-from qsync.distributed.validation import random_plans
 from qsync.errors import shortened
 from qsync.experiments.harness import peers
 from qsync.experiments.harness.emulated_profiles import GLOO, HERE
@@ -37,6 +38,7 @@ from qsync.experiments.kernels.cases import Bench, Case
 from qsync.experiments.kernels.roofline import SQUARE, Peaks, measure_peaks
 from qsync.experiments.kernels.whole_steps import least_times, peer_step, training_step
 from qsync.experiments.memory.memory_runs import Choice, Trained
+from qsync.experiments.prediction.random_plans import random_plans, run_plans
 from qsync.experiments.workloads.families import Batch, family_named
 from qsync.runtime import choosers, coverage, planned_forward
 from qsync.runtime.program import Program
@@ -212,19 +214,17 @@ def planned(
 def ranks(name: str, num_plans: int, seed: int, tiny: bool = False) -> dict[str, Any]:
     """Run random plans on two ranks; return by how much replay misses each, and what lies in its interval."""
     config = {"name": name, "num_plans": num_plans, "seed": seed, "tiny": tiny, "weak_share": 1.0}
-    found: dict[str, Any] = run_on_ranks(_validated, config, command="validate")
+    found: dict[str, Any] = run_on_ranks(_on_ranks, config, command="unseen")
     return found
 
 
-def _validated(config: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """Compare plans on one rank with their replay, as `qsync.validate` does."""
+def _on_ranks(config: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Compare plans on one rank with their replay."""
     model, batches = _begin(config["name"], config["tiny"], str(place.device))
     with liveness.start(_PATIENCE_S):
-        validation, _ = qsync.validate(model, batches[0], num_plans=config["num_plans"], seed=config["seed"])
-    return {
-        "errors": [one.error for one in validation.comparisons],
-        "inside": [one.inside for one in validation.comparisons],
-    }
+        step, rank = job.TrainingStep(model, batches[0]), job.detect_rank(model)
+        runs, _ = run_plans(step, rank, ProfileOptions(), config["num_plans"], seed=config["seed"])
+    return {"errors": [run.error for run in runs], "inside": [run.is_inside for run in runs]}
 
 
 class _OfBatch(nn.Module):

@@ -16,7 +16,7 @@ from qsync.experiments.harness.pictures import DASHED, axes_of, legend_below, ne
 from qsync.experiments.unseen.family_runs import AUTOCAST, FP32, MODES
 from qsync.experiments.workloads.families import FAMILIES, HELD_OUT, TRANSFORMER
 from qsync.figures.style import PRECISION_COLOURS, save_png
-from qsync.replayer.explanation.comparison import percentile
+from qsync.replayer.step_noise import percentile
 
 # Times as fast as torch.autocast; INT8 is promised of transformers, INT8 in all products of two nets as well.
 BF16_BAR, INT8_BARS = 0.99, {"int8": 1.1, "int8_all": 1.2}

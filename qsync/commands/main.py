@@ -1,7 +1,7 @@
 """The program `qsync`: its commands, its version and its errors.
 
 Every command takes --json. Bad input is one sentence on stderr and exit code 2, and nothing is written.
-Importing a command imports no torch: doctor, demo, learn, expand and validate import it when they run.
+Importing a command imports no torch: doctor, demo, learn and expand import it when they run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from qsync.commands import (
     plan,
     replay,
     report,
-    validate,
 )  # fmt: skip
 from qsync.errors import QSyncError, shortened
 from qsync.exit_signals import exit_on_signals
@@ -37,7 +36,7 @@ app = typer.Typer(
 )
 for command in (
     doctor.doctor, demo.demo, learn.learn, plan.plan, expand.expand, explain.explain, replay.replay,
-    report.report, validate.validate, diff.diff, checkpoint.checkpoint, lighthouse.lighthouse,
+    report.report, diff.diff, checkpoint.checkpoint, lighthouse.lighthouse,
     lighthouse.release,
 ):  # fmt: skip
     app.command()(command)

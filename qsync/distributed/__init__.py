@@ -11,6 +11,4 @@
 `plan_cache`          find and read a cached plan
 `gradient_weighting`  unequal batches: the gradient of the mean over all samples or tokens
 `length_sampler`      sequences for each rank, by predicted time
-`validation`          random plans, predicted against measured
-`validation_runs`     runs of plans in turns, for validation
 """

@@ -155,9 +155,7 @@ def _profile_together(
     with undrawn(options.loader), running as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(-math.inf if options.briefly else options.until_s(profiler.step_s))
-        profile = with_toll(profiler.profile(machine(rank.device)), link)
-        profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
-        cluster, profiles = profiler.in_use(graph, profiles, cluster)
+        cluster, profiles = profiler.priced(graph, cluster, link)
     group = profiler.group
     del profiler
     gc.collect()  # a DDP that is gone takes its hooks along
@@ -287,6 +285,25 @@ class DdpProfiler:
         found = replace(found, optimizer_bytes=found.optimizer_bytes + self._bucket_bytes)
         return replace(found, bucket_s_per_byte=0.0) if self.in_ddp else found
 
+    def priced(
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        link: LinkMeasurement,
+        drift: Sequence[float] | None = None,
+    ) -> tuple[Cluster, dict[str, Profile]]:
+        """Return the cluster with its link, and the profiles of all classes, as the steps so far say.
+
+        Both are the same on every rank. `drift` is as in `profile`.
+        """
+        own = self.profile(machine(self._rank.device), drift)
+        own = replace(own, reduce_s_per_call=link.toll_s_per_call, reduce_s_per_byte=link.toll_s_per_byte)
+        profiles: dict[str, Profile] = {}
+        for entry in agree("gathering profiles", own.to_json):
+            profile = Profile.from_json(entry)
+            profiles.setdefault(profile.device_class, profile)  # the first rank's stands for its class
+        return self.in_use(graph, profiles, replace(cluster, link=link.link))
+
     def in_use(
         self, graph: OpGraph, profiles: dict[str, Profile], cluster: Cluster
     ) -> tuple[Cluster, dict[str, Profile]]:
@@ -380,20 +397,6 @@ def _checked_loss(
         return found
 
     return checked
-
-
-def with_toll(profile: Profile, link: LinkMeasurement) -> Profile:
-    """Return the profile with the time that an all-reduce takes from its class's compute."""
-    return replace(profile, reduce_s_per_call=link.toll_s_per_call, reduce_s_per_byte=link.toll_s_per_byte)
-
-
-def first_of_each_class(found: Sequence[Mapping[str, Any]]) -> dict[str, Profile]:
-    """Return by class the profile of its first rank, from the profiles of all ranks (JSON) in rank order."""
-    profiles: dict[str, Profile] = {}
-    for entry in found:
-        profile = Profile.from_json(entry)
-        profiles.setdefault(profile.device_class, profile)
-    return profiles
 
 
 def mean_sensitivity(entries: Sequence[Mapping[str, Any]]) -> Sensitivity:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +119,85 @@ def test_an_optimizer_that_waits_takes_no_cpu_seconds():
 
     for phases in run(timer, step):
         assert (phases.optimizer_s, phases.optimizer_cpu_s) == pytest.approx((0.023, 0.003))
+
+
+def test_hooks_are_left_nowhere_and_what_others_step_is_no_step():
+    model = Slow(0.01)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, Slow()))
+    timer = PhaseTimer(model, model)
+
+    def step():
+        model(BATCH).sum().backward()
+        other.step()
+        optimizer.step()
+
+    assert len(run(timer, step)) == 2
+    step()
+    timer.settle()
+    assert len(timer.steps) == 2
+    assert not model._forward_pre_hooks and not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+class Batches(torch.utils.data.Dataset):
+    """Batches that take a known time, and that of a loader which they read from."""
+
+    def __init__(self, inner: torch.utils.data.DataLoader | None = None) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        CLOCK.sleep(0.005)
+        return next(iter(self.inner)) if self.inner else BATCH
+
+
+def test_what_a_loader_keeps_the_loop_waiting_is_loading_and_the_rest_is_host():
+    model = Slow(0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = torch.utils.data.DataLoader(Batches(), batch_size=None)
+    loader = torch.utils.data.DataLoader(Batches(inner), batch_size=None)
+    asked = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    timer = PhaseTimer(model, model)
+    for _ in range(2):  # epochs
+        for batch in loader:
+            ahead = threading.Thread(target=lambda: next(iter(inner)))  # keeps nobody waiting
+            ahead.start()
+            ahead.join()
+            with timer.fetching():  # what is no DataLoader
+                CLOCK.sleep(0.005)
+            model(batch).sum().backward()
+            next(iter(inner))  # after forward: not before the step
+            optimizer.step()
+    timer.settle()
+    assert len(timer.steps) == 5
+    for step in timer.steps:  # a fetch and its inner one count once
+        found = step.loading_s, step.host_s, step.compute_s, step.period_s
+        assert found == pytest.approx((0.015, 0.01, 0.01, 0.035))
+    timer.stop()
+    assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is asked
+
+
+def test_what_happens_before_the_model_inside_is_called_is_communication():
+    class Around(nn.Module):  # as DDP, which hands out buffers there
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            CLOCK.sleep(0.01)
+            return self.inside(x)
+
+    model = Around(Slow(0.02))
+    optimizer, timer = torch.optim.SGD(model.parameters(), lr=0.1), PhaseTimer(model, model.inside)
+
+    def step():
+        model(BATCH).sum().backward()
+        optimizer.step()
+
+    for phases in run(timer, step):
+        assert (phases.blocked_s, phases.compute_s) == pytest.approx((0.01, 0.02))
+    assert not model._forward_pre_hooks and not model.inside._forward_pre_hooks
 
 
 def test_a_second_backward_after_one_forward_counts():

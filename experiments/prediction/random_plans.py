@@ -1,0 +1,264 @@
+"""Random plans on real ranks: the steps that replay predicts beside those that are measured.
+
+Measurements take turns, so that a drift of the machine falls on all of them alike. A turn measures the link
+and then, in a new random order, every step of the profile's round and a few steps of every plan. The drift of
+each rank is estimated from all its times together (qsync.predictor.profiling.machine_drift) and divided out
+of every time.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch.distributed as dist
+
+from qsync import Cluster, OpGraph, Precision, QSyncError, api
+from qsync.distributed import job
+from qsync.distributed.agreement import agree
+from qsync.distributed.data_parallel import in_ddp
+from qsync.distributed.ddp_profiling import DdpProfiler, ProfileOptions
+from qsync.distributed.monitoring import liveness
+from qsync.distributed.monitoring.step_phases import PhaseTimer
+from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
+from qsync.experiments.workloads import subjects
+from qsync.experiments.workloads.workload import make_optimizer
+from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
+from qsync.predictor.profiling.machine_drift import drift_factors
+from qsync.predictor.profiling.made_optimizer import made
+from qsync.progress import shown_on_rank_zero
+from qsync.records.kernel_support import unsupported_by_shape
+from qsync.records.plan_folder import Basis
+from qsync.records.precision import PRECISIONS_BY_KIND
+from qsync.records.profiles import Sensitivity
+from qsync.replayer import replay
+from qsync.replayer.explanation import phases
+from qsync.replayer.explanation.phases import Phases
+from qsync.runtime import choosers, planned_forward
+
+Assignment = Mapping[str, Precision]
+_STEPS = 3  # of a plan that count in one turn
+_WARM_UP_STEPS = 2  # the first after another assignment does not count, and the one before begins no period
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRun:
+    """A plan (class -> operator -> precision) that was replayed and run: seconds of its step."""
+
+    assignments: Mapping[str, Mapping[str, str]]
+    predicted_s: float
+    interval_s: Sequence[float] | None  # in which nine steps of ten are predicted
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Return (predicted - measured) / measured."""
+        return self.predicted_s / self.measured_s - 1.0
+
+    @property
+    def is_inside(self) -> bool:
+        """Return whether the measured step lies in the predicted interval."""
+        return self.interval_s is not None and self.interval_s[0] <= self.measured_s <= self.interval_s[1]
+
+
+def run_subject(
+    model: str, num_ranks: int, out: Path, *, num_plans: int, turns: int, seed: int = 0
+) -> list[PlanRun]:
+    """Run random plans of one of the experiments' models on ranks of this machine; write the basis to `out`.
+
+    Of two ranks the second has half of its core where the machine has no devices that differ. Raises
+    QSyncError for an unknown model, numbers that cannot be used, and when a rank failed.
+    """
+    subjects.subject(model, 1)
+    if num_ranks not in (1, 2):
+        raise QSyncError(f"--ranks must be 1 or 2, found {num_ranks}; more would share this machine's cores")
+    for name, value in (("--plans", num_plans), ("--turns", turns)):
+        if value < 1:
+            raise QSyncError(f"{name} must be at least 1, found {value}; give a whole number")
+    config = {
+        "model": model, "num_plans": num_plans, "turns": turns, "seed": seed, "weak_share": 0.5,
+        "out": str(out),
+    }  # fmt: skip
+    runs = run_on_ranks(run_on_rank, config, command="replay_error", num_ranks=num_ranks)
+    return [PlanRun(**run) for run in runs]
+
+
+def run_on_rank(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
+    """Run the plans of a subject on one rank, with all others."""
+    rank, chosen = dist.get_rank(), subjects.subject(config["model"])
+    inputs, targets = chosen.batch(0, 0, rank)
+    model = chosen.make_model(0).to(place.device)
+    step = job.TrainingStep(model, (inputs.to(place.device), targets.to(place.device)), chosen.loss)
+    with liveness.start(60.0), shown_on_rank_zero("qsync: running random plans") as progress:
+        own = job.detect_rank(model, place.measured_share(), FAST if rank == 0 else WEAK)
+        optimizer = make_optimizer(chosen.lr)
+        options = ProfileOptions(None, optimizer, None, BUCKET_CAP_MB, progress=progress)
+        runs, basis = run_plans(step, own, options, config["num_plans"], config["turns"], config["seed"])
+    if rank == 0:
+        basis.save(Path(config["out"]))
+    return [asdict(run) for run in runs]
+
+
+def run_plans(
+    step: job.TrainingStep,
+    rank: job.Rank,
+    options: ProfileOptions,
+    num_plans: int,
+    turns: int = 3,
+    seed: int = 0,
+) -> tuple[list[PlanRun], Basis]:
+    """Run random plans on all ranks, in turns with their profile; return both, the same on every rank.
+
+    It trains the model of the step.
+    """
+    graph = job.form_graph(step)
+    runner = _Runner(step, rank, options)
+    cluster = job.form_cluster(rank, options.progress, rounds=1)[0]
+    own = rank.device_class.name
+    everyone: list[Any] = agree("gathering precisions", lambda: [own, [str(p) for p in runner.precisions]])
+    usable = {name: [Precision(p) for p in texts] for name, texts in reversed(everyone)}
+    plans = random_plans(graph, cluster, usable, num_plans, seed)
+    for turn in range(turns):
+        runner.take_turn([plan[own] for plan in plans], random.Random(f"{seed} {turn}"))
+    basis, measured_s = runner.results(graph, cluster)
+    runs = []
+    for plan, seconds in zip(plans, measured_s, strict=True):
+        timeline = replay(
+            graph, plan, basis.profiles, basis.cluster, bucket_cap_bytes=options.bucket_cap_bytes
+        )
+        texts = {name: {op: str(p) for op, p in of.items()} for name, of in plan.items()}
+        runs.append(PlanRun(texts, timeline.step_s, timeline.interval_s, seconds))
+    return runs, basis
+
+
+def random_plans(
+    graph: OpGraph,
+    cluster: Cluster,
+    usable: Mapping[str, Sequence[Precision]],
+    num_plans: int,
+    seed: int = 0,
+) -> list[dict[str, Assignment]]:
+    """Draw assignments for every class, operator by operator; the same on every rank. Pure.
+
+    `usable` are the precisions of each class. They are drawn with weights that differ from plan to plan and
+    class to class, so that some plans lower little and some nearly everything.
+    """
+    draw = random.Random(seed)
+    plans = []
+    for _ in range(num_plans):
+        plan: dict[str, Assignment] = {}
+        for device_class in cluster.classes:
+            weights = {p: draw.random() for p in usable[device_class.name]}
+            assignment: dict[str, Precision] = {}
+            unsupported = unsupported_by_shape(graph, device_class.device)
+            for op in graph.adjustable:
+                without = unsupported.get(op.name, {})
+                able = [p for p in weights if p in PRECISIONS_BY_KIND[op.kind] and p not in without]
+                if able:
+                    assignment[op.name] = draw.choices(able, [weights[p] for p in able])[0]
+            plan[device_class.name] = assignment
+        plans.append(plan)
+    return plans
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One plan in one turn on one rank. `busy_s` is how long a step keeps this rank's device busy."""
+
+    plan: int
+    phases: Phases
+    busy_s: float
+    ended_at_s: float
+
+
+class _Runner:
+    """This rank's model, in DDP if there are others, with its profiler."""
+
+    def __init__(self, step: job.TrainingStep, rank: job.Rank, options: ProfileOptions) -> None:
+        self._rank, self._progress = rank, options.progress
+        self._program = planned_forward.attach(step.model, lambda graph: {})
+        self._profiler = DdpProfiler(self._program, step, rank, options)
+        model = self._profiler.model
+        if job.world_size() > 1 and not self._profiler.in_ddp:
+            model = in_ddp(step.model, options.bucket_cap_mb)
+        self._loss = replace(step, model=model).loss()
+        self._optimizer = made(options.make_optimizer, api.trained_parameters(step.model))
+        self._timer = PhaseTimer(model, step.model)
+        self._links: list[LinkMeasurement] = []
+        self._turns: list[_Turn] = []
+        self._steps(2)  # DDP rebuilds its buckets after the first step
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions that this rank is profiled in."""
+        return self._profiler.precisions
+
+    def take_turn(self, assignments: Sequence[Assignment], order: random.Random) -> None:
+        """Measure the link; then, in random order, run every plan and every step of the profile.
+
+        All ranks begin each run and each step together.
+        """
+        self._links.append(job.form_cluster(self._rank, self._progress, rounds=2)[1])
+        pieces = [(True, k) for k in range(self._profiler.num_choices)]
+        pieces += [(False, k) for k in range(len(assignments))]
+        order.shuffle(pieces)
+        for of_profile, k in pieces:
+            if of_profile:
+                self._profiler.measure(k)
+            else:
+                self._progress(f"plan {k + 1} of {len(assignments)}")
+                self._run(k, assignments[k])
+
+    def results(self, graph: OpGraph, cluster: Cluster) -> tuple[Basis, list[float]]:
+        """Return the basis from all turns, and the seconds of a step of every plan, without the drift.
+
+        A period is divided by the drift of the rank that the others waited for: the least blocked.
+        """
+        samples = self._profiler.profiler.samples()
+        samples += [(f"plan {turn.plan}", turn.busy_s, turn.ended_at_s) for turn in self._turns]
+        labels, seconds, ended_at_s = zip(*samples, strict=True)
+        factors = drift_factors(labels, seconds, ended_at_s)
+        of_profile, of_turns = factors[: -len(self._turns)], factors[-len(self._turns) :]
+        link = median_measurement(self._links)
+        cluster, profiles = self._profiler.priced(graph, cluster, link, of_profile)
+        own = [
+            (turn.plan, turn.phases.period_s, turn.phases.blocked_s, factor)
+            for turn, factor in zip(self._turns, of_turns, strict=True)
+        ]
+        periods_s: dict[int, list[list[float]]] = {}  # by plan, turn and rank
+        for ranks in zip(*agree("gathering steps", lambda: own), strict=True):
+            *_, factor = min(ranks, key=lambda one: one[2])
+            periods_s.setdefault(ranks[0][0], []).append([period_s / factor for _, period_s, _, _ in ranks])
+        measured_s = [
+            fmean(median(of_rank) for of_rank in zip(*turns, strict=True))
+            for _, turns in sorted(periods_s.items())
+        ]
+        return Basis(graph, cluster, profiles, Sensitivity(graph.hash, "none", {}, 1)), measured_s
+
+    def _run(self, k: int, assignment: Assignment) -> None:
+        self._program.choose(choosers.following(assignment))
+        if dist.is_initialized():
+            dist.barrier()
+        self._timer.restart()
+        self._steps(_WARM_UP_STEPS)
+        self._timer.settle()
+        self._timer.clear()
+        begun_s = time.thread_time()
+        self._steps(_STEPS)
+        busy_s = (time.thread_time() - begun_s) / _STEPS
+        self._timer.settle()
+        found = phases.mean(self._timer.steps)
+        if self._rank.device.type == "cuda":  # the host's CPU time says nothing of the GPU's
+            busy_s = found.compute_s
+        self._turns.append(_Turn(k, found, busy_s, time.perf_counter()))
+
+    def _steps(self, num: int) -> None:
+        for _ in range(num):
+            self._loss().backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+            self._optimizer.zero_grad()
