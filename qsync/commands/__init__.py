@@ -10,7 +10,6 @@
 `pareto`         `plan --pareto`: plans for several step times
 `expand`         grow a saved model
 `explain`        why a plan lowers what it lowers
-`why_slow`       `explain --critical-path`, `--help-most`, `--measured`
 `replay`         what a step under a plan takes
 `churn`          `replay --churn`: cards that leave and return
 `report`         a page about a plan

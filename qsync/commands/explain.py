@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,9 +73,7 @@ def explain(
         emulated = {c.name for c in found.cluster.classes if c.emulated_share is not None}
         precision_map.allocation(plan, found.graph, found.sensitivity, allocation, emulated=emulated)
     if critical_path or help_most is not None or measured is not None:
-        from qsync.commands.why_slow import why_slow
-
-        why_slow(parts, limits, critical_path, help_most, measured, as_json)
+        _explain_step(plan, found, limits, critical_path, help_most, measured, as_json)
         return
     unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
     reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)
@@ -109,6 +108,39 @@ def explain(
         console.print(tables.unsupported_table(unsupported, found.profiles))
     console.print(tables.memory_table(filled, found.profiles))
     print_lines(*tables.loading_lines(found.profiles))
+
+
+def _explain_step(
+    plan: Plan,
+    basis: Basis,
+    limits: Mapping[str, Any],
+    wants_path: bool,
+    most: int | None,
+    measured: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the critical path, the changes that help most, and the steps that a job logged."""
+    from qsync.allocator import what_ifs
+    from qsync.commands.loading import measured_beside_predicted
+    from qsync.replayer import find_critical_path
+
+    graph, profiles, cluster = basis.graph, basis.profiles, basis.cluster
+    path = find_critical_path(graph, plan, profiles, cluster, bucket_cap_bytes=plan.bucket_cap_bytes)
+    found = what_ifs(graph, plan, profiles, basis.sensitivity, cluster, **limits) if most is not None else []
+    logged = measured_beside_predicted(plan, basis, measured) if measured is not None else {}
+    if as_json:
+        body: dict[str, Any] = {"simulated": True}
+        body |= {"critical_path": path.to_json()} if wants_path else {}
+        body |= {"help_most": [one.to_json() for one in found[:most]]} if most is not None else {}
+        print_json(body | ({"measured": logged} if logged else {}))
+        return
+    if wants_path:
+        console.print(tables.path_table(path, profiles, {c.name: c.count for c in cluster.classes}))
+    if most is not None:
+        console.print(tables.what_ifs_table(found, profiles, path.step_s, most))
+    if logged:
+        console.print(tables.measured_table(logged))
+        print_lines(*tables.drift_lines(logged))
 
 
 def _fast_fp32(plan: Plan, found: Basis) -> dict[str, tuple[int, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from qsync.errors import FormatError, MismatchError
 from qsync.records.cluster import Cluster
@@ -109,3 +110,39 @@ def _measured(folder: Path) -> Profile:
             "any device first"
         )
     return next((profile for profile in real if profile.emulated_share is None), real[0])
+
+
+def measured_beside_predicted(plan: Plan, basis: Basis, folder: Path) -> dict[str, Any]:
+    """Return the phases of every rank of a logged job, measured and predicted, and what was slower."""
+    from qsync.replayer import replay
+    from qsync.replayer.explanation.measured_steps import MeasuredSteps, split
+    from qsync.replayer.explanation.phases import expected
+
+    logged = MeasuredSteps.load(folder)
+    for rank, (name, calls) in enumerate(zip(logged.classes, logged.calls, strict=True)):
+        if name not in plan.classes:
+            raise MismatchError(
+                f"rank {rank} of {folder} is of class {name!r}, which the plan lacks; give its plan"
+            )
+        planned = basis.graph.num_calls * plan.levers_of(name).passes
+        if calls != planned:
+            raise MismatchError(
+                f"rank {rank} of {folder} calls the model {calls} times a step, the plan {planned}; log such "
+                "steps as were profiled"
+            )
+    timeline = replay(
+        basis.graph, plan, basis.profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
+    )
+    phases = expected(timeline)
+    ranks = [
+        {
+            "rank": rank, "device_class": name, "measured": found,
+            "predicted": split(phases[name], timeline[name].exposed_s, timeline[name].wait_s),
+        }
+        for rank, (name, found) in enumerate(zip(logged.classes, logged.by_rank(), strict=True))
+    ]  # fmt: skip
+    slower = [f"steps {first} to {last}: {drift}" for first, last, drift in logged.drifts(phases)]
+    return {
+        "num_steps": len(logged.steps), "ranks": ranks, "slower": slower,
+        "slowdown": logged.slowdown(phases),
+    }  # fmt: skip

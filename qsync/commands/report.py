@@ -31,8 +31,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write one HTML page: precisions and why, the step, the trade, memory, and what was measured."""
-    from qsync.commands.loading import load_plan
-    from qsync.commands.why_slow import measured_beside_predicted
+    from qsync.commands.loading import load_plan, measured_beside_predicted
     from qsync.figures import page
 
     if not (folder / "plan.json").is_file():
@@ -41,14 +40,13 @@ def report(
         page.check_path(out, "--out")
     page.check_available()
     plan, at = load_plan(folder / "plan.json", basis, cluster, force=force)
-    parts = (at.graph, plan, at.profiles, at.sensitivity, at.cluster)
     demo = read_json(folder / "report.json") if (folder / "report.json").is_file() else {}
     if demo.get("plan") not in (None, digest(plan.to_json())):
         print_lines(f"{folder / 'report.json'} is of another plan than plan.json, and is left out")
         demo = {}
     found = page.Measured.of_demo(demo)
     if measured is not None:
-        found = replace(found, ranks=measured_beside_predicted(parts, measured)["ranks"])
+        found = replace(found, ranks=measured_beside_predicted(plan, at, measured)["ranks"])
     if accuracy is not None:
         found = replace(found, losses={**found.losses, **_accuracy(accuracy)})
     written = page.write(out or folder / "report.html", plan, at, found)

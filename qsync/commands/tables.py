@@ -1,7 +1,8 @@
-"""Tables and lines that commands print: plans, reasons, steps, memory, learned costs."""
+"""Tables and lines that commands print: plans, reasons, steps, what would help, memory, learned costs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # Intervals are of the median step of a run of so many seconds that follows the profile.
 RUN_S = 600.0
+
+_NUM_LARGEST = 3  # events that a row of the critical path names
 
 # Why a plan is not proved to be the best.
 _WHY_UNPROVED = {
@@ -85,6 +88,73 @@ def _next_lowering(found: Any) -> str:
         f"{', '.join(found.ops)} to {found.precision}\n"
         f"{found.variance:+.2e}, {-found.seconds * 1e3:.3g} ms less"
     )
+
+
+def path_table(path: Any, profiles: Mapping[str, Profile], counts: Mapping[str, int]) -> Table:
+    """Return a row per run of events of one class and phase: seconds, part of the step, largest events."""
+    table = Table(title=f"The critical path: what makes the step of {path.step_s * 1e3:.1f} ms (simulated)")
+    for heading in ("who", "phase", "takes", "of the step", "of it slowed", "largest"):
+        table.add_column(heading, justify="left" if heading in ("who", "phase", "largest") else "right")
+    for run in path.stretches():
+        name = run[0].device_class
+        ranks = f", any of {counts[name]}" if counts.get(name, 1) > 1 else ""
+        seconds, slowed_s = (sum(getattr(event, f) for event in run) for f in ("duration_s", "slowed_s"))
+        largest = sorted(run, key=lambda event: -event.duration_s)[:_NUM_LARGEST]
+        named = [
+            f"{event.name.removesuffix(', backward')} {event.duration_s * 1e3:.2f} ms" for event in largest
+        ]
+        more = [f"{len(run) - len(largest)} more"] if len(run) > len(largest) else []
+        table.add_row(
+            shown(name, profiles[name].origin) + ranks if name in profiles else name, run[0].phase,
+            f"{seconds * 1e3:.2f} ms", f"{seconds / path.step_s:.1%}",
+            f"{slowed_s * 1e3:.2f} ms" if slowed_s > 1e-9 else "-", "\n".join(named + more),
+        )  # fmt: skip
+    return table
+
+
+def what_ifs_table(found: Sequence[Any], profiles: Mapping[str, Profile], step_s: float, most: int) -> Table:
+    """Return a row per change, the most seconds won first; changes of like operators share a row."""
+    table = Table(title=f"What would shorten the step of {step_s * 1e3:.1f} ms (simulated)")
+    for heading in ("what", "class", "wins", "of the step", "adds variance"):
+        table.add_column(heading, justify="left" if heading in ("what", "class") else "right")
+    alike: dict[tuple[str, str | None], list[Any]] = {}
+    for one in found:
+        alike.setdefault((re.sub(r"\d+", "*", one.what), one.device_class), []).append(one)
+    for (_, name), those in list(alike.items())[:most]:
+        one = those[0]
+        too_large = f", {one.beyond_bytes / 2**20:.3g} MiB over the budget" if one.beyond_bytes else ""
+        more = f" (and {len(those) - 1} like it)" if len(those) > 1 else ""
+        table.add_row(
+            one.what + more + too_large, shown(name, profiles[name].origin) if name else "-",
+            f"{one.won_s * 1e3:.2f} ms", f"{one.won_s / step_s:.1%}",
+            f"{one.variance:+.2e}" if one.kind == "precision" else "-",
+        )  # fmt: skip
+    return table
+
+
+def measured_table(logged: Mapping[str, Any]) -> Table:
+    """Return a row per rank: medians of the logged steps, and the predictions."""
+    table = Table(title=f"Medians of {logged['num_steps']} logged steps, ms: measured (predicted)")
+    table.add_column("rank", no_wrap=True)
+    names = list(logged["ranks"][0]["measured"])
+    for name in (*names, "step"):
+        table.add_column(name.partition(" ")[0], justify="right", no_wrap=True)
+    for one in logged["ranks"]:
+        both = [(one["measured"][name], one["predicted"][name]) for name in names]
+        both.append((sum(m for m, _ in both), sum(p for _, p in both)))
+        table.add_row(
+            f"{one['rank']}, {one['device_class']}", *(f"{m * 1e3:.3g} ({p * 1e3:.3g})" for m, p in both)
+        )
+    return table
+
+
+def drift_lines(logged: Mapping[str, Any]) -> list[str]:
+    """Return which logged steps were slower than predicted, or that none were."""
+    if logged["slower"]:
+        return list(logged["slower"])
+    slowdown = logged["slowdown"]
+    slow = f" on machines {slowdown:.2f} times slower than when they were profiled, as all of these are"
+    return [f"No fifty steps in a row take a tenth longer than predicted{slow if slowdown >= 1.05 else ''}."]
 
 
 def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Profile]) -> Table:

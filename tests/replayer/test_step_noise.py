@@ -13,6 +13,7 @@ from qsync.allocator import allocate
 from qsync.errors import FormatError
 from qsync.records.cluster import Cluster, Link
 from qsync.replayer import all_reduce_s, cluster_all_reduce_s, replay, vary
+from qsync.replayer.step_noise import percentile
 
 GRAPH = mlp(4)
 PLAN = {"train": {}, "infer": {}}
@@ -100,3 +101,10 @@ def test_between_hosts_the_slower_link_counts_beside_the_one_within():
 def test_hosts_that_cannot_be_are_refused(change, match):
     with pytest.raises(FormatError, match=match):
         Cluster.from_json({**read(cluster_of()), **change})
+
+
+def test_percentiles_are_of_the_values():
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile(list(range(1, 101)), 0.95) == 95
+    assert percentile([7.0], 0.95) == 7.0
+    assert percentile(list(range(1, 2003)), 0.5) == 1001
