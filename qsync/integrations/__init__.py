@@ -3,7 +3,6 @@
 `transformers`        `QSyncTrainer`, and a mixin for other trainers
 `lightning`           `QSyncStrategy`
 `trainer_plans`       what both check of options and checkpoints
-`remembered_state`    planning leaves no trace in a user's objects
 `supported_versions`  the versions that these are tested with
 
 Accelerate needs none: `accelerator.prepare(qsync.hybrid(model, ...))`. Nor do FSDP2, peft and

@@ -20,7 +20,6 @@ from qsync.distributed.agreement import agree_locally, check_same
 from qsync.distributed.data_parallel import check_ddp_options, stated_options
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.hybrid_training import hybrid
-from qsync.integrations.remembered_state import unchanged
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
 from qsync.predictor.profiling.loader_wait import undrawn
@@ -86,7 +85,7 @@ class QSyncStrategy(DDPStrategy):
         check_same({f"the Trainer's {name}": getattr(trainer, name) for name in (
             "accumulate_grad_batches", "precision", "gradient_clip_val", "max_epochs", "max_steps",
         )})  # fmt: skip
-        with _without_effects(module):
+        with _without_logs(module):
             network, arguments = agree_locally("finding the network", lambda: self._arguments(module))
             hybrid(network, ddp=False, **arguments)
         if self._plan_before is not None:
@@ -249,22 +248,21 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 
 @contextmanager
-def _without_effects(module: pl.LightningModule) -> Iterator[None]:
-    """Let training_step leave nothing behind: no logs (no loop runs yet), no entries in lists, no metrics."""
+def _without_logs(module: pl.LightningModule) -> Iterator[None]:
+    """Let training_step log nothing: no loop runs yet."""
     names, trainer = ("log", "log_dict"), module._trainer
     loggers = trainer.loggers if trainer is not None else []
-    with unchanged(module.modules()):
+    for name in names:
+        object.__setattr__(module, name, lambda *_, **__: None)
+    if trainer is not None:
+        trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
         for name in names:
-            object.__setattr__(module, name, lambda *_, **__: None)
+            object.__delattr__(module, name)
         if trainer is not None:
-            trainer.loggers = [DummyLogger() for _ in loggers]
-        try:
-            yield
-        finally:
-            for name in names:
-                object.__delattr__(module, name)
-            if trainer is not None:
-                trainer.loggers = loggers
+            trainer.loggers = loggers
 
 
 QSyncStrategy.register_strategies(StrategyRegistry)

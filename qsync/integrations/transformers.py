@@ -21,7 +21,6 @@ from qsync.distributed.agreement import agree_locally, check_same
 from qsync.distributed.job import is_rank_zero
 from qsync.errors import FormatError, UnsupportedError
 from qsync.hybrid_training import hybrid
-from qsync.integrations.remembered_state import unchanged
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
 from qsync.records.plans import Plan
@@ -74,12 +73,11 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         agree_locally("checking the Trainer's arguments", self._check_arguments)
         check_same({f"the Trainer's {name}": getattr(self.args, name) for name in _SAME_ON_RANKS})
         model.train()
-        with unchanged([self], leave_out=("train_dataset", "eval_dataset")):  # its loss may log, and count
-            self.log = lambda *_, **__: None
-            try:
-                wrapped = hybrid(model, **self._arguments())
-            finally:
-                del self.log
+        self.log = lambda *_, **__: None  # its loss may log
+        try:
+            wrapped = hybrid(model, **self._arguments())
+        finally:
+            del self.log
         if wrapped is model:  # one process: Accelerate must not put torch.autocast around the plan
             setattr(model, "_is_accelerate_prepared", True)  # noqa: B010
             return model

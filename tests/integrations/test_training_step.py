@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -13,7 +15,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from qsync.errors import FormatError, UnsupportedError
-from qsync.integrations.lightning import _TrainingStep, _without_effects
+from qsync.integrations.lightning import _TrainingStep, _without_logs
 
 BATCH = (torch.randn(4, 8), torch.arange(4) % 3)
 
@@ -86,12 +88,20 @@ def test_a_training_step_that_needs_what_training_makes_is_refused_in_one_senten
         _TrainingStep(module).network(BATCH)
 
 
+class Meter:
+    """An object of the user's own."""
+
+    total = 0.0
+
+
 def test_planning_leaves_nothing_behind_in_a_module():
     class Noting(Holding):
         def __init__(self) -> None:
             super().__init__()
             self.accuracy, self.losses, self.steps = MulticlassAccuracy(num_classes=3), [1.0], 5
             self.seen, self.teacher = torch.zeros(2), nn.BatchNorm1d(3, affine=False)
+            self.by_name, self.last = {"loss": [1.0], "ends": (1, [2])}, deque([1], maxlen=2)
+            self.array, self.meter = np.zeros(2), Meter()
 
         def training_step(self, batch, index):
             logits = self.parts["net"](batch[0])
@@ -99,24 +109,32 @@ def test_planning_leaves_nothing_behind_in_a_module():
             self.losses.append(2.0)
             self.steps += 1
             self.seen += 1
+            self.by_name["loss"].append(2.0)
+            self.by_name["ends"][1].append(3)
+            self.last.extend([2, 3])
+            self.array += 1
+            self.meter.total, self.meter.made = self.meter.total + 1, 1
+            self.first_loss = 3.0
             self.teacher(logits.detach())
             return self.loss(logits, batch[1])
 
     module = Noting()
     losses = module.losses
-    with _without_effects(module):
+    with _without_logs(module):
         _TrainingStep(module).network(BATCH)
         assert len(losses) == 1 and module.steps == 5
     assert module.losses is losses and losses == [1.0] and module.steps == 5 and not module.seen.any()
     assert module.accuracy._update_count == 0 and "log" not in vars(module)
-    assert module.teacher.num_batches_tracked == 0
+    assert module.teacher.num_batches_tracked == 0 and not module.array.any()
+    assert module.by_name == {"loss": [1.0], "ends": (1, [2])} and module.last == deque([1])
+    assert not vars(module.meter) and not hasattr(module, "first_loss")
 
 
 def test_the_user_s_loggers_get_nothing_while_it_is_planned(tmp_path):
     module, logger = Holding(), CSVLogger(tmp_path)
     trainer = pl.Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False)
     module.trainer = trainer
-    with _without_effects(module):
+    with _without_logs(module):
         module.logger.log_metrics({"loss": 1.0})
         module.logger.experiment.add_scalar("loss", 1.0)
     assert trainer.loggers == [logger] and not logger.experiment.metrics
