@@ -6,13 +6,12 @@ processor. Rates count 2 operations per multiply-add; FP32's unit is FLOP/s, INT
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from qsync.backend.devices.kernel_timing import synchronize
+from qsync.backend.devices.kernel_timing import timings
 from qsync.backend.devices.onednn import has_onednn
 from qsync.backend.kernels.fp16_tf32 import product_tf32
 from qsync.backend.selection.kernel_candidates import device_precisions
@@ -133,11 +132,4 @@ def _convolution(device: torch.device, channels: int, type_name: str) -> tuple[f
 
 def _least_s(run: Callable[[], object]) -> float:
     run()
-    times: list[float] = []
-    while not times or (sum(times) < _TIMED_S and len(times) < _MAX_CALLS):
-        synchronize()
-        start = time.perf_counter()
-        run()
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(timings(run, _MAX_CALLS, _TIMED_S))

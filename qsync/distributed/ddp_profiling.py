@@ -38,7 +38,7 @@ from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.predictor.profiling.made_optimizer import MakeOptimizer
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
-from qsync.records.cluster import Cluster, DeviceClass
+from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
@@ -89,10 +89,6 @@ class ProfileOptions:
     def bucket_cap_bytes(self) -> int | None:
         """The size of DDP's buckets in bytes; None for DDP's own."""
         return int(self.bucket_cap_mb * 2**20) if self.bucket_cap_mb else None
-
-    def of_class(self, device_class: DeviceClass, model: torch.nn.Module) -> tuple[Precision, ...]:
-        """Return the precisions to profile on a class. Raises UnsupportedError for one that it lacks."""
-        return precisions_to_profile(device_class, model, self.precisions, self.base)
 
     def of_profiler(self, num_precisions: int) -> ProfilerOptions:
         """Return the part of these options that one rank's profiler takes."""
@@ -275,16 +271,6 @@ class DdpProfiler:
             self.measure(k)
             k = (k + 1) % self.num_choices
 
-    def profile(self, machine: Mapping[str, object], drift: Sequence[float] | None = None) -> Profile:
-        """Return this rank's profile. Through DDP, copies to buckets are in the operators' backward times.
-
-        `drift` is the factor by which the machine was slow at each sample, if the caller knows it.
-        """
-        own = self._rank.device_class
-        found = self.profiler.profile(own.name, machine, own.emulated_share, drift)
-        found = replace(found, optimizer_bytes=found.optimizer_bytes + self._bucket_bytes)
-        return replace(found, bucket_s_per_byte=0.0) if self.in_ddp else found
-
     def priced(
         self,
         graph: OpGraph,
@@ -294,12 +280,20 @@ class DdpProfiler:
     ) -> tuple[Cluster, dict[str, Profile]]:
         """Return the cluster with its link, and the profiles of all classes, as the steps so far say.
 
-        Both are the same on every rank. `drift` is as in `profile`.
+        Both are the same on every rank. `drift` is the factor by which the machine was slow at each sample,
+        if the caller knows it. Through DDP, copies to buckets are in the operators' backward times.
         """
-        own = self.profile(machine(self._rank.device), drift)
-        own = replace(own, reduce_s_per_call=link.toll_s_per_call, reduce_s_per_byte=link.toll_s_per_byte)
+        own = self._rank.device_class
+        found = self.profiler.profile(own.name, machine(self._rank.device), own.emulated_share, drift)
+        found = replace(
+            found,
+            optimizer_bytes=found.optimizer_bytes + self._bucket_bytes,
+            bucket_s_per_byte=0.0 if self.in_ddp else found.bucket_s_per_byte,
+            reduce_s_per_call=link.toll_s_per_call,
+            reduce_s_per_byte=link.toll_s_per_byte,
+        )
         profiles: dict[str, Profile] = {}
-        for entry in agree("gathering profiles", own.to_json):
+        for entry in agree("gathering profiles", found.to_json):
             profile = Profile.from_json(entry)
             profiles.setdefault(profile.device_class, profile)  # the first rank's stands for its class
         return self.in_use(graph, profiles, replace(cluster, link=link.link))
