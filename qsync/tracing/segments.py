@@ -79,7 +79,6 @@ class Segment:
     nested: dict[torch.fx.Node, Segment] = field(default_factory=dict)
     output_values: list[str | None] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    written: bool = False  # a call of it writes to floats in place
 
 
 def join(segments: Sequence[Segment], model: str) -> OpGraph:
@@ -204,7 +203,6 @@ class _Reader:
         """Read every node of a segment, in order."""
         written = make_out_of_place(segment.module.graph)
         pinned = written | {user for node in written for user in node.users}
-        segment.written = bool(written)
         for node in segment.module.graph.nodes:
             if self._is_apart(node, written):
                 self._apart.add(node)
