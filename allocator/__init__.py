@@ -4,8 +4,7 @@
 `problem`             what may be chosen, and the variance that each choice adds
 `op_groups`           operators that run alike, or share a cast
 `search_state`        the assignment of every class during a search
-`structural_classes`  operators with equal neighbourhoods, priced once
-`solvers/`            fastest start, recovery, local search, and the exact solver
+`solvers/`            fastest start, the exact solver, recovery
 `pareto`              plans from the least step to the least variance
 `uniform`             one precision wherever possible, to compare with
 `levers/`             search over batch shares, passes, buckets, recomputation and saving less
@@ -14,8 +13,9 @@
 
 from qsync.allocator.explanation.certificate import Certificate, check_plan
 from qsync.allocator.explanation.lowering_reasons import Reason, explain
+from qsync.allocator.explanation.plan_state import Alternative
 from qsync.allocator.explanation.plan_warnings import find_warnings
-from qsync.allocator.explanation.shadow_prices import Alternative, ShadowPrice, shadow_prices
+from qsync.allocator.explanation.shadow_prices import ShadowPrice, shadow_prices
 from qsync.allocator.explanation.unsupported import UnsupportedPrecision, unsupported_precisions
 from qsync.allocator.explanation.what_if import WhatIf, what_ifs
 from qsync.allocator.levers.search import check_options, search

@@ -13,8 +13,7 @@ from qsync.allocator.explanation.plan_warnings import AGAIN, at_base, hidden_by_
 from qsync.allocator.problem import Constraints, added_variance, gradient_weight, make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
-from qsync.allocator.solvers.fastest_start import fastest_start, shorten_step
-from qsync.allocator.solvers.greedy import greedy
+from qsync.allocator.solvers.fastest_start import fastest_starts, shorten_step
 from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.errors import FormatError, InfeasibleError
 from qsync.records.base import base_of, base_of_graph, base_on, bases_of, check_base
@@ -28,12 +27,11 @@ from qsync.replayer import replay
 
 # The gap to the least variance at which the exact solver stops, and the time after which it does.
 GAP, TIME_LIMIT_S = 1e-3, 20.0
-SOLVERS = ("milp", "greedy")
 
 
 @dataclass(frozen=True, slots=True)
 class Options(Constraints):
-    """All options of `allocate`: the constraints of the problem, the target, and the solver.
+    """All options of `allocate`: the constraints of the problem, the target, and when to stop.
 
     `target_s` is the target step in seconds. If None, it is the least step that the cluster reaches with its
     strongest class in the base (FP32), times 1 + `slack`; only one of the two is given. The strongest class
@@ -50,15 +48,13 @@ class Options(Constraints):
     this part of it. A margin that the fastest start cannot keep is reduced. A step waits for its latest rank,
     and a class planned to the last millisecond is late at every other step.
 
-    `solver` is "milp" (HiGHS, until the plan is within `gap` of the least variance, or for `time_limit_s`) or
-    "greedy" (QSync's two stages, and local search where the bound leaves a better plan possible).
+    HiGHS solves until the plan is within `gap` of the least variance, or for `time_limit_s`.
     """
 
     target_s: float | None = None
     slack: float | None = None
     lower_all: bool = False
     margin: float = 0.0
-    solver: str = "milp"
     gap: float = GAP
     time_limit_s: float = TIME_LIMIT_S
 
@@ -78,8 +74,6 @@ class Options(Constraints):
             raise FormatError(f"the target must be positive and finite, found {self.target_s}; give seconds")
         if self.target_s is not None and self.slack is not None:
             raise FormatError("target_s says what slack adds to the least step; leave one of them out")
-        if self.solver not in SOLVERS:
-            raise FormatError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
         if not 0.0 <= self.gap < 1.0:
             raise FormatError(f"the gap must be at least 0 and less than 1, found {self.gap}; {GAP} is usual")
         if not 0.0 < self.time_limit_s < math.inf:
@@ -108,7 +102,7 @@ def allocate(
         sensitivity: Added gradient variance (squared gradient norm) by operator and precision.
         cluster: The device classes, their ranks and links.
         **options: Fields of `Options`: `target_s`, `slack`, `budgets`, `pins`, `together`, `lower_all`,
-            `margin`, `bucket_cap_bytes`, `saving_less`, `base`, `solver`, `gap` and `time_limit_s`.
+            `margin`, `bucket_cap_bytes`, `saving_less`, `base`, `gap` and `time_limit_s`.
 
     Returns:
         The plan, with what replay predicts for it and a lower bound of the variance (`Plan.bound`).
@@ -129,14 +123,12 @@ def allocate(
     with _without_garbage_collection():
         state = State(make_problem(graph, profiles, sensitivity, cluster, given))
         lowerable = _lowerable(state, given.lower_all)
-        for name in lowerable:
-            fastest_start(state, name)
+        state.late = dict.fromkeys(lowerable, given.margin)
+        fastest_starts(state, lowerable)
         target_s = _target_s(state, lowerable, given.slack) if given.target_s is None else given.target_s
         _check_reachable(state, lowerable, target_s, given.lower_all)
         state.late = dict.fromkeys(lowerable, _affordable_margin(state, lowerable, target_s, given.margin))
-        greedy(state, lowerable, target_s)
-        solve = milp.solve if given.solver == "milp" else milp.improve_and_bound
-        solution = solve(state, lowerable, target_s, gap=given.gap, time_limit_s=given.time_limit_s)
+        solution = milp.solve(state, lowerable, target_s, gap=given.gap, time_limit_s=given.time_limit_s)
         plan = as_plan(
             graph, solution.assignments, profiles, cluster, given, target_s=target_s, sensitivity=sensitivity
         )
@@ -147,7 +139,7 @@ def allocate(
             plan = _at_base(plan, hidden, graph, profiles, cluster, given, sensitivity)
             solution = replace(solution, bound=min(solution.bound, plan.added_variance or 0.0))
     return replace(
-        plan, solver=given.solver, bound=solution.bound, status=solution.status,
+        plan, bound=solution.bound, status=solution.status,
         pins={pattern: Precision.parse(text) for pattern, text in (given.pins or {}).items()},
         budgets=given.budgets or {}, together=tuple(tuple(patterns) for patterns in given.together),
     )  # fmt: skip

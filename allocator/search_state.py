@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-
-import numpy as np
-import numpy.typing as npt
 
 from qsync.allocator.problem import ClassProblem, Problem
-from qsync.allocator.structural_classes import StructuralClasses
 from qsync.lowering.incremental import Change, Lowering
 from qsync.lowering.lowered_graph import EIGHT_BIT
 from qsync.lowering.vectorized import Tabulated
@@ -63,7 +58,6 @@ class ClassState:
         self._beside_s = self.work.total_s - self.costs.total_s
         self._stale: set[int] = set()  # operators changed since memory was last computed
         self._peak_bytes: int | None = None
-        self.known_s: dict[tuple[tuple[int, Precision], ...], float] = {}
 
     def precision(self, op: str) -> Precision:
         """Return the present precision of an operator."""
@@ -75,15 +69,6 @@ class ClassState:
         self.costs.update(positions)
         self._stale.update(positions)
         self._peak_bytes = None
-
-    @cached_property
-    def _structure(self) -> StructuralClasses:
-        return StructuralClasses(self.lowering.graph, self.part)
-
-    def structural_classes(self) -> dict[str, int]:
-        """Return the structural class of every operator as it stands (`StructuralClasses`)."""
-        found = self._structure.structural_classes(self.lowering.precision)
-        return {self.lowering.graph.ops[i].name: number for i, number in found.items()}
 
     @property
     def work(self) -> Work:
@@ -141,11 +126,6 @@ class ClassState:
         self._update_memory()
         return self._memory.bytes_at(when)
 
-    def in_use(self) -> npt.NDArray[np.int64]:
-        """Return the bytes in use at each time of the step, with the margin."""
-        self._update_memory()
-        return self._memory.in_use()
-
     def memory(self) -> Memory:
         """Return the uses of memory at its peak."""
         self._update_memory()
@@ -199,23 +179,6 @@ class State:
             state.changed(change.touched)
         if move.changes:
             state.work_was(move.work)
-
-    def seconds_of(
-        self, device_class: str, changed: Mapping[str, Precision], structure: Mapping[str, int]
-    ) -> float:
-        """Return the seconds by which other precisions lengthen the class's own step.
-
-        `structure` holds the structural class of each operator as it stands. One price serves a whole class.
-        """
-        state = self.classes[device_class]
-        everyone = state.part.with_partners(changed)
-        key = tuple((structure[op], precision) for op, precision in everyone.items())
-        if key not in state.known_s:
-            now = state.costs.total_s
-            move = self.move(device_class, changed)
-            state.known_s[key] = state.costs.total_s - now
-            self.back(move)
-        return state.known_s[key]
 
     def step_s(self) -> float:
         """Return the seconds of the step as replay predicts them."""

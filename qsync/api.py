@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from qsync.errors import (
     QSyncError,
     TracingError,
     UnsupportedError,
+    nearest,
     not_called,
     shortened,
 )
@@ -32,7 +32,7 @@ from qsync.predictor.profiling.clocks import clock_for
 from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.sensitivity.calibration import Calibration
-from qsync.predictor.sensitivity.registry import Indicator, indicator_named
+from qsync.predictor.sensitivity.empirical import empirical
 from qsync.predictor.sensitivity.variance import variance
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph
@@ -49,6 +49,7 @@ from qsync.tracing.replaced_forward import running_plain
 from qsync.tracing.tracer import call_arguments, capture, check_batch
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+INDICATORS = ("variance", "empirical")
 
 __all__ = ["capture", "profile", "sensitivity", "unwrap", "wrap"]
 
@@ -157,10 +158,10 @@ def sensitivity(
         model: runs where its parameters are.
         batches: a list of real batches, each as for `qsync.profile`.
         loss_fn: `loss_fn(model, batch)` returns a scalar. Without it the model's own `.loss` counts.
-        indicator: how to estimate, by name (qsync.predictor.sensitivity.registry). "empirical" measures the
-            variance with this device's kernels: a step per operator, precision and batch.
+        indicator: "variance" estimates; "empirical" measures the variance with this device's kernels: a step
+            per operator, precision and batch.
         precisions: those to estimate, instead of all (with "empirical": all of this device).
-        seed: of whatever the indicator draws at random.
+        seed: of the random numbers drawn.
 
     Returns:
         The sensitivity: operator -> precision -> variance in squared gradient norm.
@@ -174,16 +175,19 @@ def sensitivity(
         >>> sensitivity = qsync.sensitivity(model, [batch])
         >>> truth = qsync.sensitivity(model, [batch], indicator="empirical", precisions=["bf16", "int8"])
     """
-    indicate = indicator_named(indicator)
+    if indicator not in INDICATORS:
+        close, known = nearest(str(indicator), INDICATORS), ", ".join(INDICATORS)
+        raise UnsupportedError(f"there is no indicator {shortened(indicator)}{close}; choose one of {known}")
     if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
         raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
     if not isinstance(batches, Iterable):
         raise CalibrationError(f"batches must be a list of batches, found {shortened(batches)}")
     batches = list(batches)
     with calibrating(model, batches, loss_fn, precisions=precisions, seed=seed) as calibration:
-        found = _scores(
-            indicate, calibration if indicator != "empirical" else _measurable(calibration, model, precisions)
-        )
+        if indicator == "variance":
+            found = variance(calibration)
+        else:
+            found = _truth(_measurable(calibration, model, precisions))
     if not found.omega:
         raise not_called(type(model).__name__)
     return _as_loaded(found, trace_step(model, batches[0], loss_fn)) if in_bf16(model) else found
@@ -202,28 +206,20 @@ def _as_loaded(found: Sensitivity, graph: OpGraph) -> Sensitivity:
     )
 
 
-def _scores(indicate: Indicator, calibration: Calibration) -> Sensitivity:
-    """Return the scores of an indicator, all finite.
+def _truth(calibration: Calibration) -> Sensitivity:
+    """Return the measured sensitivity.
 
-    Where they are NaN, or zero everywhere, the default indicator raises the error: it names the operator that
+    Where the gradient is NaN, or zero everywhere, the estimate raises the error: it names the operator that
     met NaN or Inf, or from which on the gradient is zero.
     """
-    if indicate is variance:
-        return variance(calibration)
     without_scores = replace(calibration, precisions=())
     try:
-        found = indicate(calibration)
+        found = empirical(calibration)
     except CalibrationError:
         variance(without_scores)
         raise
-    scores = [(op, mode, score) for op, modes in found.omega.items() for mode, score in modes.items()]
-    if not any(0.0 < score < math.inf for *_, score in scores) or any(math.isnan(s) for *_, s in scores):
+    if not any(score > 0.0 for modes in found.omega.values() for score in modes.values()):
         variance(without_scores)
-    for op, mode, score in scores:
-        if not math.isfinite(score):
-            raise CalibrationError(
-                f"the {found.indicator} score of {op} at {mode} is {score}; clean the batch"
-            )
     return found
 
 

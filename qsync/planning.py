@@ -41,9 +41,8 @@ def plan(
         **options: options of `qsync.allocator.allocate`: `target_s` (seconds of a step) or `slack` (a part of
             the least step), `budgets` (class -> bytes), `pins` (pattern -> precision), `lower_all`, `margin`,
             `together`, `saving_less` (class -> patterns), `base` ("fp32", "fp32_fast", "tf32", "bf16"
-            or "fp16"), `bucket_cap_bytes`, `solver` ("milp" or "greedy"), `gap` and `time_limit_s`. With
-            `levers` also those of `qsync.allocator.search`: `other`, `trials`, `storage`, `seed` and
-            `progress`.
+            or "fp16"), `bucket_cap_bytes`, `gap` and `time_limit_s`. With `levers` also those of
+            `qsync.allocator.search`: `other`, `trials`, `storage`, `seed` and `progress`.
 
     Returns:
         The plan, with what is predicted for every class, and the variance that no plan can be below.

@@ -28,7 +28,7 @@ from qsync.replayer.memory_breakdown import Peak, peaks
 from qsync.replayer.simulate import made_otherwise, replay
 from qsync.replayer.slowdown import slowed
 from qsync.replayer.step_noise import Variation, vary
-from qsync.replayer.synchronous_step import Exchange, Work, least_time, starts_s, steady_step, step_time
+from qsync.replayer.synchronous_step import Exchange, Work, starts_s, steady_step, step_time
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 
 __all__ = [
@@ -48,7 +48,6 @@ __all__ = [
     "cast_cost",
     "cluster_all_reduce_s",
     "find_critical_path",
-    "least_time",
     "made_otherwise",
     "peaks",
     "replay",

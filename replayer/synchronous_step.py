@@ -261,23 +261,6 @@ def step_time(works: Sequence[Work], exchange: Exchange) -> float:
     return steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s).reduced_s
 
 
-def least_time(work: Work, start_s: float, exchange: Exchange) -> float:
-    """Return a lower bound of the step's seconds, from the work and start of one class alone.
-
-    After the class has filled bucket k, at least all-reduces k, k + 1, ... remain, one after the other.
-
-    >>> least_time(work, start_s, exchange) <= step_time([work, other], exchange)
-    """
-    left = start_s + work.lead_s
-    if not exchange.durations_s:
-        return left + work.backward_s
-    ready, alone = np.array(work.ready_s), np.array(exchange.durations_s)
-    lost = least_losses_s(work, exchange)
-    before = np.cumsum(lost) - lost
-    onwards = np.cumsum(alone[::-1])[::-1]
-    return left + max(work.backward_s, float((ready + before + onwards).max()))
-
-
 def least_losses_s(work: Work, exchange: Exchange) -> FloatArray:
     """Return the seconds that each all-reduce costs a class at least before the class can start the next.
 

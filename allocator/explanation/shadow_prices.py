@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from qsync.allocator.explanation.lowering_reasons import state_of_plan
+from qsync.allocator.explanation.plan_state import Alternative, alternative, state_of_plan
 from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.search_state import State
-from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
@@ -18,26 +17,6 @@ from qsync.records.record_json import Record
 
 # A change of less than this part of the class's compute is rounding.
 _MEANINGFUL = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """Operators of one class in another precision, everything else as planned.
-
-    `variance` is the variance added (negative: regained), weighted n_c / N^2. `seconds` are those by which
-    the class computes longer (negative: shorter), with the casts of the neighbourhood. `step_s` and
-    `memory_bytes` are the resulting step and peak of the class. `beyond_s` is the excess over the target, the
-    plan's margin included, and `beyond_bytes` the excess over the budget.
-    """
-
-    ops: tuple[str, ...]
-    precision: Precision
-    variance: float
-    seconds: float
-    step_s: float
-    beyond_s: float
-    memory_bytes: int
-    beyond_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +98,7 @@ def alternatives(state: State, name: str, target_s: float, plan: Plan) -> list[A
     """Return every single change of precision that a class could make; pinned operators keep theirs."""
     one = state.classes[name]
     pinned = {op for op in one.part.choices if plan.pinned_by(op, one.precision(op)) is not None}
-    return [_alternative(state, name, changed, target_s) for changed in _changes(state, name, pinned)]
+    return [alternative(state, name, changed, target_s) for changed in _changes(state, name, pinned)]
 
 
 def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[str, Precision]]:
@@ -141,18 +120,3 @@ def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[
             ):
                 if len(same_sign) > 1:
                     yield dict.fromkeys(same_sign, precision)
-
-
-def _alternative(state: State, name: str, changed: Mapping[str, Precision], target_s: float) -> Alternative:
-    one = state.classes[name]
-    variance = one.added_by(changed)
-    before = one.costs.total_s
-    move = state.move(name, changed)
-    seconds, memory = one.costs.total_s - before, one.peak_bytes
-    step_s, late_s = state.step_s(), state.late_step_s()
-    state.back(move)
-    return Alternative(
-        tuple(one.part.with_partners(changed)), next(iter(changed.values())), variance, seconds, step_s,
-        late_s - target_s if late_s > target_s * (1 + TOLERANCE) else 0.0,
-        memory, max(0, memory - one.part.budget_bytes),
-    )  # fmt: skip

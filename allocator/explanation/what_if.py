@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsync.allocator.explanation.lowering_reasons import state_of_plan
+from qsync.allocator.explanation.plan_state import state_of_plan
 from qsync.allocator.explanation.shadow_prices import alternatives
 from qsync.allocator.search_state import State
 from qsync.records.cluster import Cluster

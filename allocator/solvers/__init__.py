@@ -1,12 +1,9 @@
 """Solvers of the allocation problem.
 
 `fastest_start`       bring a class to its fastest assignment that fits (QSync's first stage)
+`milp`                the exact solver
 `precision_recovery`  raise operators while time and memory hold (QSync's second stage)
-`greedy`              recovery from several starts
-`local_search`        change windows of neighbouring operators, with compensating changes
-`milp`                the exact solver; the local search and the bound that finish `greedy`
 `replayed_assignments`  all assignments of a class that has few and little memory, for the exact solver
-`solution`            the result of a solver
 `device_class_model`  one device class's step as a linear program over choices of precision
 `memory_lower_bound`  bytes that are certainly saved for backward, for that program
 `milp_expressions`    sums, binary variables and rows of a program, solved by HiGHS

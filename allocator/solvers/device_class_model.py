@@ -104,12 +104,6 @@ class ClassModel:
             op: max(binaries, key=lambda p: binaries[p].at(point)) for op, binaries in self.chosen.items()
         }
 
-    def excluding(self, assignment: Mapping[str, Precision]) -> tuple[Sum, float, float]:
-        """Return the row that every assignment but this one satisfies."""
-        binaries = [self.chosen[op][p] for op, p in assignment.items() if p in self.chosen[op]]
-        open_ = [binary for binary in binaries if not binary.settled]
-        return total(open_), -float("inf"), len(open_) - 1.0
-
     def _wanted_in_16_bit(self) -> dict[int, Sum]:
         """Return, for values whose type depends on it, the variable that all readers want 16 bits."""
         wiring, ops = self._wiring, self._graph.ops
@@ -197,21 +191,12 @@ class ClassModel:
 
         settled = [next(iter(binaries)) for binaries in inputs if len(binaries) == 1]
         open_ = [binaries for binaries in inputs if len(binaries) > 1]
-        types = list(dict.fromkeys(name for binaries in open_ for name in binaries))
-        if not open_:
-            return {mode(settled): ONE}
-        if len(types) != 2:
-            raise MismatchError(
-                f"{op.name} reads values that may be carried in {', '.join(types)}: use the greedy solver"
-            )
-        one, other = types
-        alike, others, mixed = mode([*settled, one]), mode([*settled, other]), mode([*settled, one, other])
-        if alike == others:
-            return {alike: ONE}
-        if mixed == alike:  # one input of the wider type is enough
-            one, other, alike, others = other, one, others, alike
-        every = self.program.all_of([binaries.get(one, ZERO) for binaries in open_])
-        return {alike: every, others: negated(every)}
+        # Choices carry a value in FP32 or BF16 (`cast_rules.output_of`).
+        wide, narrow = (mode([*settled, name]) for name in ("fp32", "bf16")) if open_ else [mode(settled)] * 2
+        if wide == narrow:
+            return {wide: ONE}
+        every = self.program.all_of(binaries.get("bf16", ZERO) for binaries in open_)
+        return {narrow: every, wide: negated(every)}
 
     def _price_run(self, i: int) -> None:
         op, wiring = self._graph.ops[i], self._wiring

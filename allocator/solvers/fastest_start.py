@@ -8,35 +8,63 @@ from collections.abc import Iterator, Sequence
 
 from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.search_state import State
+from qsync.allocator.solvers.device_class_model import ClassModel
+from qsync.allocator.solvers.milp_expressions import Sum, total
 from qsync.errors import InfeasibleError
 from qsync.predictor.memory.peak import Memory
 from qsync.records.precision import Precision
+from qsync.replayer import step_time
 
 # A change must save this part of the class's time: less is rounding.
 _MEANINGFUL = 1e-9
 _MAX_SWEEPS = 20
+# No mixture takes less than this part of the time of the best uniform assignment.
+_FASTER = 0.5
+# The time of the best uniform start is scaled to this number: HiGHS stops at differences of a millionth.
+_SCALED, _TIME_LIMIT_S = 1e4, 5.0
 # Enumerating this many assignments of a class takes less time than a search.
 _MAX_ENUMERATED = 1000
+
+
+def fastest_starts(state: State, names: Sequence[str]) -> None:
+    """Bring classes, the slowest first, to their fastest starts as far as that shortens the step.
+
+    A class that fits its memory and lengthens no step in its best uniform assignment stays there.
+
+    >>> fastest_starts(state, ["infer"])
+    """
+    for name in names:
+        state.move(name, _fastest_uniform(state, name))
+    left = sorted(names, key=lambda name: -state.classes[name].work.total_s)
+    while left:
+        works = state.late_works()
+        faster = works | {name: works[name].slower(_FASTER) for name in left}
+        least_s = step_time(list(faster.values()), state.problem.exchange)
+        name = left.pop(0)
+        if least_s < state.late_step_s() * (1 - _MEANINGFUL) or not state.classes[name].fits():
+            fastest_start(state, name)
 
 
 def fastest_start(state: State, device_class: str) -> None:
     """Bring one class to the assignment whose operators and casts take least time, within its memory budget.
 
-    Coordinate descent from the best uniform start: each operator takes the precision that is cheapest given
-    its neighbours. Operators that read one value also move together, since they share its cast. Operators of
-    one structural class are decided at once. Raises InfeasibleError, naming the class, the missing bytes and
-    the operator that holds most, if nothing fits.
+    Times of operators and casts add up, so the least is the solution of a program. Where the device waits for
+    launches, coordinate descent from the best uniform start follows. Raises InfeasibleError, naming the
+    class, the missing bytes and the operator that holds most, if nothing fits.
     """
+    state.move(device_class, _fastest_uniform(state, device_class))
+    if not _solve(state, device_class):
+        _descend(state, device_class)
+    if not state.classes[device_class].fits() and not _fastest_that_fits(state, device_class):
+        _fit(state, device_class)
+
+
+def _fastest_uniform(state: State, device_class: str) -> dict[str, Precision]:
+    """Return the uniform start of least time; the first of equals, as sums may differ in the last digit."""
     starts = list(uniform_starts(state, device_class))
     totals = [state.classes[device_class].seconds_at(start) for start in starts]
-    # The first of equals: sums of the same numbers may differ in the last digit.
-    best = next(
-        s for s, total in zip(starts, totals, strict=True) if total <= min(totals) * (1 + _MEANINGFUL)
-    )
-    state.move(device_class, best)
-    _descend(state, device_class)
-    if not state.classes[device_class].fits() and not _fastest_that_fits(state, device_class):
-        _fit(state, device_class, starts)
+    least = min(totals) * (1 + _MEANINGFUL)
+    return next(start for start, total in zip(starts, totals, strict=True) if total <= least)
 
 
 def uniform_starts(state: State, device_class: str) -> Iterator[dict[str, Precision]]:
@@ -51,42 +79,52 @@ def uniform_starts(state: State, device_class: str) -> Iterator[dict[str, Precis
             yield start
 
 
+def _solve(state: State, device_class: str) -> bool:
+    """Move a class to the assignment of least time, by HiGHS; return whether it was found."""
+    one = state.classes[device_class]
+    if one.costs.launches is not None:  # waits for launches do not add up
+        return False
+    model, seconds = ClassModel(one.part.graph, one.part, 0.0, math.inf), Sum()
+    seconds.add(total([*model.forward_s, *model.backward_s]), _SCALED / one.own_s)
+    if model.program.num_columns:
+        found = model.program.solve(seconds, gap=_MEANINGFUL, time_limit_s=_TIME_LIMIT_S)
+        if found.x is None:
+            return False
+        uniform_s = one.own_s
+        move = state.move(device_class, model.assignment(found.x))
+        if one.own_s > uniform_s:
+            state.back(move)
+    return True
+
+
 def _descend(state: State, device_class: str) -> None:
+    """Give each operator the precision that is cheapest given its neighbours, until none changes.
+
+    Operators that read one value also move together, since they share its cast.
+    """
     one = state.classes[device_class]
     groups: list[tuple[str, ...]] = [(op,) for op, options in one.part.choices.items() if len(options) > 1]
     groups += sibling_groups(state.problem.graph, one.part.choices)
     for _ in range(_MAX_SWEEPS):
-        structure, alike = one.structural_classes(), dict[tuple[int, ...], list[tuple[str, ...]]]()
-        for group in groups:
-            alike.setdefault(tuple(structure[op] for op in group), []).append(group)
-        if not any([_cheapest(state, device_class, equal) for equal in alike.values()]):
+        if not any([_cheapest(state, device_class, group) for group in groups]):
             return
 
 
-def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]]) -> bool:
-    """Give groups of equal structure the precision that costs the class least; return whether any changed."""
-    one, group = state.classes[device_class], equal[0]
+def _cheapest(state: State, device_class: str, group: Sequence[str]) -> bool:
+    """Give a group the precision that costs the class least; return whether it changed."""
+    one = state.classes[device_class]
     now = best = one.own_s
     chosen: Precision | None = None
-
-    shared = [p for p in one.part.choices[group[0]] if all(p in one.part.choices[op] for op in group)]
-    for precision in shared:
-        if all(one.precision(op) is precision for op in group):
+    for precision in one.part.choices[group[0]]:
+        if any(precision not in one.part.choices[op] for op in group):
             continue
         move = state.move(device_class, dict.fromkeys(group, precision))
         if one.own_s < best - _MEANINGFUL * now:
             best, chosen = one.own_s, precision
         state.back(move)
-    if chosen is None:
-        return False
-    move = state.move(device_class, dict.fromkeys((op for group in equal for op in group), chosen))
-    # Adjacent groups may gain less together than alone: then decide each group by itself.
-    if one.own_s > best + _MEANINGFUL * now:
-        state.back(move)
+    if chosen is not None:
         state.move(device_class, dict.fromkeys(group, chosen))
-        for other in equal[1:]:
-            _cheapest(state, device_class, [other])
-    return True
+    return chosen is not None
 
 
 def shorten_step(state: State, names: Sequence[str], target_s: float) -> None:
@@ -130,11 +168,11 @@ def _fastest_that_fits(state: State, device_class: str) -> bool:
     return bool(found)
 
 
-def _fit(state: State, device_class: str, starts: list[dict[str, Precision]]) -> None:
+def _fit(state: State, device_class: str) -> None:
     """Trade as little time as possible for memory: from the present assignment, else from each start."""
     one = state.classes[device_class]
     least: Memory | None = None
-    for start in [one.lowering.assignment(), *starts]:
+    for start in [one.lowering.assignment(), *uniform_starts(state, device_class)]:
         state.move(device_class, start)
         _save_memory(state, device_class)
         if one.fits():

@@ -29,13 +29,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.device_class_model import ClassModel
-from qsync.allocator.solvers.local_search import improve
 from qsync.allocator.solvers.memory_lower_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import (
     INFEASIBLE,
@@ -47,13 +46,12 @@ from qsync.allocator.solvers.milp_expressions import (
     Sum,
     total,
 )
-from qsync.allocator.solvers.precision_recovery import PRIORITIES, TOLERANCE, holds, recover
+from qsync.allocator.solvers.precision_recovery import TOLERANCE, holds, raise_classes, recover, repair
 from qsync.allocator.solvers.replayed_assignments import (
     MAX_REPLAYED,
     ReplayedAssignments,
     num_assignments,
 )
-from qsync.allocator.solvers.solution import Solution
 from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.records.precision import Precision
 from qsync.replayer import step_time
@@ -66,12 +64,34 @@ Row = tuple[Sum, float, float]
 _TARGET_SCALED = 1e3
 # The known plan's variance is scaled to this number: HiGHS stops at differences of a millionth.
 _KNOWN_SCALED = 1e4
+# A program is solved again in the scale of its solution if that adds less than the known plan by this factor:
+# a millionth of a dear choice would count beside it.
+_FAR = 30.0
+# A plan further above its bound than this part is repaired.
+_LOOSE = 0.02
 # How often a class is solved again because replay or memory exceeds its rows.
 _MAX_ROUNDS = 30
-# A plan within this part of its bound gets no local search.
-_NEAR_BOUND = 0.02
-# With at most so many free operators every assignment that replay rejects is cut off alone: this is exact.
-_MAX_FREE_FOR_CUTS, _MAX_CUTS = 12, 300
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A solution. `bound` is a variance that no plan within time and memory falls below.
+
+    `status` is "optimal" where `gap` is within the gap asked for, else "time-limited" or "unsolved" where
+    HiGHS says so of a program. It is "unproved" where more time would not help: the bound is loose, since it
+    counts memory only in part and does not know that classes wait for each other.
+    """
+
+    assignments: Mapping[str, Mapping[str, Precision]]
+    variance: float
+    bound: float
+    status: str
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """The largest part of the variance that a better plan could save."""
+        return max(0.0, 1.0 - self.bound / self.variance) if self.variance > 0.0 else 0.0
 
 
 def solve(
@@ -79,20 +99,29 @@ def solve(
 ) -> Solution:
     """Minimise the variance from the assignment of `state`, which must hold; leave `state` at the solution.
 
-    The rows count memory only in part. If their bound leaves a better plan possible, local search follows.
+    Where the solution leaves time and memory, or none was found, operators are raised one by one (`recover`).
 
     >>> solve(state, ["infer"], target_s=0.1).gap
     """
     begun = time.perf_counter()
     end = begun + time_limit_s
+    raise_classes(state, lowerable, target_s)
     best, least = state.assignments(), state.variance
     settled = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
     bound, candidate = settled, {name: dict(found) for name, found in best.items()}
     # A class that adds nothing has no better assignment.
-    parts = [_Class(state, n, target_s, lowerable) for n in lowerable if state.classes[n].variance > 0.0]
-    for number, part in enumerate(parts):
-        bound += part.solve((end - time.perf_counter()) / (len(parts) - number), gap)
-        candidate[part.name] = part.best
+    open_ = [name for name in lowerable if state.classes[name].variance > 0.0]
+    parts = list[_Class]()
+    for number, name in enumerate(open_):
+        until = time.perf_counter() + (end - time.perf_counter()) / (len(open_) - number)
+        part = _Class(state, name, target_s, lowerable, state.classes[name].variance)
+        least_here = part.solve(until - time.perf_counter(), gap)
+        if 0.0 < part.best_variance < state.classes[name].variance / _FAR:  # in other scales than the program
+            part = _Class(state, name, target_s, lowerable, part.best_variance, part.best)
+            least_here = part.solve(until - time.perf_counter(), gap)
+        parts.append(part)
+        bound += least_here
+        candidate[name] = part.best
     tightened = target_s
     for _ in range(_MAX_ROUNDS):
         state.restore(candidate)
@@ -105,31 +134,16 @@ def solve(
         for part in parts:
             left = end - time.perf_counter()
             candidate[part.name] = part.within(tightened, left / len(parts), gap) or candidate[part.name]
-    if holds(state, target_s):
-        recover(state, lowerable, target_s, PRIORITIES[1])
-    if holds(state, target_s) and state.variance < least:
-        best, least = state.assignments(), state.variance
-    state.restore(best)
-    improve(state, lowerable, target_s, enough=bound / (1.0 - _NEAR_BOUND))
-    return _solution(state, bound, gap, begun, parts)
-
-
-def improve_and_bound(
-    state: State, lowerable: Sequence[str], target_s: float, *, gap: float = 1e-4, time_limit_s: float = 20.0
-) -> Solution:
-    """Improve the assignment of `state` by local search if a bound leaves a better plan possible.
-
-    The bound is the least variance if precisions of one operator could be mixed. It takes a fraction of the
-    time of `solve` and is a little lower than the bound of `solve`.
-
-    >>> improve_and_bound(state, ["infer"], target_s=0.1).gap
-    """
-    begun = time.perf_counter()
-    bound = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
-    parts = [_Class(state, n, target_s, lowerable) for n in lowerable if state.classes[n].variance > 0.0]
-    for part in parts:
-        bound += part.relaxed(time_limit_s - (time.perf_counter() - begun))
-    improve(state, lowerable, target_s, enough=bound / (1.0 - _NEAR_BOUND))
+    if not holds(state, target_s):
+        state.restore(best)
+    recover(state, lowerable, target_s)
+    if state.variance > least:
+        state.restore(best)
+    # The bound leaves a better plan possible.
+    while bound < state.variance * (1 - _LOOSE) and time.perf_counter() < end:
+        if not repair(state, lowerable, target_s):
+            break
+        recover(state, lowerable, target_s)
     return _solution(state, bound, gap, begun, parts)
 
 
@@ -145,18 +159,29 @@ def _solution(state: State, bound: float, gap: float, begun: float, parts: Seque
 class _Class:
     """One class: its program, the rows of its step, and its best assignment so far."""
 
-    def __init__(self, state: State, name: str, target_s: float, lowerable: Sequence[str]) -> None:
+    def __init__(
+        self,
+        state: State,
+        name: str,
+        target_s: float,
+        lowerable: Sequence[str],
+        scale: float,
+        best: Mapping[str, Precision] | None = None,
+    ) -> None:
         self.name, self._state, self._target_s = name, state, target_s
         self._one = state.classes[name]
-        self.best = {op: self._one.precision(op) for op in self._one.part.choices}
+        self.best = dict(best or {op: self._one.precision(op) for op in self._one.part.choices})
         self.status = OPTIMAL  # the worst status of HiGHS
-        self._variance = self._one.variance
-        self._weight = _KNOWN_SCALED / self._variance if self._variance > 0.0 else 1.0
+        # Above this variance nothing is looked for.
+        self._variance = min(self._one.variance, _FAR * scale)
+        self._weight = _KNOWN_SCALED / scale
         self._beside = [one.work for other, one in state.classes.items() if other not in lowerable]
         self._is_partial = len(lowerable) > 1  # classes whose choices are open are not replayed beside it
         # If buffers are broadcast first, all classes start together, at a time that no choice changes.
         _, self._start_s = state.late_starts(least=True)[name]
-        self._model = ClassModel(self._one.part.graph, self._one.part, self._weight, _KNOWN_SCALED)
+        self._model = ClassModel(
+            self._one.part.graph, self._one.part, self._weight, self._weight * self._variance
+        )
         self._cuts: list[Row] = [self._memory_row()] if self._one.is_tight else []
         self._forward = total(self._model.forward_s)
         # Row 0 counts all of backward; row k in full until this operator's backward completes a bucket.
@@ -170,15 +195,14 @@ class _Class:
         if self._is_settled:
             return self._variance
         end = time.perf_counter() + time_limit_s
-        few = sum(len(self._model.chosen[op]) > 1 for op in self._one.part.choices) <= _MAX_FREE_FOR_CUTS
         bound, exact, target_s = 0.0, True, self._target_s
-        for _ in range(_MAX_CUTS if few else _MAX_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             found, least = self._solved(target_s, end - time.perf_counter(), gap)
             if exact:
                 bound = max(bound, least)
             if found is None:
                 break
-            over = self._misses(found, with_row=not few)
+            over = self._misses(found)
             if over is None:
                 self.best = found
                 break
@@ -187,14 +211,11 @@ class _Class:
                 break
             if num_assignments(self._one.part) <= MAX_REPLAYED:
                 return self._replay_all(bound, end)
-            if few:
-                self._cuts.append(self._model.excluding(found))
-            else:
-                exact = False
-                late, row = over
-                target_s *= 1.0 - late
-                if row is not None:
-                    self._cuts.append(row)
+            exact = False
+            late, row = over
+            target_s *= 1.0 - late
+            if row is not None:
+                self._cuts.append(row)
         return bound
 
     def _replay_all(self, bound: float, end: float) -> float:
@@ -212,12 +233,6 @@ class _Class:
             self.status = TIME_LIMITED
         return min(least, self._variance)
 
-    def relaxed(self, time_limit_s: float) -> float:
-        """Return the variance that no assignment falls below if precisions could be mixed."""
-        if self._is_settled:
-            return self._variance
-        return self._solved(self._target_s, time_limit_s, 0.0, relaxed=True)[1]
-
     def within(self, target_s: float, time_limit_s: float, gap: float) -> dict[str, Precision] | None:
         """Return the best assignment for another target, None if none is found in time."""
         if self._is_settled:
@@ -227,12 +242,17 @@ class _Class:
         return self._solved(target_s, time_limit_s, gap)[0]
 
     @property
+    def best_variance(self) -> float:
+        """The variance of the best assignment."""
+        return sum(self._one.part.variance[op][self.best[op]] for op in self._one.part.choices)
+
+    @property
     def _is_settled(self) -> bool:
         """Return whether there is nothing to choose or nothing to gain."""
         return self._variance == 0.0 or self._model.program.num_columns == 0
 
     def _solved(
-        self, target_s: float, time_limit_s: float, gap: float, relaxed: bool = False
+        self, target_s: float, time_limit_s: float, gap: float
     ) -> tuple[dict[str, Precision] | None, float]:
         """Return an assignment that satisfies the rows, and the least variance of any."""
         end, bound = time.perf_counter() + time_limit_s, 0.0
@@ -243,12 +263,11 @@ class _Class:
                 also=[*rows, *self._cuts],
                 gap=gap / 2,
                 time_limit_s=end - time.perf_counter(),
-                relaxed=relaxed,
             )
             status = STATUSES[result.status]
             if status in (TIME_LIMITED, UNSOLVED):
                 self.status = status
-            least = result.fun if relaxed else result.mip_dual_bound
+            least = result.mip_dual_bound
             if least is not None and np.isfinite(least):
                 bound = max(bound, (least + self._model.settled_cost) / self._weight)
             elif status == INFEASIBLE:  # no plan is better than the known one
@@ -310,14 +329,11 @@ class _Class:
         lost = float(least_losses_s(self._one.work, exchange)[: k - 1].sum())
         return seconds + lost + sum(exchange.durations_s[k - 1 :])
 
-    def _misses(self, assignment: Mapping[str, Precision], with_row: bool) -> tuple[float, Row | None] | None:
-        """Return the part by which an assignment misses the target, and a row if it misses memory; else None.
-
-        `with_row` False leaves the row out.
-        """
+    def _misses(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
+        """Return the part by which an assignment is late, and a row if it misses memory; None if it holds."""
         move = self._state.move(self.name, assignment)
         late, fits = self._step_s() / self._target_s - 1.0, self._one.fits()
-        row = self._less_memory_row(assignment) if with_row and not fits else None
+        row = None if fits else self._less_memory_row(assignment)
         self._state.back(move)
         return (max(late, 0.0), row) if late > TOLERANCE or not fits else None
 

@@ -142,12 +142,8 @@ class Program:
         also: Sequence[tuple[Sum, float, float]] = (),
         gap: float = 1e-9,
         time_limit_s: float | None = None,
-        relaxed: bool = False,
     ) -> OptimizeResult:
-        """Minimise `cost` (that of the choices, if None) under all rows and those in `also`.
-
-        With `relaxed` choices may be mixed. Returns scipy's result.
-        """
+        """Minimise `cost` (that of the choices, if None) under all rows and those in `also`, by scipy."""
         from scipy.optimize import Bounds, milp
 
         rows = [*self._rows, *also]
@@ -161,7 +157,7 @@ class Program:
         with _without_c_output():
             return milp(
                 weights,
-                integrality=None if relaxed else np.array(self._whole, dtype=np.int8),
+                integrality=np.array(self._whole, dtype=np.int8),
                 bounds=Bounds(0.0, 1.0),
                 constraints=[self._matrix(rows)] if rows else [],
                 options=options,

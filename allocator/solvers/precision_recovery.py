@@ -2,58 +2,47 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from qsync.allocator.op_groups import sibling_groups
-from qsync.allocator.search_state import Move, State
+from qsync.allocator.search_state import State
 from qsync.records.precision import PRECISION_ORDER, Precision
-from qsync.replayer import least_time
 
 # Operators of one class that are raised together, with their precisions.
 Raise = Mapping[str, Precision]
-# The order of raises, from the variance regained and the part of the slack used: larger is earlier.
-Priority = Callable[[float, float], float]
 
 # Replay sums floats, so two orders of the same sum may differ in the last bits.
 TOLERANCE = 1e-9
-# The slack counts as at least this part of the target, or of the memory budget.
-_MIN_SLACK_PART = 1e-3
-_MAX_REPLAYED_AT_ONCE = 1024
+# A repair must lessen the variance by this part. Numbers of raises tried, and of lowerings tried for each.
+_MIN_GAIN, _MAX_REPAIRED, _MAX_LOWERED = 1e-3, 24, 64
 
 
-def variance_regained(regained: float, used: float) -> float:
-    """Return (n_c / N^2) (omega[now] - omega[higher]): QSync's order."""
-    return regained
+def recover(state: State, classes: Sequence[str], target_s: float) -> None:
+    """Raise operators of these classes while the step is within `target_s` and memory holds.
 
+    The raise that regains most variance per second comes first. Every raise is tried, so an operator that
+    cannot afford FP32 may still be raised half way. A raise that does not hold is undone exactly. Operators
+    that read one value are also raised together: the first one raised alone would pay for a cast that the
+    others still need. A raised neighbour can remove a cast and make a rejected raise affordable, so passes
+    are repeated until one changes nothing.
 
-def regained_per_slack(regained: float, used: float) -> float:
-    """Return the variance regained per part of the slack that a raise uses, in time and memory.
-
-    This is a knapsack's density (Toyoda, Management Science 1975, for several constraints).
+    >>> recover(state, ["infer"], target_s=0.1)
     """
-    return regained / max(used, 1e-9)
+    raise_classes(state, classes, target_s)
+    while _pass(state, classes, target_s):
+        pass
 
 
-PRIORITIES: tuple[Priority, ...] = (variance_regained, regained_per_slack)
+def raise_classes(state: State, classes: Sequence[str], target_s: float) -> None:
+    """Raise each of these classes as a whole if that holds: such a class need not be lowered.
 
-
-def recover(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> None:
-    """Raise operators of these classes, best first, while the step is within `target_s` and memory holds.
-
-    Every raise of an operator is tried, so an operator that cannot afford FP32 may still be raised half way.
-    A raise that does not hold is undone exactly. Operators that read one value are also raised together: the
-    first one raised alone would pay for a cast that the others still need. The worth of a raise is computed
-    again when its turn comes, since earlier raises have changed it. Raising a neighbour can remove a cast and
-    make a rejected raise affordable, so passes are repeated until one changes nothing.
+    >>> raise_classes(state, ["infer"], target_s=0.1)
     """
     for name in classes:
-        one, trial = state.classes[name], _Trial(state, target_s)
-        if one.seconds_at(one.part.highest) - one.costs.total_s <= trial.slack_s(name):
-            trial.add(state.move(name, one.part.highest))
-            trial.settle()
-    while _pass(state, classes, target_s, priority):
-        pass
+        one = state.classes[name]
+        alone_s = one.alone_s - one.own_s + one.seconds_at(one.part.highest)
+        if alone_s * state.late_factor(name) <= target_s * (1 + TOLERANCE):
+            _raised(state, name, one.part.highest, target_s)
 
 
 def holds(state: State, target_s: float) -> bool:
@@ -61,17 +50,7 @@ def holds(state: State, target_s: float) -> bool:
     most = target_s * (1 + TOLERANCE)
     if any(one.alone_s * state.late_factor(name) > most for name, one in state.classes.items()):
         return False
-    if any(seconds > most for seconds in _least_times(state).values()):
-        return False
     return state.late_step_s() <= most and all(one.fits() for one in state.classes.values())
-
-
-def _least_times(state: State) -> dict[str, float]:
-    """Return by class a lower bound of the step's seconds, margins included."""
-    exchange = state.problem.exchange
-    return {
-        name: least_time(work, start_s, exchange) for name, (work, start_s) in state.late_starts().items()
-    }
 
 
 def is_raise(state: State, device_class: str, op: str, precision: Precision) -> bool:
@@ -81,123 +60,35 @@ def is_raise(state: State, device_class: str, op: str, precision: Precision) -> 
     return (variance[precision], -PRECISION_ORDER[precision]) < (variance[now], -PRECISION_ORDER[now])
 
 
-def _pass(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> bool:
-    """Try every raise once, best first; return whether any held."""
-    structure = {name: state.classes[name].structural_classes() for name in classes}
-    trial = _Trial(state, target_s)
-    slack_s = {name: max(trial.slack_s(name), _MIN_SLACK_PART * target_s) for name in classes}
-    memory: dict[int, float] = {}
-    heap: list[tuple[float, int, str, Raise, float]] = []
-
-    def worth(number: int, name: str, regained: float, lost_s: float) -> float:
-        return priority(regained, lost_s / slack_s[name] + memory[number])
-
-    for number, (name, raised) in enumerate(_raises(state, classes)):
-        lost_s = state.seconds_of(name, raised, structure[name])
-        memory[number] = _memory_used(state, name, raised)
-        now = worth(number, name, -state.classes[name].added_by(raised), lost_s)
-        # The number makes ties deterministic: class order, then model order, then the highest first.
-        heap.append((-now, number, name, raised, lost_s))
-    heapq.heapify(heap)
-    while heap:
-        _, number, name, raised, lost_s = heapq.heappop(heap)
-        one = state.classes[name]
-        still = {op: precision for op, precision in raised.items() if is_raise(state, name, op, precision)}
-        is_launched = one.costs.launches is not None  # then what kernels lose may cost no step
-        if not still or (not is_launched and lost_s > 2 * max(trial.slack_s(name), 0.0)):
-            continue
-        regained, before = -one.added_by(still), one.costs.total_s
-        following = -heap[0][0] * (1 - TOLERANCE) if heap else 0.0
-        now = worth(number, name, regained, lost_s)
-        if now < following:  # other raises come before it
-            heapq.heappush(heap, (-now, number, name, still, lost_s))
-            continue
-        move = state.move(name, still)
-        lost_s = one.costs.total_s - before
-        now = worth(number, name, regained, lost_s)
-        if now < following:
-            state.back(move)
-            heapq.heappush(heap, (-now, number, name, still, lost_s))
-        elif trial.may_hold(name):
-            trial.add(move)
-        else:
-            state.back(move)
-    return trial.settle()
+def _pass(state: State, classes: Sequence[str], target_s: float) -> bool:
+    """Try every raise once; return whether any held."""
+    raises = list(_raises(state, classes))
+    raises.sort(key=lambda each: _worth(state, *each))  # stable: ties keep their order
+    return any([_raised(state, name, raised, target_s) for name, raised in raises])
 
 
-def _memory_used(state: State, name: str, raised: Raise) -> float:
-    """Return the part of the memory slack that a raise uses; 0 where FP32 fits."""
+def _worth(state: State, name: str, raised: Raise) -> float:
+    """Return the variance that a raise adds per second; the least is the best."""
     one = state.classes[name]
-    if not one.is_tight:
-        return 0.0
-    now = one.peak_bytes
-    slack = max(one.part.budget_bytes - now, _MIN_SLACK_PART * one.part.budget_bytes)
+    added, before_s = one.added_by(raised), one.own_s
     move = state.move(name, raised)
-    used = (one.peak_bytes - now) / slack
+    lost_s = one.own_s - before_s
     state.back(move)
-    return used
+    return added / max(lost_s, 1e-9 * before_s)
 
 
-class _Trial:
-    """Moves that wait for replay: more and more at once while all hold, one at a time after a failure."""
-
-    def __init__(self, state: State, target_s: float) -> None:
-        self._state, self._target_s = state, target_s
-        self._pending: list[Move] = []
-        self._at_once, self._any_held = 1, False
-        # By class: lower bound of the step's seconds beyond the class's own step, when last measured.
-        self._beyond_own_s: dict[str, float] = {}
-        self._measure()
-
-    def slack_s(self, name: str) -> float:
-        """Return the seconds that a class may still lose, as far as is known."""
-        late = self._state.late_factor(name)
-        alone_s = self._state.classes[name].alone_s
-        return self._target_s * (1 + TOLERANCE) / late - alone_s - self._beyond_own_s[name]
-
-    def may_hold(self, name: str) -> bool:
-        """Return whether the target is still possible for this class as it stands."""
-        if self.slack_s(name) < 0.0:
-            self._measure()
-        return self.slack_s(name) >= 0.0
-
-    def add(self, move: Move) -> None:
-        """Add a move that was just made."""
-        if move.changes:
-            self._pending.append(move)
-        if len(self._pending) >= self._at_once:
-            self.settle()
-
-    def settle(self) -> bool:
-        """Undo the moves that do not hold; return whether any ever held."""
-        moves, self._pending = self._pending, []
-        if moves:
-            self._settle(moves)
-        return self._any_held
-
-    def _settle(self, moves: list[Move]) -> None:
-        """Keep those of the last moves that hold, earlier ones first."""
-        if holds(self._state, self._target_s):
-            self._any_held = True
-            self._at_once = min(2 * self._at_once, _MAX_REPLAYED_AT_ONCE)
-            return
-        self._at_once = 1
-        self._measure()
-        for move in reversed(moves):
-            self._state.back(move)
-        if len(moves) == 1:
-            return
-        middle = len(moves) // 2
-        for half in (moves[:middle], moves[middle:]):
-            self._settle([self._state.move(move.device_class, move.assignment) for move in half])
-
-    def _measure(self) -> None:
-        for name, least_s in _least_times(self._state).items():
-            late = self._state.late_factor(name)
-            self._beyond_own_s[name] = least_s / late - self._state.classes[name].alone_s
+def _raised(state: State, name: str, raised: Raise, target_s: float) -> bool:
+    """Raise the operators that still stand lower; return whether that changed anything and holds."""
+    still = {op: precision for op, precision in raised.items() if is_raise(state, name, op, precision)}
+    move = state.move(name, still)
+    if move.changes and not holds(state, target_s):
+        state.back(move)
+        return False
+    return bool(move.changes)
 
 
 def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]:
+    """Yield every raise of one operator, the highest first, and of operators that read one value."""
     for name in classes:
         choices = state.classes[name].part.choices
         for op, options in choices.items():
@@ -211,3 +102,61 @@ def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]
                 ]
                 if len(able) > 1:
                     yield name, dict.fromkeys(able, precision)
+
+
+def repair(state: State, classes: Sequence[str], target_s: float) -> bool:
+    """Raise operators that do not hold alone, and lower others until all hold; return whether any was raised.
+
+    Each is kept only if the variance falls. `state` holds, and still holds afterwards.
+
+    >>> repair(state, ["infer"], target_s=0.1)
+    """
+    raises = sorted(_raises(state, classes), key=lambda each: state.classes[each[0]].added_by(each[1]))
+    return any([_exchanged(state, classes, *each, target_s) for each in raises[:_MAX_REPAIRED]])
+
+
+def _exchanged(state: State, classes: Sequence[str], name: str, raised: Raise, target_s: float) -> bool:
+    """Make one raise, and lowerings that make up for it; return whether all hold at less variance."""
+    before, moves = state.variance * (1 - _MIN_GAIN), [state.move(name, raised)]
+    excess = _excess(state, target_s)
+    priced: list[tuple[float, int, str, Raise]] = []
+    for other, op, precision in _lowerings(state, classes, raised)[:_MAX_LOWERED]:
+        added = state.classes[other].added_by({op: precision})
+        move = state.move(other, {op: precision})
+        saved = excess - _excess(state, target_s)
+        state.back(move)
+        if saved > 0.0:
+            priced.append((added / saved, len(priced), other, {op: precision}))
+    for *_, other, lowered in sorted(priced):
+        if excess <= 0.0 or state.variance >= before:
+            break
+        move = state.move(other, lowered)
+        if (now := _excess(state, target_s)) < excess:
+            excess = now
+            moves.append(move)
+        else:
+            state.back(move)
+    if state.variance < before and holds(state, target_s):
+        return True
+    for move in reversed(moves):
+        state.back(move)
+    return False
+
+
+def _excess(state: State, target_s: float) -> float:
+    """Return how far the step and every class's memory exceed their limits, as parts of these."""
+    memory = (one.peak_bytes / one.part.budget_bytes - 1.0 for one in state.classes.values())
+    late = state.late_step_s() / (target_s * (1 + TOLERANCE)) - 1.0
+    return max(late, 0.0) + sum(max(part, 0.0) for part in memory)
+
+
+def _lowerings(state: State, classes: Sequence[str], raised: Raise) -> list[tuple[str, str, Precision]]:
+    """Return every lowering of another operator, that of least variance first."""
+    found: list[tuple[float, int, str, str, Precision]] = []
+    for name in classes:
+        one = state.classes[name]
+        for op, options in one.part.choices.items():
+            for precision in options if op not in raised else ():
+                if (added := one.added_by({op: precision})) > 0.0:
+                    found.append((added, len(found), name, op, precision))
+    return [(name, op, precision) for _, _, name, op, precision in sorted(found)]

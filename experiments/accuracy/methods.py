@@ -16,10 +16,12 @@ from qsync.allocator import allocate
 from qsync.allocator.planner import as_plan
 from qsync.experiments.accuracy.tasks import task_named
 from qsync.experiments.allocation.bases import GPU_BATCH
+from qsync.experiments.allocation.methods import two_stages
 from qsync.experiments.harness.emulated_profiles import NETWORK, of_share
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.ranks import FAST, MARGIN, WEAK
-from qsync.experiments.speedup.ways import ALL_16, ALONE, QSYNC_FASTEST, TITLES, samples_of, ways
+from qsync.experiments.sensitivity.baselines import sensitivity_by
+from qsync.experiments.speedup.ways import ALL_16, ALONE, QSYNC, QSYNC_FASTEST, TITLES, samples_of, ways
 from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
 from qsync.predictor.cost_model.fill_profile import fill, learned_from, simulate
 from qsync.predictor.cost_model.model import CostModel
@@ -69,15 +71,18 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
         make_optimizer=make_optimizer(workload.lr),
     )  # fmt: skip
     by_variance, by_depth = (
-        api.sensitivity(model, batches, workload.loss, precisions=_PRECISIONS, indicator=indicator)
+        sensitivity_by(indicator, model, batches, workload.loss, precisions=_PRECISIONS)
         for indicator in ("variance", "depth")
     )
     costs = learned_from(graph, profile)
     cluster, profiles = _on_cards(fill(profile, large, costs, measured_on=graph), large, costs)
     at = (large, profiles)
     plans = ways(Basis(large, cluster, profiles, by_variance), Sized(graph, {}), _BASE)
-    # QSync's own rule: operators recover in the order of its indicator.
-    ordered = allocate(*at, by_depth, cluster, margin=MARGIN, solver="greedy", base=_BASE)
+    # QSync's own rule: operators recover by its indicator.
+    own = plans[QSYNC]
+    assert own.target_s is not None
+    by_rule, margin = Basis(large, cluster, profiles, by_depth), own.margin or 0.0
+    ordered = two_stages(by_rule, own.target_s, margin=margin, base=_BASE)
     chosen = {name: own.assignment for name, own in ordered.classes.items()}
     plans[QSYNC_DEPTH] = as_plan(large, chosen, profiles, cluster, sensitivity=by_variance)
     # A weak card with INT8 and no type of 16 bits, as processors with VNNI are.

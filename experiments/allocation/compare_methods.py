@@ -5,10 +5,11 @@
 GPT, BERT, ViT, ResNet and VGG are profiled on this machine (measured) and planned for this machine beside
 half of it (emulated), and, at larger batches, for clusters of T4, V100, L4, A100 and H100 that are SIMULATED
 from their data sheets. At several targets between the least step and FP32's every method is given the same
-target, its plan is replayed, and the variance it adds is compared with that of qsync's exact solver. Steps
-and variances are predictions (simulated).
+target, its plan is replayed, and the variance it adds is compared with that of qsync's plan. Steps and
+variances are predictions (simulated).
 
-    qsync, MILP / greedy      `allocate(solver=...)`, with gap, bound and seconds
+    qsync                     `allocate`, with gap, bound and seconds
+    QSync's two stages        the fastest start, then recovery, without the exact solver
     uniform                   one precision on all adjustable operators of the weak classes
     casts left out            the exact solver on profiles in which casts are free, replayed with their times
     dynamic batching          LB-BSP: all FP32, samples shared so that all finish together

@@ -8,13 +8,17 @@ from typing import Any
 
 from qsync import Cluster, Plan, Precision
 from qsync.allocator import allocate, check_plan, uniform
-from qsync.allocator.planner import as_plan
+from qsync.allocator.planner import Options, as_plan
+from qsync.allocator.problem import make_problem
+from qsync.allocator.search_state import State
+from qsync.allocator.solvers.fastest_start import fastest_start
+from qsync.allocator.solvers.precision_recovery import recover
 from qsync.experiments.allocation.balanced import balanced
 from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import PRECISION_ORDER
 
-MILP, GREEDY = "qsync, MILP", "qsync, greedy"
+MILP, TWO_STAGES = "qsync", "QSync's two stages"
 NO_CASTS = "casts left out"
 BATCHES = "dynamic batching (LB-BSP)"
 RELATIVE = 1e-6  # as in check_plan: a step so little over the target is rounding
@@ -24,8 +28,7 @@ Row = dict[str, Any]
 
 def targets(basis: Basis, parts: Sequence[float]) -> list[tuple[float, float]]:
     """(part, seconds): from the least step to that in FP32, by part. Empty where lowering saves nothing."""
-    options = {"solver": "greedy", "slack": 0.0}
-    least = allocate(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, **options).target_s
+    least = allocate(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, slack=0.0).target_s
     most = uniform(basis.graph, basis.profiles, basis.cluster, {}).step_s
     assert least is not None and most is not None
     if most <= least * (1 + 1e-3):
@@ -39,9 +42,10 @@ def compare(basis: Basis, target_s: float) -> list[Row]:
     Seconds are the processor's: others on the machine change them little.
     """
     weak = weak_classes(basis)
-    solvers = [solved(basis, target_s, MILP, "milp"), solved(basis, target_s, GREEDY, "greedy")]
+    begun = time.process_time()
+    stages = _row(basis, target_s, TWO_STAGES, two_stages(basis, target_s), begun)
     others = [casts_left_out(basis, target_s), dynamic_batching(basis, target_s)]
-    return [*solvers, *uniforms(basis, target_s, weak), *others]
+    return [solved(basis, target_s), stages, *uniforms(basis, target_s, weak), *others]
 
 
 def weak_classes(basis: Basis) -> list[str]:
@@ -52,11 +56,23 @@ def weak_classes(basis: Basis) -> list[str]:
     return [name for name in compute if name != strongest]
 
 
-def solved(basis: Basis, target_s: float, method: str, solver: str) -> Row:
+def two_stages(basis: Basis, target_s: float, **given: Any) -> Plan:
+    """Plan by QSync's two stages alone: the fastest start, then recovery. `given` are `Options`."""
+    at, options = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster), Options(**given)
+    state, weak = State(make_problem(*at, options)), weak_classes(basis)
+    for name in weak:
+        fastest_start(state, name)
+    state.late = dict.fromkeys(weak, options.margin)
+    recover(state, weak, target_s)
+    found = state.assignments(), basis.profiles, basis.cluster, options
+    return as_plan(basis.graph, *found, sensitivity=basis.sensitivity)
+
+
+def solved(basis: Basis, target_s: float) -> Row:
     """Return the row of qsync's own plan, with its gap, its bound, and what a check finds wrong."""
     at, begun = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster), time.process_time()
-    plan = allocate(*at, target_s=target_s, solver=solver)
-    row = _row(basis, target_s, method, plan, begun)
+    plan = allocate(*at, target_s=target_s)
+    row = _row(basis, target_s, MILP, plan, begun)
     found = check_plan(basis.graph, plan, *at[1:])
     return {**row, "gap": plan.gap, "bound": plan.bound, "violations": list(found.violations)}
 
@@ -77,7 +93,7 @@ def casts_left_out(basis: Basis, target_s: float) -> Row:
     """Plan by the exact solver as if casts were free, and replay that plan with what they take."""
     begun = time.process_time()
     free = {name: without_casts(profile) for name, profile in basis.profiles.items()}
-    found = allocate(basis.graph, free, basis.sensitivity, basis.cluster, target_s=target_s, solver="milp")
+    found = allocate(basis.graph, free, basis.sensitivity, basis.cluster, target_s=target_s)
     assignments = {name: entry.assignment for name, entry in found.classes.items()}
     plan = as_plan(
         basis.graph, assignments, basis.profiles, basis.cluster, sensitivity=basis.sensitivity

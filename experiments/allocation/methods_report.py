@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from rich.table import Table
 
-from qsync.experiments.allocation.methods import BATCHES, GREEDY, MILP, NO_CASTS
+from qsync.experiments.allocation.methods import BATCHES, MILP, NO_CASTS, TWO_STAGES
 from qsync.experiments.harness import bar, grouped, table_of
 from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure
 from qsync.figures.style import FAINT, INK, save_png
@@ -18,20 +18,19 @@ from qsync.figures.style import FAINT, INK, save_png
 Rows = Sequence[Mapping[str, Any]]
 
 BEST_UNIFORM = "best uniform"
-GREEDY_BAR = 0.05  # by which greedy may add more than the exact solver
 # Differences below this part are rounding, or within the exact solver's own gap of a thousandth.
 RELATIVE = 1e-3
 # Okabe and Ito's, which colour-blind readers tell apart; (colour, marker, line).
 _STYLES = {
     MILP: ("#0072b2", "o", "-"),
-    GREEDY: (INK, "+", ""),
+    TWO_STAGES: (INK, "+", ""),
     NO_CASTS: ("#cc79a7", "D", ""),
     "uniform": (FAINT, "*", ""),
 }
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Return each method's factor on the MILP's variance and targets met, by kind of cluster and model.
+    """Return each method's factor on qsync's variance and targets met, by kind of cluster and model.
 
     A factor is a geometric mean over the targets that the method met and at which something must be lowered.
     """
@@ -74,25 +73,21 @@ def _problems(rows: Rows) -> dict[tuple[str, str, float], dict[str, Mapping[str,
 def _verdicts(rows: Rows) -> dict[str, Any]:
     """Return the worst cases over all problems, and every problem in which another method adds less."""
     problems = _problems(rows)
-    beaten, greedy = [], []
+    beaten = []
     for key, at in problems.items():
         exact = at[MILP]["added_variance"]
         for method, row in at.items():
             less = row["reaches"] and row["added_variance"] < exact * (1 - RELATIVE)
-            if less and method not in (MILP, GREEDY, BATCHES):
+            if less and method not in (MILP, BATCHES):
                 beaten.append([*key, method, row["added_variance"] / exact])
-        if exact > 0.0:
-            greedy.append([at[GREEDY]["added_variance"] / exact - 1.0, *key])
-    exacts, quick, free = ([at[name] for at in problems.values()] for name in (MILP, GREEDY, NO_CASTS))
+    exacts, free = ([at[name] for at in problems.values()] for name in (MILP, NO_CASTS))
     return {
         "problems": len(problems),
-        "violations": sum(len(row["violations"]) for row in (*exacts, *quick)),
+        "violations": sum(len(row["violations"]) for row in exacts),
         "baselines_that_add_less": beaten,
-        "greedy_worst": max(greedy, default=[0.0]),
         "dynamic_batching_met": sum(at[BATCHES]["reaches"] for at in problems.values()),
         "milp_worst_gap": max((row["gap"] for row in exacts), default=0.0),
         "milp_worst_seconds": max((row["seconds"] for row in exacts), default=0.0),
-        "greedy_worst_seconds": max((row["seconds"] for row in quick), default=0.0),
         "casts_left_out_misses_by": max((row["step_s"] / row["target_s"] - 1.0 for row in free), default=0.0),
     }
 
@@ -113,7 +108,6 @@ def bars(verdicts: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         bar("violations of plans", verdicts["violations"], 0),
         bar("baselines that add less variance", len(verdicts["baselines_that_add_less"]), 0),
-        bar("greedy above MILP, worst", verdicts["greedy_worst"][0], GREEDY_BAR),
     ]
 
 
@@ -123,7 +117,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     for kind, models in found["clusters"].items():
         methods = dict.fromkeys(m for of in models.values() for m in of if not m.startswith("uniform "))
         rows = [[method, *(cell(of.get(method)) for of in models.values())] for method in methods]
-        title = f"Added variance at equal step time, times the MILP's (simulated; {kind})"
+        title = f"Added variance at equal step time, times qsync's (simulated; {kind})"
         shown.append(table_of(title, ["", *models], rows))
     verdicts = [
         [name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)]
@@ -158,7 +152,7 @@ def _panel(axes: Axes, rows: Rows) -> None:
             axes.plot(
                 *zip(*points, strict=True), marker=marker, linestyle=line or "none", color=colour,
                 markersize=8 if name == MILP else 4, fillstyle="none" if name == MILP else "full",
-                linewidth=1, label=name, zorder=3 if name == GREEDY else 2,
+                linewidth=1, label=name, zorder=3 if name == TWO_STAGES else 2,
             )  # fmt: skip
     for row in [row for row in rows if row["method"] == BATCHES][:1]:
         axes.axvline(1e3 * row["step_s"], color=FAINT, linestyle="--", label=f"{BATCHES}: adds none")

@@ -165,8 +165,7 @@ def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Plan]:
         "FP32, two blocks recomputed on the weak rank": fp32({WEAK: ClassLevers(recomputed=some)}),
         "precisions alone": allocate(*parts, target_s=target_s),
         "searched levers and precisions": search(
-            *parts, levers=["share", "buckets"], other=other, trials=trials, target_s=target_s,
-            solver="greedy",
+            *parts, levers=["share", "buckets"], other=other, trials=trials, target_s=target_s
         ),
     }  # fmt: skip
 
@@ -183,7 +182,7 @@ def _plans_above(basis: Basis, other: Sized, trials: int, base: str) -> dict[str
     target_s = min(by_speed.step_s or math.inf, least_step_s(basis, shares, base))
     both = search(
         *parts, levers=["share"], other=other, trials=trials, target_s=(1 + BASE_SLACK) * target_s,
-        solver="greedy", base=base,
+        base=base,
     )  # fmt: skip
     return {
         NOTHING: uniform(basis.graph, basis.profiles, basis.cluster, {}, base=base),

@@ -55,7 +55,7 @@ PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL
 
 # Budgets, as parts of what FP32 needs at its peak.
 SHARES = (0.95, 0.85, 0.75, 0.95)
-INDICATORS = 4  # the first is the default, the others are random, so that plans differ
+SENSITIVITIES = 4  # the first is the model's, the others are made up of it, so that plans differ
 # So much longer than the least a step may take: it is memory that shall decide, not time.
 SLACK = 2.0
 # Where memory binds, the exact solver proves little and would take all the time it is given.
@@ -303,9 +303,14 @@ def accepted(name: str, rank: int) -> list[list[Any] | None]:
             name: peak.peak_memory(plain, optimizer_bytes=one.optimizer_bytes, num_ranks=2).peak_bytes
             for name, one in profiles.items()
         }
-        for number, shares in product(range(INDICATORS), pairwise(SHARES)):
-            indicator = "random" if number else "variance"
-            sensitivity = qsync.sensitivity(model, [batch], loss, indicator=indicator, seed=number)
+        measured = qsync.sensitivity(model, [batch], loss)
+        for number, shares in product(range(SENSITIVITIES), pairwise(SHARES)):
+            draw = random.Random(number)
+            omega = {
+                op: {p: added * 10 ** draw.uniform(-2, 2) for p, added in modes.items()}
+                for op, modes in measured.omega.items()
+            }
+            sensitivity = replace(measured, omega=omega) if number else measured
             budgets = {name: int(share * full[name]) for name, share in zip(full, shares, strict=True)}
             try:
                 plan = qsync.plan(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from qsync.predictor.cost_model.gaussian_process import Array
 from qsync.predictor.cost_model.op_calls import Call, Direction, least_s, parts, sum_s
+from qsync.predictor.cost_model.roofline_law import Array
 from qsync.predictor.cost_model.samples import Sample, without_sums
 from qsync.records.datasheets import DataSheet
 

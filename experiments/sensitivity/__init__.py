@@ -1,5 +1,6 @@
 """Indicators against measured gradient errors.
 
 `indicators`        the experiment
+`baselines`         indicators from the literature
 `indicator_report`  its tables and picture
 """

@@ -28,15 +28,14 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.stats import spearmanr
 
-import qsync
 from qsync import OpGraph, Precision, Sensitivity
 from qsync.api import calibrating
 from qsync.experiments.harness import Experiment, Fresh, Models, Out, Page, Publish, run_command
+from qsync.experiments.sensitivity.baselines import INDICATORS, sensitivity_by
 from qsync.experiments.sensitivity.indicator_report import picture, summary, table
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Workload, evaluate, train
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
-from qsync.predictor.sensitivity.registry import INDICATORS
 from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.runtime import choosers, planned_forward
 
@@ -138,7 +137,7 @@ def sensitivities(workload: Workload, seed: int, scale: Scale, num_batches: int)
     model = warmed_up(workload, seed, scale)
     seen = [workload.batch(seed, step, 1) for step in range(num_batches)]
     found: dict[str, Sensitivity] = {
-        name: qsync.sensitivity(model, seen, workload.loss, indicator=name, precisions=PRECISIONS, seed=seed)
+        name: sensitivity_by(name, model, seen, workload.loss, precisions=PRECISIONS, seed=seed)
         for name in INDICATORS
     }
     truth = found["empirical"]

@@ -86,9 +86,7 @@ def shared_by_speed(basis: Basis, shares: Iterable[Mapping[str, Profile]], **kep
 def least_step_s(basis: Basis, shares: Iterable[Mapping[str, Profile]], base: str) -> float:
     """Return the least step (seconds, predicted) that any shares reach with lowered precisions."""
     at = (basis.sensitivity, basis.cluster)
-    found = [
-        allocate(basis.graph, each, *at, base=base, solver="greedy", slack=0.0).target_s for each in shares
-    ]
+    found = [allocate(basis.graph, each, *at, base=base, slack=0.0).target_s for each in shares]
     return min(math.inf if target_s is None else target_s for target_s in found)
 
 

@@ -1,16 +1,16 @@
-"""Features of a call on a device: the arguments of a learned cost. None has a unit.
+"""Features of a call on a device, by which calls are alike. None has a unit.
 
 Of the program: the sizes of its product (rows M, inner K, columns N, batch), their remainders beyond full
 vectors, the geometry of convolutions, elements and widths of other kinds, the number of operands that are no
-parameters. Of the device: the time of products and bytes at its peaks, in launches, and the share of its
-cache that the call fills. There is one function per family, precision and direction.
+parameters, and of gradients. Of the device: the time of products and bytes of its backward in FP32 at its
+peaks, in launches, and the share of its cache that the call fills.
 """
 
 from __future__ import annotations
 
 import math
 
-from qsync.predictor.cost_model.op_calls import Call, Direction, moved_bytes, parts
+from qsync.predictor.cost_model.op_calls import Call, moved_bytes, parts
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import num_elements
 
@@ -31,20 +31,18 @@ def family(kind: str) -> str:
     return _FAMILIES.get(kind, "rest")
 
 
-def features(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> list[float]:
-    """Return the features of one direction of a call: as many for every call of its family.
+def features(call: Call, sheet: DataSheet) -> list[float]:
+    """Return the features of a call: as many for every call of its family.
 
-    >>> features(call, "int8", "forward", sheet)
+    >>> features(call, sheet)
     """
-    launch, products, memory = parts(call, mode, direction, sheet)
-    cached = moved_bytes(call, mode, direction) / sheet.cache_bytes
+    launch, products, memory = parts(call, "fp32", "backward", sheet)
+    cached = moved_bytes(call, "fp32", "backward") / sheet.cache_bytes
     found = [_log(products / launch + 0.1), _log(memory / launch + 0.1), _log(cached + 0.01)]
     found += {
         "product": _product, "matmul": _matmul, "convolution": _convolution, "attention": _attention,
     }.get(family(call.kind), _rest)(call)  # fmt: skip
-    if direction == "backward":
-        found.append(float(call.num_gradients))
-    return found
+    return [*found, float(call.num_gradients)]
 
 
 def _product(call: Call) -> list[float]:

@@ -1,23 +1,18 @@
 """A learned model of the time of an operator, at a shape or on a device that was never profiled.
 
-    t = law(kind, mode, direction) x exp(strength x residual(features)),
+    t = law(kind, mode, direction) + sums
 
-with features of the program and of the device, as in CDMPP (arXiv:2311.09690). The law is a linear fit: a
-launch, products at a share of their peak, bytes at a share of the bandwidth (`roofline_law`). The residual is
-a smooth function of the features (`gaussian`), and zero far from all samples. Sums of gradients, which
-autograd adds, are separate. All costs are relative to the roofline. The model prices an unmeasured device by
-assuming that it reaches the same shares of its peaks as the device that the model was learned on. Such a
-price is an assumption, not a measurement, and is called simulated.
-
-A step is a sum of seconds, in which errors common to a whole model do not average out. So the residual counts
-only by a factor (`strength`, from 0 to 1) that discernibly improves the sums of profiles held out.
+The law is a linear fit: a launch, products at a share of their peak, bytes at a share of the bandwidth
+(`roofline_law`). Sums of gradients, which autograd adds, are separate. All costs are relative to the
+roofline. The model prices an unmeasured device by assuming that it reaches the same shares of its peaks as
+the device that the model was learned on. Such a price is an assumption, not a measurement, and is called
+simulated.
 
 The model states its own error: of samples held out by shape, and of whole profiles held out.
 """
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.errors import CalibrationError, FormatError
-from qsync.predictor.cost_model.features import family, features
-from qsync.predictor.cost_model.gaussian_process import Array, Gaussian
+from qsync.predictor.cost_model.features import family
 from qsync.predictor.cost_model.op_calls import Call, Direction, has_direction, parts, sum_s
-from qsync.predictor.cost_model.roofline_law import Law
+from qsync.predictor.cost_model.roofline_law import Array, Law
 from qsync.predictor.cost_model.samples import DIRECTIONS, MIN_SAMPLE_S, Sample, without_sums
 from qsync.records.datasheets import DataSheet
 from qsync.records.json_files import read_json, write_json
@@ -40,17 +34,6 @@ from qsync.records.profiles import Cost
 from qsync.records.record_json import Count, FileRecord, Number
 
 FOLDS = 5
-# With so few samples a residual is noise: the law alone is used.
-_FEW_SAMPLES = 6
-# A residual is fitted to a random part of more samples than these: the fit takes the cube of their number.
-_MAX_FITTED_SAMPLES = 200
-# No residual changes a cost by more than the factor e^1.5.
-_MAX_LOG_RESIDUAL = 1.5
-# Fewer profiles do not show how well residuals carry over to another one: random parts of the calls are held
-# out instead.
-_MIN_SOURCES = 3
-_STRENGTHS = tuple(i / 8 for i in range(9))
-
 # The measured mode that stands for an unmeasured one: its shares of the peak are used.
 _SUBSTITUTE = {"fp32_fast": "fp32", "fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
 
@@ -98,9 +81,15 @@ class CostModel:
             raise CalibrationError("there are no samples to learn costs from; profile a model first")
         self.samples = tuple(samples)
         self.error = error
-        self._laws = _Laws(samples)
-        self._residuals: dict[Key, Gaussian] = {}
-        self.strength = self._fit()
+        points, seconds = _points(samples)
+        self._families = {
+            key: Law.fit(points[rows], seconds[rows])
+            for key, rows in _rows(samples, lambda sample: family(sample.call.kind)).items()
+        }
+        self._kinds = {
+            key: Law.fit(points[rows], seconds[rows], self._families[family(key[0]), key[1], key[2]])
+            for key, rows in _rows(samples, lambda sample: sample.call.kind).items()
+        }
 
     @classmethod
     def learn(cls, samples: Sequence[Sample]) -> CostModel:
@@ -112,45 +101,39 @@ class CostModel:
 
         Raises KeyError for a product in a type that the device does not multiply.
         """
-        known = [(call, self._laws.mode(call, mode, d), d) for call, mode, d, _ in asked]
+        laws = np.array(
+            [self._law_of(call, self._mode(call, mode, d), d).parts for call, mode, d, _ in asked]
+        )
         points = np.array([parts(*each) for each in asked]).reshape(-1, 3)
-        found = self._laws.seconds(known, points)
-        by_key: dict[Key, list[int]] = defaultdict(list)
-        for i, (call, mode, direction) in enumerate(known):
-            by_key[family(call.kind), mode, direction].append(i)
-        for key, rows in by_key.items():
-            if key in self._residuals:
-                residual = self._residuals[key].at(np.array([features(*asked[i]) for i in rows]))
-                found[rows] *= np.exp(self.strength * _clipped(residual))
+        by_law: Array = np.maximum((points * laws.reshape(-1, 3)).sum(1), MIN_SAMPLE_S)
         sums: Array = np.array([sum_s(call, direction, sheet) for call, _, direction, sheet in asked])
-        return found + sums
+        return by_law + sums
 
-    def _fit(self) -> float:
-        """Fit every residual, and return their strength."""
-        group = _grouping(self.samples)
-        names = dict.fromkeys(group(s) for s in self.samples)
-        others = {
-            name: self._laws.without(np.array([group(s) == name for s in self.samples])) for name in names
-        }
-        held: list[_HeldOut] = []
-        for key, places in _rows(self.samples, lambda sample: family(sample.call.kind)).items():
-            some = [self.samples[i] for i in _some(places.tolist())]
-            points, seconds = _points(some)
-            known = [(s.call, s.mode, s.direction) for s in some]
-            if len(some) > _FEW_SAMPLES:
-                x = np.array([features(*asked(sample)) for sample in some])
-                missed = np.log(seconds / self._laws.seconds(known, points))
-                self._residuals[key] = Gaussian.fit(x, missed)
-            of = np.array([group(s) for s in some])
-            for name in dict.fromkeys(of.tolist()) if len(others) > 1 else ():
-                rows = np.flatnonzero(of == name)
-                by_law = others[name].seconds(known, points)
-                residual = np.zeros(len(rows))
-                if key in self._residuals:
-                    residual = self._residuals[key].without(rows, np.log(seconds / by_law))
-                step = (name, _precision(key[1]), key[2])
-                held.append(_HeldOut(step, by_law[rows], residual, seconds[rows]))
-        return _strength(held)
+    def _mode(self, call: Call, mode: str, direction: Direction) -> str:
+        """Return the mode whose law is used: this one, or the measured one most like it."""
+        name = family(call.kind)
+        source, _, target = mode.partition(" ")
+        for candidate in (
+            mode,
+            _SUBSTITUTE.get(mode, mode),
+            f"{source} {_SUBSTITUTE.get(target, target)}",
+            "fp32",
+        ):
+            if (name, candidate, direction) in self._families:
+                return candidate
+        same = [key[1] for key in self._families if key[0] == name and key[2] == direction]
+        return same[0] if same else mode
+
+    def _law_of(self, call: Call, mode: str, direction: Direction) -> Law:
+        """Return the law of a kind, else of its family; where neither was measured, of memory passes."""
+        for laws, name, of in (
+            (self._kinds, call.kind, mode),
+            (self._families, family(call.kind), mode),
+            (self._families, family(""), "fp32"),
+        ):
+            if (name, of, direction) in laws:
+                return laws[name, of, direction]
+        return Law()
 
     def to_json(self) -> dict[str, Any]:
         """Return the samples and the stated error: a fit of the same samples gives the same model."""
@@ -184,127 +167,11 @@ class CostModel:
         return cls.from_json(read_json(path), str(path))
 
 
-class _Laws:
-    """The laws of all kinds of some samples, and those of their families."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._points, self._seconds = _points(samples)
-        self._of_family = _rows(samples, lambda sample: family(sample.call.kind))
-        self._of_kind = _rows(samples, lambda sample: sample.call.kind)
-        self._families = {key: self._fit(rows) for key, rows in self._of_family.items()}
-        self._kinds = {key: self._fit(rows, self._start(key)) for key, rows in self._of_kind.items()}
-
-    def without(self, left_out: npt.NDArray[np.bool_]) -> _Laws:
-        """Return the laws of the other samples; only laws with samples left out (N,) are fitted again."""
-        found = copy.copy(self)
-        found._families, found._kinds = dict(self._families), dict(self._kinds)
-        for laws, all_rows in ((found._families, self._of_family), (found._kinds, self._of_kind)):
-            for key, rows in all_rows.items():
-                if left_out[rows].all():
-                    del laws[key]
-                elif left_out[rows].any():
-                    start = found._start(key) if laws is found._kinds else None
-                    laws[key] = self._fit(rows[~left_out[rows]], start)
-        return found
-
-    def _fit(self, rows: npt.NDArray[np.intp], start: Law | None = None) -> Law:
-        return Law.fit(self._points[rows], self._seconds[rows], start)
-
-    def _start(self, key: Key) -> Law:
-        return self._families[family(key[0]), key[1], key[2]]
-
-    def seconds(self, known: Sequence[tuple[Call, str, Direction]], points: Array) -> Array:
-        """Return the seconds (N,) by law of calls whose parts take `points` (N, 3) seconds at full speed."""
-        laws = np.array([self._of(*each).parts for each in known]).reshape(-1, 3)
-        found: Array = np.maximum((points * laws).sum(1), MIN_SAMPLE_S)
-        return found
-
-    def mode(self, call: Call, mode: str, direction: Direction) -> str:
-        """Return the mode whose law is used: this one, or the measured one most like it."""
-        name = family(call.kind)
-        source, _, target = mode.partition(" ")
-        for candidate in (
-            mode,
-            _SUBSTITUTE.get(mode, mode),
-            f"{source} {_SUBSTITUTE.get(target, target)}",
-            "fp32",
-        ):
-            if (name, candidate, direction) in self._families:
-                return candidate
-        same = [key[1] for key in self._families if key[0] == name and key[2] == direction]
-        return same[0] if same else mode
-
-    def _of(self, call: Call, mode: str, direction: Direction) -> Law:
-        """Return the law of a kind, else of its family; where neither was measured, of memory passes."""
-        for laws, name, of in (
-            (self._kinds, call.kind, mode),
-            (self._families, family(call.kind), mode),
-            (self._families, family(""), "fp32"),
-        ):
-            if (name, of, direction) in laws:
-                return laws[name, of, direction]
-        return Law()
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldOut:
-    """Samples of one group, precision and direction (`step`), predicted without that group.
-
-    Seconds by law, log residual predicted, and seconds measured; all (N,).
-    """
-
-    step: tuple[str, str, Direction]
-    by_law: Array
-    residual: Array
-    seconds: Array
-
-
-def _strength(held: Sequence[_HeldOut]) -> float:
-    """Return the least strength whose error on held-out sums is within one standard error of the best one's.
-
-    A sum is that of a group, a precision and a direction: a part of a step. There are few of them, and the
-    best strength is often best by chance; hence the rule of one standard error (Breiman et al. 1984, section
-    3.4.3), here of paired differences of |error|. Returns 0 if fewer than two sums were held out.
-    """
-    steps: dict[tuple[str, str, Direction], list[_HeldOut]] = defaultdict(list)
-    for part in held:
-        steps[part.step].append(part)
-    if len(steps) < 2:
-        return 0.0
-    errors = np.array([[_sum_error(members, s) for s in _STRENGTHS] for members in steps.values()])
-    worse = errors - errors[:, [int(errors.mean(0).argmin())]]
-    allowed = worse.std(0, ddof=1) / len(errors) ** 0.5
-    return _STRENGTHS[int(np.argmax(worse.mean(0) <= allowed))]
-
-
-def _sum_error(members: Sequence[_HeldOut], strength: float) -> float:
-    """Return |predicted / measured - 1| of one sum."""
-    guess = sum(float((p.by_law * np.exp(strength * _clipped(p.residual))).sum()) for p in members)
-    return abs(guess / sum(float(p.seconds.sum()) for p in members) - 1)
-
-
-def _grouping(samples: Sequence[Sample]) -> Callable[[Sample], str]:
-    """Return the function from a sample to its held-out group: its profile, or a random part of the calls."""
-    if len({sample.source for sample in samples}) >= _MIN_SOURCES:
-        return lambda sample: sample.source
-    fold = _folds(samples)
-    return lambda sample: str(fold[sample.call])
-
-
 def _folds(samples: Sequence[Sample]) -> dict[Call, int]:
     """Assign calls to folds at random, the same way every time."""
     distinct = list(dict.fromkeys(sample.call for sample in samples))
     random.Random(0).shuffle(distinct)
     return {call: i % FOLDS for i, call in enumerate(distinct)}
-
-
-def _precision(mode: str) -> str:
-    """Return the precision of a mode; of a cast it is that of its target."""
-    return mode.split()[-1].split("_")[0]
-
-
-def _clipped(residual: Array) -> Array:
-    return np.clip(residual, -_MAX_LOG_RESIDUAL, _MAX_LOG_RESIDUAL)
 
 
 class Priced(Protocol):
@@ -391,13 +258,6 @@ def _rows(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[Key,
     for i, sample in enumerate(samples):
         groups[name(sample), sample.mode, sample.direction].append(i)
     return {key: np.array(rows) for key, rows in groups.items()}
-
-
-def _some(places: list[int]) -> list[int]:
-    """Return at most `_MAX_FITTED_SAMPLES` of the indices, the same ones every time."""
-    return (
-        places if len(places) <= _MAX_FITTED_SAMPLES else random.Random(0).sample(places, _MAX_FITTED_SAMPLES)
-    )
 
 
 def _points(samples: Sequence[Sample]) -> tuple[Array, Array]:

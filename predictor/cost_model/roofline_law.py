@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
-from qsync.predictor.cost_model.gaussian_process import Array
+Array = npt.NDArray[np.float64]
 
 # Weight of the starting law, in samples that it misses by 100 %. A kind with one sample keeps its family's
 # shares of launch, products and bytes; a kind with a few samples gets its own.

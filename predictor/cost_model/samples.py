@@ -157,7 +157,7 @@ def _centers(members: Sequence[Call], num: int, sheet: DataSheet) -> list[Call]:
         return list(members)
     from sklearn.cluster import KMeans
 
-    points = np.array([features(call, "fp32", "backward", sheet) for call in members])
+    points = np.array([features(call, sheet) for call in members])
     spread = points.std(0)
     points = (points - points.mean(0)) / np.where(spread < 1e-9, 1.0, spread)
     found = KMeans(num, n_init=2, random_state=0).fit(points)

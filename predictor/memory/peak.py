@@ -157,14 +157,6 @@ class StepMemory:
     def _margin_bytes(self, num_bytes: int) -> int:
         return margin_bytes(self.device, num_bytes, bool(self.graph.recomputed), bool(self._corrected))
 
-    def in_use(self) -> npt.NDArray[np.int64]:
-        """Return the bytes in use at each time of the step, margin included, as `bytes_at` has them."""
-        most = np.maximum(self._change.cumsum(), 0)
-        share, constant = margin_parts(self.device, bool(self.graph.recomputed), bool(self._corrected))
-        margin = np.ceil(share * most).astype(np.int64) + constant
-        found: npt.NDArray[np.int64] = self._persistent + most + margin
-        return found
-
     def come_and_go(self) -> npt.NDArray[np.int64]:
         """Return the bytes at each time that come and go in the step, without the margin."""
         return self._change.cumsum()[:-1]

@@ -1,7 +1,4 @@
-"""The input of every indicator, and the training step that they all take.
-
-An indicator is a function `Calibration -> Sensitivity`; qsync.predictor.sensitivity.registry names them all.
-"""
+"""The input of indicators, which are functions `Calibration -> Sensitivity`, and the step that they take."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ from qsync.errors import CalibrationError, NoGradientError, UnsupportedError, sh
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.sensitivity.calibration import Calibration, below_fp32
-from qsync.predictor.sensitivity.operand_gradients import on_gradient, own_view, takes_gradient
 from qsync.predictor.sensitivity.rounding import (
     alike,
     rounded_to,
@@ -389,3 +388,18 @@ def _died_at(sites: Sequence[_Site]) -> str:
         if site.gradient is None or not bool(site.gradient.any()):
             return site.op
     return sites[0].op if sites else "the model"
+
+
+def own_view(operand: torch.Tensor) -> torch.Tensor:
+    """Return a view whose gradient is that of its one reader alone."""
+    return operand.view_as(operand) if operand.requires_grad else operand.detach().requires_grad_()
+
+
+def on_gradient(tensor: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> None:
+    """Call `receive` with the gradient of this tensor once it is complete."""
+    tensor.register_hook(receive)  # type: ignore[no-untyped-call]
+
+
+def takes_gradient(value: Any) -> bool:
+    """Return whether a value is an FP32 tensor, which precisions round, that may get a gradient."""
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float32 and torch.is_grad_enabled()

@@ -11,8 +11,7 @@ much. The errors are unrelated, so their squares add up:
 
 and the same for y and g of every following operator that lowering then runs in 16 bits. QSync
 (arXiv:2407.02327, section 4) has the same sources of error and weights their effects downstream and upstream
-by depth (qsync.predictor.sensitivity.other_indicators.qsync_depth). Here the effects are measured and need no
-weights.
+by depth. Here the effects are measured and need no weights.
 """
 
 from __future__ import annotations

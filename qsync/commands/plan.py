@@ -103,11 +103,10 @@ def plan(
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Size of DDP's buckets, in MiB.", show_default="DDP's own")
     ] = None,
-    solver: Annotated[str, typer.Option(help="milp (exact) or greedy (QSync's two stages).")] = "milp",
     gap: Annotated[
         float, typer.Option(help="Part by which the plan may add more variance than the least.")
     ] = 1e-3,
-    time_limit: Annotated[float, typer.Option(help="Seconds that the exact solver may take.")] = 20.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds that the solver may take.")] = 20.0,
     pareto: Annotated[
         int | None,
         typer.Option(help="Plan for so many step times; --out is then a folder.", show_default="one"),
@@ -148,7 +147,7 @@ def plan(
         "budgets": budgets_of(memory), "pins": pairs_of(pin, "--pin", "PATTERN=PRECISION"),
         "lower_all": lower_all, "margin": margin, "base": base,
         "together": [[one.strip() for one in group.split(",")] for group in together or []],
-        "solver": solver, "gap": gap, "time_limit_s": time_limit,
+        "gap": gap, "time_limit_s": time_limit,
         "bucket_cap_bytes": _bucket_cap_bytes(bucket_cap_mb), "saving_less": patterns_of(save_less),
     }  # fmt: skip
     _check_goal(goal, search)

@@ -249,8 +249,8 @@ def gap_lines(plan: Plan) -> list[str]:
         return [f"No plan adds less variance at this {same} (proved)"]
     return [
         f"No plan adds less than {plan.bound:.3g} variance at this {same}; this one adds "
-        f"{plan.added_variance:.3g}, {plan.gap:.1%} of it perhaps needlessly ({plan.solver}: "
-        f"{_WHY_UNPROVED.get(plan.status or '', plan.status)})"
+        f"{plan.added_variance:.3g}, {plan.gap:.1%} of it perhaps needlessly "
+        f"({_WHY_UNPROVED.get(plan.status or '', plan.status)})"
     ]
 
 

@@ -68,7 +68,7 @@ class Plan(FileRecord):
     """
 
     FILE_KIND = "plan"
-    ADDED_LATER = "solver"
+    ADDED_LATER = "bound"
 
     model: str
     graph_hash: str
@@ -76,7 +76,6 @@ class Plan(FileRecord):
     step_s: Number | None = None
     target_s: Number | None = None
     bucket_cap_bytes: Count | None = None  # DDP's cap that the prediction assumes; None: its default
-    solver: str | None = None  # that chose the assignments: "milp" or "greedy"
     bound: Number | None = None  # below which the added variance of no plan for this problem can fall
     status: str | None = None  # of the solver: "optimal", "time-limited", "unproved" or "unsolved"
     levers: Levers | None = None  # what it changes beside precisions

@@ -24,12 +24,7 @@ from hypothesis import strategies as st
 from qsync.allocator import allocate, check_plan, explain, uniform
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
-from qsync.allocator.solvers.precision_recovery import (
-    PRIORITIES,
-    recover,
-    regained_per_slack,
-    variance_regained,
-)
+from qsync.allocator.solvers.precision_recovery import recover
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
@@ -238,7 +233,7 @@ def test_every_plan_passes_its_check(graph, slow, link, slack, cast_s):
 
 @settings(max_examples=25)
 @given(graphs(max_ops=6), slows, some_links)
-def test_no_assignment_at_all_beats_the_optimum_and_greedy_is_close_to_it(graph, slow, link):
+def test_no_assignment_at_all_is_better(graph, slow, link):
     assume(0 < len(graph.adjustable) <= 4)
     profiles, cluster, sensitivity = pair(graph, slow), cluster_of(link=link), sensitivity_of(graph)
     plan = allocate(graph, profiles, sensitivity, cluster)
@@ -250,7 +245,7 @@ def test_no_assignment_at_all_beats_the_optimum_and_greedy_is_close_to_it(graph,
         step = replay(graph, {"train": {}, "infer": assignment}, profiles, cluster).step_s
         if step <= plan.target_s * (1 + 1e-9):
             best = min(best, sum(part.variance[op][p] for op, p in assignment.items()))
-    assert best <= variance(plan) * (1 + 1e-9)
+    assert best == pytest.approx(variance(plan), rel=1e-3, abs=1e-30)
 
 
 @settings(max_examples=40)
@@ -275,12 +270,11 @@ def test_moves_are_undone_exactly_and_memory_is_that_of_the_lowered_graph(graph,
         state.move("infer", {name: precision})
 
 
-@pytest.mark.parametrize("priority", PRIORITIES)
 @settings(max_examples=40)
 @given(
     graph=graphs(max_ops=10), cast_s=st.sampled_from([1e-11, 3e-9]), room=st.sampled_from([1.05, 1.2, 1.5])
 )
-def test_recovery_keeps_the_target_and_leaves_nothing_undone_that_would_hold(priority, graph, cast_s, room):
+def test_recovery_keeps_the_target_and_leaves_nothing_undone_that_would_hold(graph, cast_s, room):
     assume(graph.adjustable)
     state = State(
         make_problem(graph, pair(graph, 2.0, cast_s), sensitivity_of(graph), cluster_of(link=Link(0.0, 1e30)))
@@ -288,7 +282,7 @@ def test_recovery_keeps_the_target_and_leaves_nothing_undone_that_would_hold(pri
     one = state.classes["infer"]
     state.move("infer", {op: options[0] for op, options in one.part.choices.items()})
     target, before = state.step_s() * room, state.variance
-    recover(state, ["infer"], target, priority)
+    recover(state, ["infer"], target)
     assert state.step_s() <= target * (1 + 1e-9)
     assert state.variance <= before
     for op, options in one.part.choices.items():
@@ -308,23 +302,8 @@ def test_a_raise_that_was_refused_is_tried_again_once_its_neighbour_is_raised():
     sensitivity = sensitivity_of(graph, {"fc0": 10.0, "fc1": 1.0, "fc2": 5.0})
     state = State(make_problem(graph, {"infer": profile}, sensitivity, cluster_of({"infer": 1})))
     state.move("infer", dict.fromkeys(("fc0", "fc1", "fc2"), BF16))
-    recover(state, ["infer"], state.step_s() * 1.1, variance_regained)
+    recover(state, ["infer"], state.step_s() * 1.1)
     assert state.assignments()["infer"] == {"fc0": FP32, "fc1": FP32, "fc2": BF16}
-
-
-def test_what_a_raise_is_worth_is_looked_at_when_its_turn_comes():
-    # From INT8, raising fc0 to FP32 regains most per second but for fc0 to BF16; after that next to nothing.
-    graph = mlp(3)
-    base = profile_of(graph, "infer", latency_s=0.0, cast_s=0.0)
-    times = {"fp32": Cost(3e-4), "bf16": Cost(2e-4), "int8": Cost(1e-4), "int8 gelu": Cost(1e-4)}
-    ops = {**base.ops, **dict.fromkeys(("fc0", "fc1", "fc2"), times)}
-    sensitivity = sensitivity_of(graph, {"fc0": 10.0, "fc1": 4.0, "fc2": 3.0})
-    state = State(
-        make_problem(graph, {"infer": replace(base, ops=ops)}, sensitivity, cluster_of({"infer": 1}))
-    )
-    state.move("infer", dict.fromkeys(("fc0", "fc1", "fc2"), INT8))
-    recover(state, ["infer"], state.step_s() + 2.1e-4, regained_per_slack)
-    assert state.assignments()["infer"] == {"fc0": BF16, "fc1": BF16, "fc2": INT8}
 
 
 # Memory.

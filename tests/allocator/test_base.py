@@ -35,9 +35,8 @@ def planned(**options) -> Plan:
     return allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, base="bf16", **options)
 
 
-@pytest.mark.parametrize("solver", ["milp", "greedy"])
-def test_the_strong_class_runs_in_the_base_and_the_weak_one_below_it(solver):
-    plan = planned(solver=solver)
+def test_the_strong_class_runs_in_the_base_and_the_weak_one_below_it():
+    plan = planned()
     assert plan["train"].assignment == AT_BASE and plan["train"].lowered == ()
     alone = replay(GRAPH, {"train": AT_BASE, "infer": AT_BASE}, PROFILES, CLUSTER)["train"].compute_s
     assert plan.target_s == pytest.approx(alone)

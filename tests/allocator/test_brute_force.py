@@ -1,4 +1,4 @@
-"""Where all assignments can be tried, the fast solver and the fastest start are exact."""
+"""Where all assignments can be tried, the solver and the fastest start are exact."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from graphs import cluster_of, images, mlp, profile_of, sensitivity_of
+from graphs import cluster_of, encoder, images, mlp, profile_of, sensitivity_of
 
 from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.search_state import State
-from qsync.allocator.solvers.fastest_start import every_assignment, fastest_start
-from qsync.allocator.solvers.greedy import greedy
-from qsync.allocator.solvers.local_search import improve
+from qsync.allocator.solvers import milp
+from qsync.allocator.solvers.fastest_start import every_assignment, fastest_start, fastest_starts
 from qsync.allocator.solvers.precision_recovery import holds
 from qsync.errors import InfeasibleError
 from qsync.records.profiles import Cost
@@ -60,17 +59,42 @@ def test_the_fastest_start_that_fits_is_the_fastest(seed):
 
 
 @pytest.mark.parametrize(("seed", "time"), [(2, 0.8), (11, 0.2)])
-def test_greedy_finds_the_best_of_all(seed, time):
+def test_the_solver_finds_the_best_of_all(seed, time):
     budget, fitting = tried(images(2), seed, 0.1)
     state = stated(images(2), seed, budget)
     fastest_start(state, "infer")
     target = state.step_s() + time * (max(step for step, _ in fitting) - state.step_s())
-    greedy(state, ["infer"], target)
-    improve(state, ["infer"], target)
+    milp.solve(state, ["infer"], target)
     assert holds(state, target)
     assert state.variance == pytest.approx(
         min(added for step, added in fitting if step <= target * (1 + 1e-9))
     )
+
+
+def test_only_classes_that_lengthen_the_step_are_brought_to_their_fastest(monkeypatch):
+    graph, slow = encoder(1), {"train": 1.0, "first": 8.0, "second": 8.0, "faster": 1.2}
+    profiles = {n: profile_of(graph, n, slow=s, latency_s=1e-8, cast_s=1e-9) for n, s in slow.items()}
+    for name in ("first", "second"):  # no uniform assignment is their fastest
+        costs = profiles[name].ops["layer.0.fc1"]
+        late = {mode: Cost(1.1 * costs["fp32"].total_s) for mode in costs if mode.startswith("int8")}
+        ops = {**profiles[name].ops, "layer.0.fc1": costs | late}
+        profiles[name] = replace(profiles[name], ops=ops)
+    cluster = cluster_of(dict.fromkeys(slow, 1))
+
+    def started():
+        return State(make_problem(graph, profiles, sensitivity_of(graph), cluster))
+
+    expected, found, brought = started(), started(), []
+    for name in ("first", "second", "faster"):
+        fastest_start(expected, name)
+    bring = fastest_start
+    monkeypatch.setattr(
+        "qsync.allocator.solvers.fastest_start.fastest_start",
+        lambda state, name: brought.append(name) or bring(state, name),
+    )
+    fastest_starts(found, ["faster", "first", "second"])
+    assert found.step_s() == pytest.approx(expected.step_s())
+    assert sorted(brought) == ["first", "second"]
 
 
 def test_nothing_is_refused_that_fits():

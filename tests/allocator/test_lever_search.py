@@ -40,7 +40,7 @@ def profiles_of(graph):
 PROFILES, OTHER = profiles_of(GRAPH), Sized(SMALLER, profiles_of(SMALLER))
 CLUSTER, SENSITIVITY = cluster_of(), sensitivity_of(GRAPH)
 PARTS = (GRAPH, PROFILES, SENSITIVITY, CLUSTER)
-FAST = {"solver": "greedy", "slack": 0.3}
+FAST = {"slack": 0.3}
 
 
 def checked(plan: Plan, other=OTHER, **options) -> bool:
@@ -97,8 +97,8 @@ def in_fp32_alone(counts: dict[str, int] | None = None, **cluster):
 @pytest.mark.parametrize("counts", [{"train": 1, "infer": 1}, {"train": 2, "infer": 4}])
 def test_shares_shorten_the_step_where_no_precision_does(counts, trials):
     parts, other, step_s = in_fp32_alone(counts)
-    plain = allocate(*parts, solver="greedy")
-    plan = search(*parts, levers=["share"], other=other, trials=trials, solver="greedy")
+    plain = allocate(*parts)
+    plan = search(*parts, levers=["share"], other=other, trials=trials)
     # Costs are known up to 48 samples: one rank each takes equal times at 48 and 16, of 2 and 4 ranks the
     # strong would take 57 and take 48.
     least_s = min(step_s(of_weak) for of_weak in ((16, 17, 18) if counts["train"] == 1 else (24, 26, 28)))
@@ -109,31 +109,30 @@ def test_shares_shorten_the_step_where_no_precision_does(counts, trials):
 
 def test_slack_is_added_to_the_step_of_shares_too():
     parts, other, step_s = in_fp32_alone()
-    plan = search(*parts, levers=["share"], other=other, trials=1, slack=0.1, solver="greedy")
+    plan = search(*parts, levers=["share"], other=other, trials=1, slack=0.1)
     assert plan.target_s == pytest.approx(1.1 * min(map(step_s, (16, 17, 18))))
 
 
-@pytest.mark.parametrize("solver", ["greedy", "milp"])
-def test_a_target_that_needs_the_strongest_class_is_reached_by_shares_or_refused(solver):
-    target_s = 0.95 * allocate(*PARTS, solver="greedy", slack=0.0).target_s
+def test_a_target_that_needs_the_strongest_class_is_reached_by_shares_or_refused():
+    target_s = 0.95 * allocate(*PARTS, slack=0.0).target_s
     with pytest.raises(InfeasibleError, match="no plan reaches a step"):
-        search(*PARTS, levers=["buckets"], trials=3, target_s=target_s, solver=solver)
-    plan = search(*PARTS, levers=["share"], other=OTHER, trials=8, target_s=target_s, solver=solver)
+        search(*PARTS, levers=["buckets"], trials=3, target_s=target_s)
+    plan = search(*PARTS, levers=["share"], other=OTHER, trials=8, target_s=target_s)
     assert not plan["train"].lowered and plan.target_s == target_s and plan.step_s <= target_s * (1 + 1e-9)
 
 
 def test_a_target_that_is_given_stands_over_that_of_shares():
     parts, other, _ = in_fp32_alone()
-    target_s = 1.01 * allocate(*parts, solver="greedy").step_s
-    plan = search(*parts, levers=["share"], other=other, trials=2, target_s=target_s, solver="greedy")
+    target_s = 1.01 * allocate(*parts).step_s
+    plan = search(*parts, levers=["share"], other=other, trials=2, target_s=target_s)
     assert plan.target_s == target_s
 
 
 def test_shares_that_do_not_fit_in_memory_set_no_target():
     parts, other, _ = in_fp32_alone()
-    plain = allocate(*parts, solver="greedy")
+    plain = allocate(*parts)
     budgets = {"train": int(1.01 * plain["train"].predicted.memory_bytes)}
-    plan = search(*parts, levers=["share"], other=other, trials=2, budgets=budgets, solver="greedy")
+    plan = search(*parts, levers=["share"], other=other, trials=2, budgets=budgets)
     assert plan.target_s == plain.target_s and plan.levers_of("train").samples in (None, 32)
 
 
@@ -149,7 +148,7 @@ def test_recomputing_makes_fit_what_does_not():
     parts = (graph, profiles, sensitivity_of(graph), CLUSTER)
     pins = {"*": "fp32"}
     whole = allocate(*parts, pins=pins, target_s=1.0)["infer"].predicted.memory_bytes
-    options = {"pins": pins, "target_s": 1.0, "budgets": {"infer": int(0.8 * whole)}, "solver": "greedy"}
+    options = {"pins": pins, "target_s": 1.0, "budgets": {"infer": int(0.8 * whole)}}
     with pytest.raises(InfeasibleError, match="infer: no assignment fits"):
         allocate(*parts, **options)
     plan = search(*parts, levers=["recompute"], trials=8, **options)
@@ -161,7 +160,7 @@ def test_recomputing_makes_fit_what_does_not():
 
 def test_without_a_target_that_can_be_reached_the_step_is_named():
     with pytest.raises(InfeasibleError, match="no plan reaches a step of 1e-05 s"):
-        search(*PARTS, levers=["share"], other=OTHER, trials=3, target_s=1e-5, solver="greedy")
+        search(*PARTS, levers=["share"], other=OTHER, trials=3, target_s=1e-5)
 
 
 def test_a_second_capture_of_another_model_is_refused_before_the_search():
@@ -203,7 +202,7 @@ def test_a_search_goes_on_where_it_stopped_and_solves_nothing_twice(tmp_path, mo
         f"trial {k} of 9" for k in (6, 7, 8, 9)
     ]
     # Another problem in the same file is another search.
-    other = search(*PARTS, other=OTHER, trials=2, storage=kept, solver="greedy", slack=0.1)
+    other = search(*PARTS, other=OTHER, trials=2, storage=kept, slack=0.1)
     assert other.target_s < first.target_s
 
 

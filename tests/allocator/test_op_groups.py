@@ -48,12 +48,11 @@ def test_names_go_together_in_which_the_wildcards_stand_for_the_same():
     assert matched_groups(GRAPH, []) == ()
 
 
-@pytest.mark.parametrize("solver", ["milp", "greedy"])
-def test_what_is_to_run_alike_does_and_more_variance_is_its_price(solver):
+def test_what_is_to_run_alike_does_and_more_variance_is_its_price():
     (profiles, sensitivity), free = parts(GRAPH), None
     target_s = allocate(GRAPH, profiles, sensitivity, CLUSTER, slack=0.1).step_s
     free, bound = (
-        allocate(GRAPH, profiles, sensitivity, CLUSTER, target_s=target_s, together=together, solver=solver)
+        allocate(GRAPH, profiles, sensitivity, CLUSTER, target_s=target_s, together=together)
         for together in ([], [QKV])
     )
     for n in (0, 1):

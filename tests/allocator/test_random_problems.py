@@ -1,4 +1,4 @@
-"""Made-up problems: plans hold, what is called infeasible is, and both solvers keep to their bounds."""
+"""Made-up problems: plans hold, what is called infeasible is, and no bound is above a plan."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import pytest
 from random_problems import Drawn, problem
 
 from qsync.allocator import allocate, check_plan
+from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.precision_recovery import holds
 from qsync.errors import InfeasibleError
+from qsync.records.plans import Plan
 
-SOLVERS = ("milp", "greedy")
 PROBLEMS = range(30)
 TIME_LIMIT_S = 1.0
 # With more assignments than this, of all classes that may be lowered together, not every one is tried.
 MOST_TRIED = 300
 ROUNDING = 1e-6
-# Where the exact solver proves nothing, greedy's plan may be better by this part.
-UNPROVEN, STOPS = 0.05, 1e-3
+# A plan may add more than the best of all by this part, and by its gap where nothing is proved.
+STOPS = 1e-3
 
 
-def solved(drawn: Drawn) -> dict:
-    """The plan of each solver, None where it calls the problem infeasible."""
-    parts, found = (drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster), {}
-    for solver in SOLVERS:
-        try:
-            found[solver] = allocate(*parts, **drawn.options, solver=solver, time_limit_s=TIME_LIMIT_S)
-        except InfeasibleError:
-            found[solver] = None
-    return found
+def solved(drawn: Drawn) -> Plan | None:
+    """The plan of a problem, None where it is called infeasible."""
+    parts = (drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster)
+    try:
+        return allocate(*parts, **drawn.options, time_limit_s=TIME_LIMIT_S)
+    except InfeasibleError:
+        return None
 
 
 def least_variance(drawn: Drawn, target_s: float | None) -> float | None:
@@ -69,40 +68,37 @@ def test_a_problem_is_a_function_of_its_number():
 
 
 def test_every_plan_holds_in_a_full_replay(plans):
-    for number, found in plans.items():
-        drawn = problem(1, number)
-        kept = {key: drawn.options.get(key) for key in ("budgets", "bucket_cap_bytes")}
-        for solver, plan in found.items():
-            if plan is not None:
-                parts = (drawn.profiles, drawn.sensitivity, drawn.cluster)
-                certificate = check_plan(drawn.graph, plan, *parts, **kept)
-                assert certificate.ok, (number, solver, certificate.violations)
-
-
-def test_the_solvers_agree_and_neither_bound_is_above_a_plan(plans):
     lowered = 0
-    for number, found in plans.items():
-        exact, quick = (found[solver] for solver in SOLVERS)
-        assert (exact is None) == (quick is None), number
-        if exact is not None and quick is not None:
-            apart = min(max(exact.gap, STOPS), UNPROVEN)
-            assert exact.added_variance <= quick.added_variance * (1 + apart + ROUNDING), number
-            least = min(exact.added_variance, quick.added_variance)
-            assert max(exact.bound, quick.bound) <= least * (1 + ROUNDING), number
-            lowered += exact.added_variance > 0.0
+    for number, plan in plans.items():
+        if plan is not None:
+            drawn = problem(1, number)
+            kept = {key: drawn.options.get(key) for key in ("budgets", "bucket_cap_bytes")}
+            parts = (drawn.profiles, drawn.sensitivity, drawn.cluster)
+            certificate = check_plan(drawn.graph, plan, *parts, **kept)
+            assert certificate.ok, (number, certificate.violations)
+            assert plan.bound <= plan.added_variance * (1 + ROUNDING), number
+            lowered += plan.added_variance > 0.0
     assert lowered > 10
 
 
-def test_what_is_called_infeasible_is_and_no_bound_is_above_the_least_of_all(plans):
+def test_what_is_called_infeasible_is_and_plans_are_as_near_the_best_as_they_say(plans):
     tried = infeasible = 0
-    for number, found in plans.items():
-        drawn, exact = problem(1, number), found["milp"]
-        least = least_variance(drawn, exact.target_s if exact else drawn.options.get("target_s"))
+    for number, plan in plans.items():
+        drawn = problem(1, number)
+        least = least_variance(drawn, plan.target_s if plan else drawn.options.get("target_s"))
         if least is not None:
             tried += 1
-            infeasible += exact is None
-            assert math.isinf(least) == (exact is None), number
-            if exact is not None:
-                bound = max(found[solver].bound for solver in SOLVERS)
-                assert bound <= least * (1 + ROUNDING), number
+            infeasible += plan is None
+            assert math.isinf(least) == (plan is None), number
+            if plan is not None:
+                assert plan.bound <= least * (1 + ROUNDING), number
+                assert plan.added_variance * (1 - max(plan.gap, STOPS)) <= least * (1 + ROUNDING), number
     assert tried > 4 and infeasible > 0
+
+
+def test_where_nothing_is_proved_operators_are_exchanged(monkeypatch):
+    drawn = problem(1, 103)
+    parts = (drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster)
+    plan = allocate(*parts, **drawn.options)
+    monkeypatch.setattr(milp, "repair", lambda *args: False)
+    assert plan.added_variance < 0.8 * allocate(*parts, **drawn.options).added_variance

@@ -1,4 +1,4 @@
-"""Operators that save less for backward: every solver prices their forms as replay does, and are a lever."""
+"""Operators that save less for backward: the solver prices their forms as replay does, and are a lever."""
 
 from __future__ import annotations
 
@@ -150,10 +150,9 @@ def peak_of(parts, **options):
     return allocate(*parts, pins={"*": "fp32"}, target_s=1.0, **options)["infer"].predicted.memory_bytes
 
 
-@pytest.mark.parametrize("solver", ["milp", "greedy"])
-def test_a_plan_carries_what_saves_less_and_everybody_agrees_on_it(solver, tmp_path):
+def test_a_plan_carries_what_saves_less_and_everybody_agrees_on_it(tmp_path):
     profiles = pair(GRAPH, 2.5, saving=1.3)
-    plan = allocate(GRAPH, profiles, SENSITIVITY, CLUSTER, saving_less=LESS, solver=solver)
+    plan = allocate(GRAPH, profiles, SENSITIVITY, CLUSTER, saving_less=LESS)
     assert plan["infer"].saving_less == tuple(LESS["infer"]) and plan["train"].saving_less == ()
     assert plan["infer"].lowered and check_plan(GRAPH, plan, profiles, SENSITIVITY, CLUSTER).ok
     assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
@@ -189,7 +188,7 @@ def test_brute_force_finds_nothing_better_where_some_save_less(graph, budget):
     less = {"infer": ["*0*", "*2*"]}
     budgets = {"infer": int(budget * peak_of(parts))} if budget else {}
     options = {"saving_less": less, "budgets": budgets, "slack": 0.04}
-    plan, quick = (allocate(*parts, **options, solver=solver, gap=0.0) for solver in ("milp", "greedy"))
+    plan = allocate(*parts, **options, gap=0.0)
     limit = budgets.get("infer", 1 << 60)
     part = make_problem(*parts, Constraints(**{k: v for k, v in options.items() if k != "slack"})).classes[
         "infer"
@@ -202,8 +201,7 @@ def test_brute_force_finds_nothing_better_where_some_save_less(graph, budget):
         if timeline.step_s <= plan.target_s * (1 + 1e-9) and timeline["infer"].memory_bytes <= limit:
             found.append(sum(part.variance[op][p] for op, p in assignment.items()))
     assert plan.added_variance == pytest.approx(min(found), rel=1e-6) and min(found) > 0.0
-    assert plan.bound <= min(found) * (1 + 1e-6) and quick.bound <= min(found) * (1 + 1e-6)
-    assert min(found) <= quick.added_variance * (1 + 1e-9)
+    assert plan.bound <= min(found) * (1 + 1e-6)
 
 
 # --- The lever ---
@@ -259,8 +257,8 @@ def test_saving_less_is_preferred_to_lower_precision_where_memory_binds_and_the_
 
 
 def test_saving_less_is_never_picked_where_nothing_is_gained():
-    assert search(*PARTS, levers=["save_less"], trials=4, slack=0.1, solver="greedy").levers is None
-    off = search(*PARTS, levers=["buckets"], trials=2, slack=0.1, solver="greedy")
+    assert search(*PARTS, levers=["save_less"], trials=4, slack=0.1).levers is None
+    off = search(*PARTS, levers=["buckets"], trials=2, slack=0.1)
     assert not any(entry.saving_less for entry in off.classes.values())
 
 
@@ -294,7 +292,7 @@ def test_without_times_of_it_the_lever_is_left_out_and_the_plan_says_so():
     profiles = pair(GRAPH)
     parts = (GRAPH, profiles, SENSITIVITY, CLUSTER)
     smaller = encoder(2, width=16, rows=128)
-    plan = search(*parts, other=Sized(smaller, {}), trials=2, slack=0.1, solver="greedy")
+    plan = search(*parts, other=Sized(smaller, {}), trials=2, slack=0.1)
     assert "profile with save_less=True" in plan.levers.untried["save_less"]
     assert Levers.from_json(plan.levers.to_json()) == plan.levers
     assert any(line.startswith("save_less was not tried: no profile has") for line in lever_lines(plan))
@@ -311,7 +309,7 @@ def test_without_times_of_it_the_lever_is_left_out_and_the_plan_says_so():
 
 
 def test_every_shortcut_of_a_search_knows_who_saves_less(monkeypatch):
-    """Equal blocks, classes that begin alike, and memory after many changes."""
+    """Classes that begin alike, and memory after many changes."""
     graph, cluster = encoder(8, width=8, rows=16), cluster_of({"infer": 1, "other": 1, "train": 1})
     profiles = {name: profile_of(graph, name, saving=1.3) for name in ("infer", "other", "train")}
     less = {"infer": ["layer.3.*"], "train": ["layer.3.*"]}
@@ -325,12 +323,6 @@ def test_every_shortcut_of_a_search_knows_who_saves_less(monkeypatch):
     )
     assert coded == as_well != plain == []
     assert infer.peak_bytes == train.peak_bytes != other.peak_bytes
-    places = {
-        one: {f"layer.{k}.fc1": one.structural_classes()[f"layer.{k}.fc1"] for k in (3, 4)}
-        for one in (infer, other)
-    }
-    assert places[infer]["layer.3.fc1"] != places[infer]["layer.4.fc1"]
-    assert places[other]["layer.3.fc1"] == places[other]["layer.4.fc1"]
     state.move("infer", dict.fromkeys(infer.part.choices, INT8))
     expected = StepMemory(infer.lowering.lowered(), num_ranks=3, device="cpu").peak_bytes
     monkeypatch.setattr("qsync.allocator.search_state._MAX_INCREMENTAL", 0)

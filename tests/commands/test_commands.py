@@ -308,7 +308,7 @@ def test_plan_lets_operators_save_less_as_told_or_as_a_search_finds_best(qsync, 
 
 def test_plan_searches_levers_keeps_its_trials_and_says_what_each_bought(qsync, refused, folder):
     encoder(2, rows=16).save(folder / "other" / "graph.json")
-    options = ("--slack", 0.3, "--solver", "greedy", "--storage", folder / "trials.log", "--trials", 6)
+    options = ("--slack", 0.3, "--storage", folder / "trials.log", "--trials", 6)
     code, out, err = qsync(
         "plan", folder, "--levers", "share, buckets", *options, "--out", folder / "plan.json"
     )
@@ -603,7 +603,6 @@ def test_a_pareto_that_makes_no_sense_writes_nothing(refused, folder):
     assert "at least 2 points" in refused("plan", folder, "--pareto", "1")
     assert "at most 1000, found 100000" in refused("plan", folder, "--pareto", "100000")
     assert "leave out" in refused("plan", folder, "--pareto", "4", "--slack", "0.1")
-    assert "unknown solver" in refused("plan", folder, "--solver", "simplex")
     assert "add --levers" in refused("plan", folder, "--trials", 3)
     assert "add --levers" in refused("plan", folder, "--storage", folder / "trials.log")
 
@@ -728,7 +727,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 def test_planning_imports_no_torch(folder):
     """A laptop without a GPU plans in a moment: torch alone would take seconds to import.
 
-    Only the exact solver needs scipy, which takes half a second.
+    Only the solver needs scipy, which takes half a second.
     """
     written = str(folder / "plan.json")
     for command in (["plan", str(folder), "--out", written], ["explain", written], ["replay", written]):

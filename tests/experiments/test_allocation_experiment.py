@@ -1,4 +1,4 @@
-"""compare_methods.py on tiny graphs: every method keeps its word, none that lowers beats the MILP."""
+"""compare_methods.py on tiny graphs: every method keeps its word, none that lowers beats qsync."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ torch = pytest.importorskip("torch")
 from qsync.experiments.allocation import bases, compare_methods, methods  # noqa: E402
 from qsync.experiments.allocation.methods import (  # noqa: E402
     BATCHES,
-    GREEDY,
     MILP,
     NO_CASTS,
+    TWO_STAGES,
     casts_left_out,
     compare,
     targets,
@@ -89,7 +89,7 @@ def test_every_method_at_one_target_and_none_that_lowers_adds_less_than_the_exac
     assert found[0][1] < found[1][1]
     rows = compare(basis, found[0][1])
     by_name = {row["method"]: row for row in rows}
-    assert len(by_name) == len(rows) and {MILP, GREEDY, "uniform bf16", "uniform int8"} <= set(by_name)
+    assert len(by_name) == len(rows) and {MILP, TWO_STAGES, "uniform bf16", "uniform int8"} <= set(by_name)
     exact = by_name[MILP]
     assert exact["violations"] == [] and exact["reaches"] and exact["bound"] <= exact["added_variance"]
     assert not by_name["uniform fp32"]["reaches"] and by_name["uniform int8"]["lowered"]["infer"] > 0
@@ -114,14 +114,16 @@ def test_the_report_says_factors_targets_met_and_who_adds_less(tmp_path):
     rows = []
     for part, exact in ((0.2, 1.0), (0.6, 2.0)):
         rows += [
-            fake(MILP, exact, part=part, **solved), fake(GREEDY, 1.1 * exact, part=part, **solved),
+            fake(MILP, exact, part=part, **solved), fake(TWO_STAGES, 1.1 * exact, part=part),
             fake("uniform bf16", 4 * exact, part=part), fake("uniform int8", 9 * exact, part=part),
             fake(NO_CASTS, 8 * exact, 1.2 if part < 0.5 else 1.0, part > 0.5, part=part),
             fake(BATCHES, 0.0, 0.9 + part / 5, part < 0.5, part=part),
         ]  # fmt: skip
     found = summary(rows)
     entry = found["clusters"]["made up"]["a"]
-    assert entry[GREEDY]["factor"] == pytest.approx(1.1) and entry[BEST_UNIFORM]["factor"] == pytest.approx(4)
+    assert entry[TWO_STAGES]["factor"] == pytest.approx(1.1) and entry[BEST_UNIFORM][
+        "factor"
+    ] == pytest.approx(4)
     assert entry[NO_CASTS]["met"] == 1 and entry[NO_CASTS]["factor"] == pytest.approx(8)
     verdicts = found["verdicts"]
     assert verdicts["baselines_that_add_less"] == [] and verdicts["dynamic_batching_met"] == 1

@@ -13,6 +13,7 @@ import qsync
 from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.harness.tables import as_markdown
 from qsync.experiments.sensitivity import indicators
+from qsync.experiments.sensitivity.baselines import INDICATORS
 from qsync.experiments.sensitivity.indicator_report import (
     NEAREST,
     geometric,
@@ -33,7 +34,6 @@ from qsync.experiments.sensitivity.indicators import (
     spread,
 )
 from qsync.experiments.workloads.workload import Workload
-from qsync.predictor.sensitivity.registry import INDICATORS
 from qsync.records.json_files import read_json
 from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity

@@ -17,8 +17,7 @@ from qsync.lowering.lowered_graph import Cast
 from qsync.planning import plan, replay
 from qsync.predictor.cost_model.features import features
 from qsync.predictor.cost_model.fill_profile import carry, fill, simulate
-from qsync.predictor.cost_model.gaussian_process import Gaussian
-from qsync.predictor.cost_model.model import CostModel, asked, held_out_shapes, step_error
+from qsync.predictor.cost_model.model import CostModel, asked, held_out_shapes
 from qsync.predictor.cost_model.op_calls import (
     Argument,
     Call,
@@ -60,19 +59,32 @@ def learned() -> CostModel:
     return CostModel.learn(linear_samples(40))
 
 
-def test_a_known_law_is_found_and_both_baselines_are_beaten(learned):
-    new = linear_samples(30, seed=9, noise=0.0)
-    seconds = np.array([sample.seconds for sample in new])
-    errors = {
-        name: np.abs(model.seconds([asked(s) for s in new]) / seconds - 1)
-        for name, model in (
-            ("learned", learned), ("roofline", Roofline(learned.samples)), ("linear", Linear(learned.samples))
-        )
-    }  # fmt: skip
-    assert np.median(errors["learned"]) < 0.05
-    for baseline in ("roofline", "linear"):
-        assert np.median(errors["learned"]) < 0.6 * np.median(errors[baseline])
-        assert np.quantile(errors["learned"], 0.95) < np.quantile(errors[baseline], 0.95)
+def test_a_known_law_is_found_also_for_a_kind_that_only_its_family_has():
+    """A linear fit by kind knows nothing of it, and no roofline knows the shares of the peaks."""
+
+    def followed(samples: list[Sample], noise: float = 0.0) -> list[Sample]:
+        draw, found = random.Random(1), []
+        for s in samples:
+            launch, products, memory = parts(*asked(s))
+            found.append(
+                replace(s, seconds=(4 * launch + 2 * products + memory / 0.7) * draw.gauss(1, noise))
+            )
+        return found
+
+    known, new = followed(linear_samples(40), 0.03), followed(linear_samples(30, seed=9))
+    model = CostModel(known)
+    bias = [Argument((s.call.output[-1],), parameter=True) for s in new]
+    added = [
+        replace(s, call=replace(s.call, kind="addmm", inputs=(b, *s.call.inputs[:2])))
+        for s, b in zip(new, bias, strict=True)
+    ]
+    for samples, baselines in ((new, (Roofline,)), (followed(added), (Roofline, Linear))):
+        seconds = np.array([s.seconds for s in samples])
+        calls = [asked(s) for s in samples]
+        own = np.abs(model.seconds(calls) / seconds - 1)
+        assert np.median(own) < 0.03
+        for baseline in baselines:
+            assert np.median(own) < 0.2 * np.median(np.abs(baseline(known).seconds(calls) / seconds - 1))
 
 
 def test_the_stated_error_is_that_of_shapes_not_seen(learned):
@@ -108,8 +120,6 @@ def test_another_device_is_priced_at_the_same_shares_of_its_peaks(learned):
 def test_no_samples_are_refused():
     with pytest.raises(CalibrationError, match="no samples to learn costs from"):
         CostModel([])
-    with pytest.raises(CalibrationError, match="no finite samples"):
-        Gaussian.fit(np.array([[np.nan]]), np.array([1.0]))
 
 
 def test_a_law_keeps_its_familys_where_samples_are_few():
@@ -124,51 +134,6 @@ def test_a_law_finds_a_fixed_cost_of_hundreds_of_launches():
     parts_s = np.stack([np.full(30, 2e-6), *np.exp(draw.uniform(-12, -7, (2, 30)))], 1)
     law = Law.fit(parts_s, parts_s @ np.array([400.0, 2.0, 3.0]))
     assert law.parts == pytest.approx((400, 2, 3), rel=0.1)
-
-
-def test_a_residual_is_nothing_where_there_are_no_samples():
-    x = np.linspace(0, 1, 20)[:, None]
-    y = 0.5 + np.sin(3 * x[:, 0])
-    fitted = Gaussian.fit(x, y)
-    np.testing.assert_allclose(fitted.at(x), y, atol=0.05)
-    assert abs(fitted.at(np.array([[40.0]]))[0]) < 1e-3
-
-
-def test_what_a_residual_says_of_left_out_samples_is_what_the_others_say():
-    draw = np.random.default_rng(0)
-    x = draw.normal(size=(30, 2))
-    y = np.sin(x[:, 0]) + 0.1 * draw.normal(size=30)
-    rows = np.arange(5)
-    left_out = Gaussian.fit(x, y).without(rows, y)
-    np.testing.assert_allclose(left_out, Gaussian.fit(x, y).without(rows, np.where(np.arange(30) < 5, 9, y)))
-    others = Gaussian.fit(x[5:], y[5:]).at(x[:5])
-    np.testing.assert_allclose(left_out, others, atol=0.15)
-
-
-def of_sources(own: float, common: float) -> list[Sample]:
-    """Linear layers of four models; what no law has is common to all of them, or each model's own."""
-    samples = []
-    for i, s in enumerate(linear_samples(48, noise=0.0)):
-        source = i // 6 % 4  # all modes and directions of a call are one model's
-        launch, products, memory = parts(s.call, s.mode, s.direction, HERE)
-        bend = np.tanh(np.log(s.call.output[-1] / 256))
-        missed = common * bend + own * (bend if source % 2 else -bend)
-        seconds = (4 * launch + 2 * products + memory / 0.7) * np.exp(missed)
-        samples.append(replace(s, seconds=float(seconds), source=f"model {source}"))
-    return samples
-
-
-def test_residuals_are_believed_only_as_far_as_they_carry_over_to_other_models():
-    assert CostModel(of_sources(own=0.0, common=0.5)).strength >= 0.75
-    unlike = of_sources(own=0.5, common=0.0)
-    assert CostModel(unlike).strength <= 0.25
-    assert step_error(unlike, "model 0", CostModel) < 1.1 * step_error(unlike, "model 0", Linear)
-
-
-def test_sums_of_models_not_seen_are_nearer_than_those_of_a_linear_fit():
-    samples = of_sources(own=0.1, common=0.5)
-    errors = {fit: [step_error(samples, f"model {i}", fit) for i in range(4)] for fit in (CostModel, Linear)}
-    assert np.mean(errors[CostModel]) < 0.7 * np.mean(errors[Linear])
 
 
 def test_the_roofline_counts_operations_and_bytes():
@@ -215,7 +180,7 @@ def test_few_samples_are_chosen_where_the_calls_lie():
     assert chosen == choose(wanted, 40, HERE)
     # Nearer to everything than as many taken at random: what makes them worth measuring.
     linears = [call for call in wanted if call.kind == "linear"]
-    points = np.array([features(call, "fp32", "backward", HERE) for call in linears])
+    points = np.array([features(call, HERE) for call in linears])
     points /= points.std(0) + 1e-9
     mine = [linears.index(call) for call in chosen if call.kind == "linear"]
 

@@ -278,9 +278,9 @@ def test_an_8_bit_product_is_handed_the_value_beside_its_codes():
 def test_bytes_in_use_are_those_of_each_time_with_the_margin_of_the_device(device):
     """On GPUs the margin has a constant part: the segments of which one may be nearly empty."""
     memory = StepMemory(lower(encoder(), {}), optimizer_bytes=7, device=device)
-    at_each_time = [memory.bytes_at(when)[1] for when in range(len(memory.in_use()))]
-    assert memory.in_use().tolist() == at_each_time
-    assert memory.peak_bytes == max(at_each_time)
+    at_each_time = [memory.bytes_at(when) for when in range(memory.end + 1)]
+    assert memory.bytes_at() in at_each_time
+    assert memory.peak_bytes == max(num_bytes for _, num_bytes in at_each_time)
 
 
 def test_the_curve_s_parts_sum_to_what_is_in_use():

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from counting import num_calls
@@ -42,7 +41,6 @@ from qsync.replayer import (
     Work,
     all_reduce_s,
     buckets,
-    least_time,
     peaks,
     replay,
     steady_step,
@@ -187,12 +185,11 @@ def test_an_all_reduce_is_slower_while_anyone_computes_and_has_full_speed_after(
         ((2.0, 0.0), (2.0, 1.0), 0.5, 8.0),
     ],
 )
-def test_no_step_is_shorter_than_the_least_time_of_a_class(tolls_s, durations_s, overlap_rate, reduced_s):
-    """Alone, with an all-reduce that ends while it computes, a class takes just that."""
+def test_a_class_alone_loses_the_toll_of_an_all_reduce_beside_its_compute(
+    tolls_s, durations_s, overlap_rate, reduced_s
+):
     work, link = replace(ONE, tolls_s=tolls_s), Link(0.0, 1.0, overlap_rate)
     assert steady_step([work], durations_s, link).reduced_s == pytest.approx(reduced_s)
-    exchange = SimpleNamespace(durations_s=durations_s, link=link)
-    assert least_time(work, 0.0, exchange) == pytest.approx(reduced_s)
 
 
 def test_a_class_with_a_fast_optimizer_gets_ahead_of_the_others():

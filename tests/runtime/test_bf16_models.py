@@ -170,8 +170,7 @@ def test_parameters_of_both_types_are_lowered_from_their_own():
     assert runs["up"] == ("int8", "bf16") and runs["head"] == ("int8", "fp32")
 
 
-@pytest.mark.parametrize("solver", ["milp", "greedy"])
-def test_its_plan_is_made_above_bf16(loaded, solver):
+def test_its_plan_is_made_above_bf16(loaded):
     model, ids = loaded
     graph = qsync.capture(model, ids)
     profiles = {
@@ -179,7 +178,7 @@ def test_its_plan_is_made_above_bf16(loaded, solver):
         for name, slow in (("train", 1.0), ("infer", 1.3))
     }
     sensitivity, cluster = qsync.sensitivity(model, [ids], loss_of), cluster_of(link=Link(0.0, 1e30))
-    plan = qsync.plan(graph, profiles, sensitivity, cluster, solver=solver)
+    plan = qsync.plan(graph, profiles, sensitivity, cluster)
     assert plan.base is BF16 and set(plan["train"].assignment.values()) == {BF16}
     assert set(plan["infer"].assignment.values()) == {BF16, INT8}
     assert plan["infer"].lowered and plan["infer"].predicted.added_variance > 0

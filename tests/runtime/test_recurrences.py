@@ -125,7 +125,6 @@ def test_the_sensitivity_of_a_recurrence_is_near_what_is_measured(kind, options)
 
     # Roundings of the states between steps are inside of the operator: the estimate knows the last of them.
     assert 0.1 < of("variance") / of("empirical") < 10
-    assert of("depth") > 0
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])

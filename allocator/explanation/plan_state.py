@@ -1,0 +1,86 @@
+"""The state that a plan describes, and what single changes of it would do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qsync.allocator.explanation.certificate import not_alike
+from qsync.allocator.problem import Constraints, make_problem, with_chosen
+from qsync.allocator.search_state import State
+from qsync.allocator.solvers.precision_recovery import TOLERANCE
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile, Sensitivity
+from qsync.replayer.check_records import checked_lowerings
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Operators of one class in another precision, everything else as planned.
+
+    `variance` is the variance added (negative: regained), weighted n_c / N^2. `seconds` are those by which
+    the class computes longer (negative: shorter), with the casts of the neighbourhood. `step_s` and
+    `memory_bytes` are the resulting step and peak of the class. `beyond_s` is the excess over the target, the
+    plan's margin included, and `beyond_bytes` the excess over the budget.
+    """
+
+    ops: tuple[str, ...]
+    precision: Precision
+    variance: float
+    seconds: float
+    step_s: float
+    beyond_s: float
+    memory_bytes: int
+    beyond_bytes: int
+
+
+def state_of_plan(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    *,
+    budgets: Mapping[str, int] | None = None,
+    bucket_cap_bytes: int | None = None,
+) -> tuple[State, float]:
+    """Return the state that a plan describes, and its target in seconds (its own step if it has none).
+
+    Budgets and bucket cap are those given, else the plan's own, else the cluster's memory and DDP's.
+    Operators that the plan groups to run alike change together, unless an edited plan gives members of a
+    group different precisions.
+    """
+    checked_lowerings(graph, plan, profiles, cluster)
+    own = {c.name: plan.budgets[c.name] for c in cluster.classes if c.name in plan.budgets}
+    given = Constraints(
+        budgets={**own, **(budgets or {})},
+        together=() if not_alike(graph, plan) else plan.together,
+        bucket_cap_bytes=plan.bucket_cap_bytes if bucket_cap_bytes is None else bucket_cap_bytes,
+        saving_less={c.name: plan[c.name].saving_less for c in cluster.classes},
+        base=plan.base,
+    )
+    chosen = {name: own.assignment for name, own in plan.classes.items()}
+    problem = make_problem(graph, profiles, sensitivity, cluster, given)
+    state = State(with_chosen(problem, chosen, profiles, sensitivity, plan.base))
+    state.restore({name: plan[name].assignment for name in state.classes})
+    state.late = {name: plan[name].margin for name in state.classes}
+    return state, state.step_s() if plan.target_s is None else plan.target_s
+
+
+def alternative(state: State, name: str, changed: Mapping[str, Precision], target_s: float) -> Alternative:
+    """Return what other precisions of some operators would do; the state comes back unchanged."""
+    one = state.classes[name]
+    variance = one.added_by(changed)
+    before = one.costs.total_s
+    move = state.move(name, changed)
+    seconds, memory = one.costs.total_s - before, one.peak_bytes
+    step_s, late_s = state.step_s(), state.late_step_s()
+    state.back(move)
+    return Alternative(
+        tuple(one.part.with_partners(changed)), next(iter(changed.values())), variance, seconds, step_s,
+        late_s - target_s if late_s > target_s * (1 + TOLERANCE) else 0.0,
+        memory, max(0, memory - one.part.budget_bytes),
+    )  # fmt: skip
