@@ -17,7 +17,7 @@ from qsync.records.plans import check_saving
 from qsync.records.precision import LARGEST, PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.save_less import ops_that_save_less
-from qsync.replayer import Exchange
+from qsync.replayer import GradientExchange
 from qsync.replayer.check_records import check_profiles
 from qsync.replayer.costs.class_costs import check_timed
 
@@ -130,7 +130,7 @@ class Problem:
 
     graph: OpGraph
     cluster: Cluster
-    exchange: Exchange
+    exchange: GradientExchange
     classes: Mapping[str, ClassProblem]
 
 
@@ -165,7 +165,7 @@ def make_problem(
         classes[device_class.name] = _class_problem(
             graph, device_class, profiles[device_class.name], weight, sensitivity, pinned, groups, given
         )
-    return Problem(graph, cluster, Exchange(graph, cluster, given.bucket_cap_bytes), classes)
+    return Problem(graph, cluster, GradientExchange(graph, cluster, given.bucket_cap_bytes), classes)
 
 
 def with_chosen(

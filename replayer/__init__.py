@@ -25,10 +25,10 @@ from qsync.replayer.explanation.critical_path import CriticalPath, find_critical
 from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized
 from qsync.replayer.memory_breakdown import Peak, peaks
-from qsync.replayer.simulate import made_otherwise, replay
+from qsync.replayer.simulate import changed_since_planned, replay
 from qsync.replayer.slowdown import slowed
 from qsync.replayer.step_noise import Variation, vary
-from qsync.replayer.synchronous_step import Exchange, Work, starts_s, steady_step, step_time
+from qsync.replayer.synchronous_step import GradientExchange, Work, starts_s, steady_step, step_time
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "ClassTimeline",
     "CriticalPath",
     "Event",
-    "Exchange",
+    "GradientExchange",
     "Peak",
     "Sized",
     "Timeline",
@@ -48,7 +48,7 @@ __all__ = [
     "cast_cost",
     "cluster_all_reduce_s",
     "find_critical_path",
-    "made_otherwise",
+    "changed_since_planned",
     "peaks",
     "replay",
     "run_cost",

@@ -27,7 +27,7 @@ def class_events(
 
     `times` are the start of the class's step, the end of its backward, the end of the last all-reduce, and
     the seconds of its wait. `launch_waits_s` are the seconds for which the device waits for launches before
-    each part of the step (`Exchange.launch_waits_s`); the last entry is in `optimizer_s`. `copies_s[i]`
+    each part of the step, as its GradientExchange has them; the last entry is in `optimizer_s`. `copies_s[i]`
     are the seconds of copying gradients to buckets after operator i; the last entry is of parameters that no
     operator uses. `flights` are the all-reduces as (start, end). Beside all-reduce k backward runs at
     `rates[k]` of its speed.

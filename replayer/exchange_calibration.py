@@ -16,7 +16,7 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.replayer.check_records import checked_lowerings
 from qsync.replayer.costs.class_costs import ClassCosts
-from qsync.replayer.synchronous_step import Exchange, Step, Work, steady_step
+from qsync.replayer.synchronous_step import GradientExchange, Step, Work, steady_step
 
 # Factors tried on the seconds of an all-reduce between bare barriers, and on what it takes from compute.
 FACTORS = np.geomspace(1 / 4, 4, 65)
@@ -114,7 +114,7 @@ class _Fit:
         bucket_cap_bytes: int | None,
     ) -> None:
         self._measured, self._link = measured, cluster.link
-        self._exchange = Exchange(graph, cluster, bucket_cap_bytes)
+        self._exchange = GradientExchange(graph, cluster, bucket_cap_bytes)
         self._names = [device_class.name for device_class in cluster.classes]
         self._works: dict[int, list[Work]] = {}
         for step in measured:

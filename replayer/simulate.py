@@ -18,7 +18,7 @@ from qsync.replayer.check_records import costs_of_classes
 from qsync.replayer.costs.vectorized_costs import VectorizedCosts
 from qsync.replayer.events import class_events
 from qsync.replayer.lazy_sequence import OnAccess
-from qsync.replayer.synchronous_step import LEAST_RATE, Exchange, Step, Work, steady_step, step_time
+from qsync.replayer.synchronous_step import LEAST_RATE, GradientExchange, Step, Work, steady_step, step_time
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 
 # Nine in ten values of a normal distribution lie within this many standard deviations.
@@ -29,10 +29,12 @@ NINE_IN_TEN = 1.645
 _SAME_STEP = 1e-6
 
 
-def made_otherwise(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster) -> str:
+def changed_since_planned(
+    graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster
+) -> str:
     """Say where these profiles and this cluster are not those that a plan was made from; empty if they are.
 
-    >>> made_otherwise(graph, plan, slower_profiles, cluster)
+    >>> changed_since_planned(graph, plan, slower_profiles, cluster)
     'the plan was made for a step of 7.8 ms; with these profiles and this cluster it takes 52.3 ms'
     """
     if plan.step_s is None:
@@ -111,7 +113,7 @@ def replay(
 class Simulation:
     """A steady step with all that it was simulated from. Works and step are in the order of `costs`."""
 
-    exchange: Exchange
+    exchange: GradientExchange
     costs: Mapping[str, VectorizedCosts]
     works: Sequence[Work]
     step: Step
@@ -156,7 +158,7 @@ def simulate_step(
     """Simulate one steady step of every class; raise as `replay` does."""
     if bucket_cap_bytes is None and isinstance(plan, Plan):
         bucket_cap_bytes = plan.bucket_cap_bytes
-    exchange = Exchange(graph, cluster, bucket_cap_bytes)
+    exchange = GradientExchange(graph, cluster, bucket_cap_bytes)
     costs = costs_of_classes(graph, plan, profiles, cluster)
     works = [exchange.work(entry, name) for name, entry in costs.items()]
     step = steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s)
@@ -170,7 +172,7 @@ def _blocked_s(step: Step) -> list[float]:
 
 
 def _interval(
-    step_s: float, works: Sequence[Work], uncertainty: Sequence[float], exchange: Exchange
+    step_s: float, works: Sequence[Work], uncertainty: Sequence[float], exchange: GradientExchange
 ) -> tuple[float, float] | None:
     """Return the step with all classes faster, and with all slower, by as much as one run in twenty is.
 

@@ -91,7 +91,7 @@ class Step:
     idle_s: tuple[float, ...] = ()
 
 
-class Exchange:
+class GradientExchange:
     """The gradient exchange of one graph: buckets, seconds of each all-reduce, and bytes copied per operator.
 
     With one rank there is no bucket and no copy. If the model has buffers (running statistics), DDP also
@@ -241,7 +241,7 @@ def steady_step(
     return replace(step, idle_s=tuple(b - a for a, b in zip(starts, step.starts_s, strict=True)))
 
 
-def starts_s(works: Sequence[Work], exchange: Exchange) -> tuple[float, ...]:
+def starts_s(works: Sequence[Work], exchange: GradientExchange) -> tuple[float, ...]:
     """Return for each class the earliest start of its next step, in seconds after the last all-reduce.
 
     >>> starts_s([exchange.work(costs) for costs in by_class], exchange)
@@ -253,7 +253,7 @@ def _met(starts: tuple[float, ...], broadcast_s: float) -> tuple[float, ...]:
     return (max(starts) + broadcast_s,) * len(starts) if broadcast_s else starts
 
 
-def step_time(works: Sequence[Work], exchange: Exchange) -> float:
+def step_time(works: Sequence[Work], exchange: GradientExchange) -> float:
     """Return the seconds of a steady step; the allocator calls this hundreds of times.
 
     >>> step_time([exchange.work(costs) for costs in by_class], exchange)
@@ -261,7 +261,7 @@ def step_time(works: Sequence[Work], exchange: Exchange) -> float:
     return steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s).reduced_s
 
 
-def least_losses_s(work: Work, exchange: Exchange) -> FloatArray:
+def least_losses_s(work: Work, exchange: GradientExchange) -> FloatArray:
     """Return the seconds that each all-reduce costs a class at least before the class can start the next.
 
     If the class computes beside it, that is its toll, or what `LEAST_RATE` takes; if not, its duration.

@@ -20,7 +20,7 @@ from qsync.replayer.communication import BUCKET_CAP_BYTES
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
 from qsync.replayer.explanation.critical_path import find_critical_path
 from qsync.replayer.slowdown import slowed
-from qsync.replayer.synchronous_step import Exchange, step_time
+from qsync.replayer.synchronous_step import GradientExchange, step_time
 
 # A gain of less than this part of the step is rounding.
 _MEANINGFUL = 1e-6
@@ -79,7 +79,9 @@ def what_ifs(
     return sorted(won, key=lambda one: (-one.won_s, one.kind, one.what, one.device_class or ""))
 
 
-def _step_s(state: State, exchange: Exchange, changed: Mapping[str, ClassCosts] | None = None) -> float:
+def _step_s(
+    state: State, exchange: GradientExchange, changed: Mapping[str, ClassCosts] | None = None
+) -> float:
     costs = {name: one.costs for name, one in state.classes.items()} | dict(changed or {})
     return step_time([exchange.work(entry, name) for name, entry in costs.items()], exchange)
 
@@ -95,7 +97,7 @@ def _links(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) -> I
             ("twice the bandwidth", replace(link, bytes_per_s=2 * link.bytes_per_s)),
             ("half the latency", replace(link, latency_s=link.latency_s / 2)),
         ):
-            step_s = _step_s(state, Exchange(graph, replace(cluster, **{field: faster}), cap))
+            step_s = _step_s(state, GradientExchange(graph, replace(cluster, **{field: faster}), cap))
             yield WhatIf("link", f"{shown} has {what}", None, step_s, now_s - step_s)
 
 
@@ -104,7 +106,7 @@ def _cards(state: State, graph: OpGraph, cluster: Cluster, plan: Plan, cap: int 
     total = sum(c.count * samples[c.name] for c in cluster.classes)
     for one in cluster.classes:
         more = tuple(replace(c, count=c.count + (c is one)) for c in cluster.classes)
-        step_s = _step_s(state, Exchange(graph, replace(cluster, classes=more), cap))
+        step_s = _step_s(state, GradientExchange(graph, replace(cluster, classes=more), cap))
         won_s = state.step_s() - step_s * total / (total + samples[one.name])
         yield WhatIf("card", f"one more card of {one.name}", one.name, step_s, won_s)
 
@@ -112,7 +114,7 @@ def _cards(state: State, graph: OpGraph, cluster: Cluster, plan: Plan, cap: int 
 def _buckets(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) -> Iterator[WhatIf]:
     for factor in (2.0, 0.5):
         size = max(1, int(factor * (cap or BUCKET_CAP_BYTES)))
-        step_s = _step_s(state, Exchange(graph, cluster, size))
+        step_s = _step_s(state, GradientExchange(graph, cluster, size))
         what = f"buckets of {size / 2**20:.3g} MiB (bucket_cap_mb)"
         yield WhatIf("buckets", what, None, step_s, state.step_s() - step_s)
 

@@ -23,7 +23,7 @@ from types import NoneType
 from typing import Any
 
 from qsync.allocator.levers.save_less_steps import save_less_steps
-from qsync.allocator.levers.search_space import Setting, Space
+from qsync.allocator.levers.search_space import LeverSetting, Space
 from qsync.allocator.planner import Options, allocate
 from qsync.allocator.uniform import uniform
 from qsync.errors import (
@@ -78,7 +78,7 @@ class Search:
         self.plain: Plan | None = None
         self.target_s: float | None = options.get("target_s")
         # The setting that the target is from, and the most that its objective can be.
-        self.known, self.known_value = Setting(Levers({})), math.inf
+        self.known, self.known_value = LeverSetting(Levers({})), math.inf
         try:
             self.plain = self.solve(self.known)
         except InfeasibleError:
@@ -90,7 +90,7 @@ class Search:
 
     def _aim_at_shares(self) -> None:
         """Shorten the target to the step that shares by speed reach, if they reach a shorter one."""
-        basis, steps = self.basis, list[tuple[float, int, Setting]]()
+        basis, steps = self.basis, list[tuple[float, int, LeverSetting]]()
         given: dict[str, Any] = {key: self.options.get(key) for key in ("base", "bucket_cap_bytes")}
         for setting in self.space.shares_by_speed():
             profiles = self._profiles_at(setting)
@@ -113,7 +113,7 @@ class Search:
         most = sum(max(modes.values(), default=0.0) for modes in omega) or 1.0
         return (plan.added_variance or 0.0) / ((self.plain.added_variance if self.plain else None) or most)
 
-    def _profiles_at(self, setting: Setting) -> Mapping[str, Profile]:
+    def _profiles_at(self, setting: LeverSetting) -> Mapping[str, Profile]:
         basis = self.basis
         return profiles_under_levers(
             basis.graph, basis.profiles, basis.cluster, setting.levers, self.other, known=self._profiles
@@ -131,7 +131,7 @@ class Search:
         parts += [sorted(self.levers), {k: repr(v) for k, v in sorted(self.options.items())}]
         return digest([*parts, f"{self.target_s or 0.0:.9g}"])
 
-    def solve(self, setting: Setting, **changes: Any) -> Plan:
+    def solve(self, setting: LeverSetting, **changes: Any) -> Plan:
         """Return the best plan at one setting. Raises as `profiles_under_levers` and `allocate` do."""
         basis, profiles = self.basis, self._profiles_at(setting)
         options = {**self.options, **changes}
@@ -141,7 +141,7 @@ class Search:
             options["saving_less"] = setting.saving_less
         return allocate(basis.graph, profiles, basis.sensitivity, basis.cluster, **options)
 
-    def evaluate(self, setting: Setting) -> tuple[float, Plan | None]:
+    def evaluate(self, setting: LeverSetting) -> tuple[float, Plan | None]:
         """Return the objective of a setting (see the module docstring) and its plan."""
         if self.target_s is None:
             try:
@@ -155,7 +155,7 @@ class Search:
             return self._late(setting)
         return self._relative(plan), plan
 
-    def _late(self, setting: Setting) -> tuple[float, Plan | None]:
+    def _late(self, setting: LeverSetting) -> tuple[float, Plan | None]:
         """Return the objective and plan of the least step, for a setting that misses the target."""
         try:
             plan = self.solve(setting, target_s=None, slack=0.0)
@@ -284,7 +284,9 @@ def search(
     return replace(plan, levers=replace(plan.levers or Levers({}), untried={SAVE_LESS: _NOT_TIMED}))
 
 
-def _fewest_saving(problem: Search, setting: Setting, value: float, plan: Plan) -> tuple[Setting, Plan]:
+def _fewest_saving(
+    problem: Search, setting: LeverSetting, value: float, plan: Plan
+) -> tuple[LeverSetting, Plan]:
     """Find by bisection, on each class, the fewest operators that save less at the same variance.
 
     If more operators saved less, they would cost time for nothing.
@@ -303,7 +305,7 @@ def _fewest_saving(problem: Search, setting: Setting, value: float, plan: Plan) 
     return setting, plan
 
 
-def _with_lever_gains(problem: Search, setting: Setting, plan: Plan) -> Plan:
+def _with_lever_gains(problem: Search, setting: LeverSetting, plan: Plan) -> Plan:
     """Add to a plan its figures without each of its levers."""
     without = {}
     for lever in setting.used(plan):
@@ -366,9 +368,9 @@ def _rounded(objective: float) -> float:
     return float(f"{objective:.9g}")
 
 
-def _setting(attributes: Mapping[str, Any]) -> Setting:
+def _setting(attributes: Mapping[str, Any]) -> LeverSetting:
     saving = {name: tuple(patterns) for name, patterns in attributes.get("saving_less", {}).items()}
-    return Setting(Levers.from_json({"classes": attributes["levers"]}), attributes["cap"], saving)
+    return LeverSetting(Levers.from_json({"classes": attributes["levers"]}), attributes["cap"], saving)
 
 
 def _check_levers(

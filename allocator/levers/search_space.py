@@ -33,7 +33,7 @@ _TOWARDS = (0.5, 0.75, 1.0, 1.25)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class LeverSetting:
     """One setting of all levers: those of the classes, DDP's bucket cap, and what saves less for backward.
 
     `saving_less` maps classes to patterns of operators.
@@ -43,7 +43,7 @@ class Setting:
     bucket_cap_bytes: int | None = None
     saving_less: Mapping[str, Patterns] = field(default_factory=dict)
 
-    def without(self, lever: str) -> Setting:
+    def without(self, lever: str) -> LeverSetting:
         """Return the setting with one lever off."""
         if lever == BUCKETS:
             return replace(self, bucket_cap_bytes=None)
@@ -75,7 +75,7 @@ class Space:
     other: Sized | None = None
     base: str | None = None
 
-    def suggest(self, trial: Any) -> Setting | None:
+    def suggest(self, trial: Any) -> LeverSetting | None:
         """Draw a setting; None where the shares or passes are impossible.
 
         `trial` gives numbers by name as an optuna trial does (`suggest_float`, `suggest_int`,
@@ -98,7 +98,7 @@ class Space:
             if len(steps := self.save_less_steps(c.name)) > 1:
                 saving[c.name] = steps[trial.suggest_int(f"saving less {c.name}", 0, len(steps) - 1)]
         cap = trial.suggest_categorical("bucket cap", self._caps()) if BUCKETS in self.levers else None
-        return Setting(Levers(classes), cap, saving)
+        return LeverSetting(Levers(classes), cap, saving)
 
     def save_less_steps(self, name: str) -> tuple[Patterns, ...]:
         """Return the steps of saving less on a class; one empty step if that lever is off."""
@@ -157,14 +157,14 @@ class Space:
             parts = (0.5, 1.0, *((-0.125, -0.25, -0.5) if relieving else ()))
             yield from (self._start(self._towards_equal_times(part)) for part in parts)
 
-    def shares_by_speed(self) -> Iterator[Setting]:
+    def shares_by_speed(self) -> Iterator[LeverSetting]:
         """Yield settings of shares alone about those of equal compute times in the base, no two alike."""
         whole = self.cluster.num_ranks * samples_of(self.graph)
         found = [self._nearest(self._towards_equal_times(part))[0] for part in _TOWARDS]
         for number, samples in enumerate(found):
             kept = sum(c.count * samples[c.name] for c in self.cluster.classes) == whole
             if kept and samples not in found[:number] and all(map(self._reaches, samples, samples.values())):
-                yield Setting(Levers({name: ClassLevers(own) for name, own in samples.items()}))
+                yield LeverSetting(Levers({name: ClassLevers(own) for name, own in samples.items()}))
 
     def _reaches(self, name: str, samples: int) -> bool:
         least, most = reach(self.profiles[name], self.graph, self.other)

@@ -19,7 +19,7 @@ from qsync.allocator.solvers.milp_expressions import (
     ONE,
     ZERO,
     FloatArray,
-    Program,
+    IntegerProgram,
     Sum,
     difference,
     negated,
@@ -60,7 +60,7 @@ class ClassModel:
     """
 
     def __init__(self, graph: OpGraph, part: ClassProblem, weight: float, most: float) -> None:
-        self.program = Program()
+        self.program = IntegerProgram()
         self._graph, self._part = graph, part
         self._wiring = wiring(graph)
         self._float16 = part.device_class.carried_16bit

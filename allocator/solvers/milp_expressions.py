@@ -73,7 +73,7 @@ def negated(binary: Sum) -> Sum:
     return difference(ONE, binary)
 
 
-class Program:
+class IntegerProgram:
     """Columns in [0, 1], rows, and the cost to minimise."""
 
     def __init__(self) -> None:

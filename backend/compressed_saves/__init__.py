@@ -3,5 +3,5 @@
 `saved_ops`          the operators, by kind and form
 `activation_slopes`  derivatives of gelu and silu from eight bits, or from the result and a bit
 `bitmask`            masks at one bit per element
-`late_answers`       what a GPU answers a step later
+`deferred_flags`       what a GPU answers a step later
 """

@@ -27,7 +27,7 @@ from qsync.backend.compressed_saves.activation_slopes import (
     minimum,
 )
 from qsync.backend.compressed_saves.bitmask import as_laid_out, in_memory_order, pack_bits, unpack_bits
-from qsync.backend.compressed_saves.late_answers import late_answer
+from qsync.backend.compressed_saves.deferred_flags import deferred_flag
 from qsync.backend.encoding import Encoded, decode, encode
 from qsync.backend.kernels.norms import in_type_of, weight_beside
 from qsync.errors import UnsupportedError
@@ -290,7 +290,7 @@ def _recoverable(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype)
         return above & (ratio * torch.finfo(dtype).eps < 1 / 64)
 
     with torch.no_grad():
-        return late_answer(asked, answer) if asked.is_cuda else bool(answer())
+        return deferred_flag(asked, answer) if asked.is_cuda else bool(answer())
 
 
 # torch.batch_norm has its arguments in another order than F.batch_norm.

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from qsync.backend.cuda_build import architecture
 from qsync.backend.cutlass.compiled_products import OUT_TYPES, PRODUCTS, Library, load
-from qsync.backend.cutlass.tuning import Setting, Tuner
+from qsync.backend.cutlass.tuning import LaunchSetting, Tuner
 from qsync.backend.int8_products import LONGEST_INT32_SUM
 from qsync.backend.kernel_cache import folder
 
@@ -179,7 +179,7 @@ class _Call:
     def __post_init__(self) -> None:
         self.library = load(architecture(self.a.device), PRODUCTS[self.product][1])
 
-    def result(self, setting: Setting) -> Tensor:
+    def result(self, setting: LaunchSetting) -> Tensor:
         """Compute the product; FP32 results of slices are added in a fixed order, without atomics."""
         slices = setting.slices
         dtype = torch.float32 if slices > 1 else self.dtype
@@ -191,7 +191,7 @@ class _Call:
         total = out.sum(0)
         return (total if self.scaling.bias is None else total.add_(self.scaling.bias)).to(self.dtype)
 
-    def launch(self, setting: Setting, out: Tensor) -> None:
+    def launch(self, setting: LaunchSetting, out: Tensor) -> None:
         """Queue the product, or its partial results, into `out`."""
         arguments = {
             **self.sizes,
@@ -223,7 +223,7 @@ def _tuner(device: torch.device) -> Tuner:
     return Tuner(folder() / f"tiles-{name}.jsonl")
 
 
-def _setting(call: _Call, inner: int) -> Setting:
+def _setting(call: _Call, inner: int) -> LaunchSetting:
     """Return the fastest setting for this shape; the first one during CUDA graph capture."""
     tiles = call.library.tiles(call.product)
     slices = [1]
@@ -231,7 +231,7 @@ def _setting(call: _Call, inner: int) -> Setting:
         # The kernels reject slices whose INT32 sums might overflow.
         slices = [s for s in _SLICES if s == 1 or inner // s >= _SHORTEST_SLICE]
     if torch.cuda.is_current_stream_capturing():
-        return Setting(tiles[0], slices[-1] if inner > LONGEST_INT32_SUM else 1)
+        return LaunchSetting(tiles[0], slices[-1] if inner > LONGEST_INT32_SUM else 1)
     sizes = " ".join(str(size) for size in call.sizes.values())
     key = f"{call.product} {call.dtype} {sizes}"
     return _tuner(call.a.device).best(

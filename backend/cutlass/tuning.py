@@ -18,7 +18,7 @@ from qsync.errors import UnsupportedError
 _MAX_TRIALS = 24
 
 
-class Setting(NamedTuple):
+class LaunchSetting(NamedTuple):
     """The launch of a product: its tile ("128x128x64/4"), and the slices of the inner dimension."""
 
     tile: str
@@ -30,20 +30,20 @@ class Tuner:
 
     >>> tuner = Tuner(Path("tiles-NVIDIA L4.jsonl"))
     >>> tuner.best("int8_nt 512x512x512", tiles=("128x128x64/4",), slices=(1, 2), measure=seconds)
-    Setting(tile='128x128x64/4', slices=1)
+    LaunchSetting(tile='128x128x64/4', slices=1)
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._known: dict[str, Setting] = {} if path is None else dict(_read(path))
+        self._known: dict[str, LaunchSetting] = {} if path is None else dict(_read(path))
 
     def best(
         self,
         key: str,
         tiles: Sequence[str],
         slices: Sequence[int],
-        measure: Callable[[Setting], float],
-    ) -> Setting:
+        measure: Callable[[LaunchSetting], float],
+    ) -> LaunchSetting:
         """Return the known setting for `key`, or the one of these with the least `measure`.
 
         `measure` returns seconds, and may raise UnsupportedError for a setting that cannot run; if none
@@ -62,22 +62,22 @@ class Tuner:
 
 
 def search(
-    tiles: Sequence[str], slices: Sequence[int], measure: Callable[[Setting], float]
-) -> tuple[Setting, float]:
+    tiles: Sequence[str], slices: Sequence[int], measure: Callable[[LaunchSetting], float]
+) -> tuple[LaunchSetting, float]:
     """Find the setting with the least `measure`, and its seconds, by optuna.
 
     Measures all of at most 24 settings (a grid), else 24 that optuna's Parzen estimator proposes.
     """
     if len(tiles) * len(slices) == 1:
-        setting = Setting(tiles[0], slices[0])
+        setting = LaunchSetting(tiles[0], slices[0])
         return setting, measure(setting)
     import optuna  # half a second, paid only where something must be measured
 
-    seconds: dict[Setting, float] = {}
+    seconds: dict[LaunchSetting, float] = {}
     errors: list[UnsupportedError] = []
 
     def objective(trial: optuna.Trial) -> float:
-        setting = Setting(
+        setting = LaunchSetting(
             trial.suggest_categorical("tile", tuple(tiles)),
             trial.suggest_categorical("slices", tuple(slices)),
         )
@@ -103,14 +103,14 @@ def search(
         study.optimize(objective, n_trials=min(num_settings, _MAX_TRIALS))
     finally:
         optuna.logging.set_verbosity(verbosity)
-    order = {Setting(t, s): i for i, (s, t) in enumerate((s, t) for s in slices for t in tiles)}
+    order = {LaunchSetting(t, s): i for i, (s, t) in enumerate((s, t) for s in slices for t in tiles)}
     best = min(seconds, key=lambda setting: (seconds[setting], order[setting]))
     if math.isinf(seconds[best]):
         raise errors[0]
     return best, seconds[best]
 
 
-def _read(path: Path) -> list[tuple[str, Setting]]:
+def _read(path: Path) -> list[tuple[str, LaunchSetting]]:
     """Read the file; incomplete lines are skipped, later lines win."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -120,7 +120,7 @@ def _read(path: Path) -> list[tuple[str, Setting]]:
     for line in lines:
         try:
             entry = json.loads(line)
-            known.append((str(entry["key"]), Setting(str(entry["tile"]), int(entry["slices"]))))
+            known.append((str(entry["key"]), LaunchSetting(str(entry["tile"]), int(entry["slices"]))))
         except (ValueError, TypeError, KeyError):
             continue
     return known

@@ -14,7 +14,7 @@ from qsync.records.levers import Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
-from qsync.replayer import Sized, made_otherwise, profiles_under_levers
+from qsync.replayer import Sized, changed_since_planned, profiles_under_levers
 
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
 
@@ -37,7 +37,7 @@ def load_plan(
     plan.check_graph(basis.graph)
     found = under_levers(basis, plan.levers, Sized.load(folder))
     if cluster is None and not force:
-        doubt = made_otherwise(found.graph, plan, found.profiles, found.cluster)
+        doubt = changed_since_planned(found.graph, plan, found.profiles, found.cluster)
         if doubt:
             print(f"qsync: {doubt}; --basis and --cluster name others", file=sys.stderr)
     return plan, found

@@ -20,7 +20,7 @@ from qsync.distributed.gradient_weighting import GradientHook
 logger = logging.getLogger("qsync")
 
 
-class Exchange:
+class MembershipGroup:
     """The process group of the present membership (torchft's, reconfigurable), and whether it has failed.
 
     After the first failure nothing is exchanged until the next `form`.
@@ -79,7 +79,7 @@ class ElasticHook(GradientHook):
     Where all cards have equally many samples, in one pass each, gradients are averaged as plain DDP does.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: MembershipGroup) -> None:
         super().__init__(None)
         self._exchange = exchange
         self.last_s = 0.0  # when the last bucket was handed over: the end of backward, on a CPU
@@ -121,7 +121,7 @@ def average_elastic_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP
 class ElasticDDP(HybridDDP):
     """DDP whose process group is replaced at every change of membership (`reform`)."""
 
-    def __init__(self, module: torch.nn.Module, exchange: Exchange, **options: Any) -> None:
+    def __init__(self, module: torch.nn.Module, exchange: MembershipGroup, **options: Any) -> None:
         # Gradients lie in the buckets: the pass over them that divides replaces two that copy.
         super().__init__(module, init_sync=False, gradient_as_bucket_view=True, **options)
         self._exchange = exchange

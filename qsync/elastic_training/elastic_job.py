@@ -26,7 +26,7 @@ import torch.distributed as dist
 from qsync.backend.devices.device_detection import device_of
 from qsync.distributed.job import backend_for
 from qsync.elastic_training.card_plan import CardPlan
-from qsync.elastic_training.elastic_ddp import ElasticDDP, Exchange
+from qsync.elastic_training.elastic_ddp import ElasticDDP, MembershipGroup
 from qsync.elastic_training.healing import Server, decode, encode, fetch
 from qsync.elastic_training.plan_book import PlanBook, membership_of, shown
 from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous, in_background
@@ -109,7 +109,7 @@ class ElasticJob:
         host = server.address.rpartition(":")[0]
         self._store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._own = with_fields(card, store=f"{host}:{self._store.port}", server=server.address)
-        self._exchange = Exchange(options.timeout_s, backend_for(self._device))
+        self._exchange = MembershipGroup(options.timeout_s, backend_for(self._device))
         self.model = ElasticDDP(
             model, self._exchange, process_group=self._exchange.form(f"{self._own.store}/alone", 0, 1)
         )

@@ -77,7 +77,7 @@ def next_memberships(membership: Membership) -> list[Membership]:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassCosts:
+class CardCosts:
     """What is known of one class: its cards, what a step costs on them, and the model's sensitivity."""
 
     device_class: DeviceClass
@@ -94,7 +94,7 @@ class ClassCosts:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ClassCosts:
+    def from_json(cls, value: Mapping[str, Any]) -> CardCosts:
         """Read what `to_json` returned."""
         return cls(
             as_record(value["device_class"], DeviceClass, "device class"), OpGraph.from_json(value["graph"]),
@@ -110,7 +110,7 @@ def class_costs(
     folder: Path,
     base: Precision | None = None,
     **options: Any,
-) -> ClassCosts:
+) -> CardCosts:
     """Return the costs of this card's class: from the cache, or measured here and now.
 
     The cache's key has the step, its loss, the optimizer and the hardware, and no count of cards.
@@ -125,12 +125,12 @@ def class_costs(
     own += [stable_text(loss_fn), stable_text(options.get("make_optimizer"))]
     path = folder / "classes" / f"{digest([step_key(graph), own])}.json"
     try:
-        return ClassCosts.from_json(read_json(path))
+        return CardCosts.from_json(read_json(path))
     except (QSyncError, KeyError, TypeError):
         pass
     make_folder(path.parent)
     profile = api.profile(model, batch, loss_fn, device_class=device_class, precisions=chosen, **options)
-    costs = ClassCosts(device_class, graph, profile, api.sensitivity(model, [batch], loss_fn))
+    costs = CardCosts(device_class, graph, profile, api.sensitivity(model, [batch], loss_fn))
     write_json(path, costs.to_json())
     return costs
 
@@ -141,7 +141,7 @@ class PlanBook:
     `own` is served to other cards, as are the plans. `options` are those of `qsync.plan`.
     """
 
-    def __init__(self, own: ClassCosts, server: Server, options: Mapping[str, Any]) -> None:
+    def __init__(self, own: CardCosts, server: Server, options: Mapping[str, Any]) -> None:
         self._classes = {own.device_class.name: own}
         self._own, self._options, self._token = own, dict(options), server.token
         self._plans: dict[Membership, Plan | str] = {}  # text: why there is none
@@ -215,7 +215,7 @@ class PlanBook:
         for card in cards:
             if card.device_class not in self._classes:
                 content = json.loads(fetch(card.server, "class", _FETCH_S, self._token))
-                self._classes[card.device_class] = ClassCosts.from_json(content)
+                self._classes[card.device_class] = CardCosts.from_json(content)
         # Cards that wait for their first group have no link: what comes next is planned with theirs.
         ahead = next_memberships(present) if self._has_link or len(cards) == 1 else []
         for membership in [present, *ahead]:

@@ -208,7 +208,7 @@ def _html(number: int, section: _Section) -> str:
 
 def _facts(plan: Plan, basis: Basis) -> str:
     """Return the table of what the plan is: a row per class, and the step that is predicted."""
-    from qsync.replayer import made_otherwise
+    from qsync.replayer import changed_since_planned
 
     rows = [
         (c.name, str(c.count), c.device, f"{len(plan[c.name].lowered)} of {len(plan[c.name].assignment)}",
@@ -221,7 +221,7 @@ def _facts(plan: Plan, basis: Basis) -> str:
         for tag, row in [("th", headings), *(("td", row) for row in rows)]
     ]
     step = f"{1e3 * plan.step_s:.1f} ms" if plan.step_s else "not predicted"
-    doubt = made_otherwise(basis.graph, plan, basis.profiles, basis.cluster)
+    doubt = changed_since_planned(basis.graph, plan, basis.profiles, basis.cluster)
     return (
         f"<p>Predicted step: {step} (simulated), base {escape(str(plan.base))}. "
         f"Added variance: {plan.added_variance or 0.0:.2e} of the squared gradient norm.</p>\n"

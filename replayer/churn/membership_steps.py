@@ -13,7 +13,7 @@ from qsync.records.profiles import Profile
 from qsync.replayer.check_records import costs_of_classes
 from qsync.replayer.costs.vectorized_costs import VectorizedCosts
 from qsync.replayer.simulate import replay
-from qsync.replayer.synchronous_step import Exchange, Work, step_time
+from qsync.replayer.synchronous_step import GradientExchange, Work, step_time
 
 
 class MembershipSteps:
@@ -56,7 +56,7 @@ class MembershipSteps:
         hosts = min(self._cluster.num_hosts, sum(c.count for c in classes))
         between = self._cluster.between if hosts > 1 else None
         present = replace(self._cluster, classes=classes, between=between, num_hosts=hosts)
-        exchange = Exchange(self._graph, present, self._cap)
+        exchange = GradientExchange(self._graph, present, self._cap)
         works = [self._work(name, samples, exchange) for name, samples in self.shares(ranks).items()]
         return step_time(works, exchange)
 
@@ -66,7 +66,7 @@ class MembershipSteps:
         parts = sum(count * self._planned[name][0] for name, count in present.items())
         return {name: -(-self.samples_per_step * self._planned[name][0] // parts) for name in present}
 
-    def _work(self, name: str, samples: int, exchange: Exchange) -> Work:
+    def _work(self, name: str, samples: int, exchange: GradientExchange) -> Work:
         """Return the step of a rank with so many samples, from the planned step and one without samples."""
         costs, (planned, planned_passes) = self._costs[name], self._planned[name]
         full, empty = (exchange.work(of, name) for of in (costs, _without_backward(costs)))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from qsync import planning
 from qsync.allocator import allocate, check_plan, search, uniform
 from qsync.allocator.levers.search import Search
-from qsync.allocator.levers.search_space import Setting, Space
+from qsync.allocator.levers.search_space import LeverSetting, Space
 from qsync.errors import FormatError, InfeasibleError, MismatchError
 from qsync.hybrid_training import save_with_warnings
 from qsync.records.levers import ClassLevers, Levers
@@ -57,7 +57,7 @@ def test_levers_add_less_variance_at_the_same_step_and_each_says_what_it_bought(
     assert plan.added_variance < 0.5 * plain.added_variance
     assert "share" in plan.levers.used and set(plan.levers.without) >= set(plan.levers.used)
     problem = Search(Basis(PARTS[0], PARTS[3], PARTS[1], PARTS[2]), ("share",), OTHER, FAST)
-    setting = Setting(replace(plan.levers, without={}), plan.bucket_cap_bytes)
+    setting = LeverSetting(replace(plan.levers, without={}), plan.bucket_cap_bytes)
     for lever, without in plan.levers.without.items():
         if without.added_variance is not None:
             again = problem.evaluate(setting.without(lever))[1]

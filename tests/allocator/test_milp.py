@@ -19,7 +19,7 @@ from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.fastest_start import fastest_start
-from qsync.allocator.solvers.milp_expressions import ONE, ZERO, Program, Sum, negated, total
+from qsync.allocator.solvers.milp_expressions import ONE, ZERO, IntegerProgram, Sum, negated, total
 from qsync.allocator.solvers.precision_recovery import holds
 from qsync.errors import FormatError
 from qsync.records.cluster import Link
@@ -184,8 +184,8 @@ def test_no_program_is_given_more_time_than_is_left(monkeypatch):
         given.append(now[0] + time_limit_s)
         return real(self, *args, **options)
 
-    real = Program.solve
-    monkeypatch.setattr(Program, "solve", solve)
+    real = IntegerProgram.solve
+    monkeypatch.setattr(IntegerProgram, "solve", solve)
     monkeypatch.setattr(milp, "time", SimpleNamespace(perf_counter=tick))
     options = {"slack": 0.05, "bucket_cap_bytes": 5000, "time_limit_s": 30.0}
     allocate(graph, profiles, sensitivity_of(graph), cluster, **options)
@@ -204,9 +204,9 @@ def test_memory_that_binds_is_kept_to():
 @pytest.mark.parametrize("budget", [0.1, 0.5])
 def test_a_small_problem_whose_memory_binds_takes_few_programs(budget, monkeypatch):
     """Cut off one by one, its assignments took 80 programs, and the time limit came first."""
-    programs, solve = [], Program.solve
+    programs, solve = [], IntegerProgram.solve
     monkeypatch.setattr(
-        Program, "solve", lambda *args, **options: programs.append(1) or solve(*args, **options)
+        IntegerProgram, "solve", lambda *args, **options: programs.append(1) or solve(*args, **options)
     )
     state, target = begun(encoder(1), budget=budget, slack=0.1)
     solution = milp.solve(state, ["infer"], target, time_limit_s=600)
@@ -238,7 +238,7 @@ def test_a_plan_says_why_it_is_not_proved_to_be_the_best(monkeypatch):
     short = {"budgets": {"infer": state.classes["infer"].part.budget_bytes}, "target_s": target}
     assert status() == "optimal"
     assert status(**short, gap=0.99) == "optimal"
-    solve = Program.solve
+    solve = IntegerProgram.solve
     for code, said in ((1, "time-limited"), (4, "unsolved")):
 
         def stopped(self, *args, code=code, **options):
@@ -246,7 +246,7 @@ def test_a_plan_says_why_it_is_not_proved_to_be_the_best(monkeypatch):
             result.status = code
             return result
 
-        monkeypatch.setattr(Program, "solve", stopped)
+        monkeypatch.setattr(IntegerProgram, "solve", stopped)
         assert status(**short) == said
 
 
@@ -254,7 +254,7 @@ def test_where_no_program_is_solved_the_fastest_start_is_raised(monkeypatch):
     graph = encoder(3, rows=512)
     parts = graph, pair(graph), varied(graph, 0), cluster_of()
     nothing = SimpleNamespace(status=1, x=None, mip_dual_bound=None)
-    monkeypatch.setattr(Program, "solve", lambda *args, **options: nothing)
+    monkeypatch.setattr(IntegerProgram, "solve", lambda *args, **options: nothing)
     state, target = begun(graph, slack=0.2)
     fastest = state.variance
     plan = allocate(*parts, target_s=target)
@@ -307,7 +307,7 @@ def test_options_that_cannot_be_used_are_refused(options, word):
 
 
 def test_bits_of_bits():
-    program = Program()
+    program = IntegerProgram()
     a, b = program.choice([1.0, 2.0])
     assert program.all_of([a, ONE]) is a and program.all_of([a, ZERO]) is ZERO
     assert program.any_of([ZERO, ZERO]).constant == 0.0 and program.any_of([a, ONE]).constant == 1.0
@@ -355,7 +355,7 @@ def test_what_the_solver_prints_is_not_seen(capfd, monkeypatch):
         return solve(*arguments, **options)
 
     monkeypatch.setattr(scipy.optimize, "milp", talkative)
-    program = Program()
+    program = IntegerProgram()
     program.choice([1.0, 2.0])
     assert program.solve().fun == 1.0
     print("seen")

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from qsync.backend import Operand, cuda_build, encode, reference_kernel, select
 from qsync.backend.cutlass import compiled_products, convolution, linear, products
-from qsync.backend.cutlass.tuning import Setting, Tuner, search
+from qsync.backend.cutlass.tuning import LaunchSetting, Tuner, search
 from qsync.backend.int8_products import LONGEST_INT32_SUM
 from qsync.backend.selection.kernel_candidates import candidates
 from qsync.errors import BuildError, UnsupportedError
@@ -405,10 +405,10 @@ def test_the_fastest_setting_wins_and_is_measured_once(tmp_path):
 
     tuner = Tuner(tmp_path / "folder" / "tiles.jsonl")
     for _ in range(2):
-        assert tuner.best("int8_nt 8 8 8", TILES, (1, 2, 4), measure) == Setting("128x128x64/4", 2)
+        assert tuner.best("int8_nt 8 8 8", TILES, (1, 2, 4), measure) == LaunchSetting("128x128x64/4", 2)
     assert len(asked) == len(set(asked)) == 9
     again = Tuner(tmp_path / "folder" / "tiles.jsonl")
-    assert again.best("int8_nt 8 8 8", TILES, (1, 2, 4), pytest.fail) == Setting("128x128x64/4", 2)
+    assert again.best("int8_nt 8 8 8", TILES, (1, 2, 4), pytest.fail) == LaunchSetting("128x128x64/4", 2)
 
 
 def test_a_large_space_is_searched_in_few_trials():
@@ -429,7 +429,7 @@ def test_the_search_is_deterministic_and_leaves_random_state_alone():
 
 
 def test_ties_go_to_the_setting_named_first():
-    assert search(TILES, (1, 2), lambda s: 1.0)[0] == Setting(TILES[0], 1)
+    assert search(TILES, (1, 2), lambda s: 1.0)[0] == LaunchSetting(TILES[0], 1)
 
 
 def test_settings_that_cannot_run_are_passed_over(tmp_path):
@@ -453,7 +453,7 @@ def test_a_file_cut_short_is_measured_again(tmp_path):
         path.write_bytes(whole[:length])
         cut = Tuner(path)
         for key in "ab":
-            assert cut.best(key, TILES, (1, 2), cost) == Setting("128x128x64/4", 2)
+            assert cut.best(key, TILES, (1, 2), cost) == LaunchSetting("128x128x64/4", 2)
         known = Tuner(path)
         assert all(known.best(key, TILES, (1, 2), pytest.fail) for key in "ab")
 
@@ -464,7 +464,7 @@ def test_a_file_cut_short_is_measured_again(tmp_path):
 def test_lines_that_are_none_are_skipped(junk, tmp_path):
     path = tmp_path / "tiles.jsonl"
     path.write_text(junk + '\n{"key": "a", "tile": "64x64x64/5", "slices": 2}\n', encoding="latin-1")
-    assert Tuner(path).best("a", TILES, (1, 2), pytest.fail) == Setting("64x64x64/5", 2)
+    assert Tuner(path).best("a", TILES, (1, 2), pytest.fail) == LaunchSetting("64x64x64/5", 2)
 
 
 def test_a_setting_that_this_library_lacks_is_measured_again(tmp_path):
@@ -472,15 +472,15 @@ def test_a_setting_that_this_library_lacks_is_measured_again(tmp_path):
     path.write_text(
         '{"key": "a", "tile": "1x1x1/1", "slices": 2}\n{"key": "b", "tile": "64x64x64/5", "slices": 99}\n'
     )
-    assert Tuner(path).best("a", TILES, (1, 2), cost) == Setting("128x128x64/4", 2)
-    assert Tuner(path).best("b", TILES, (1, 2), cost) == Setting("128x128x64/4", 2)
+    assert Tuner(path).best("a", TILES, (1, 2), cost) == LaunchSetting("128x128x64/4", 2)
+    assert Tuner(path).best("b", TILES, (1, 2), cost) == LaunchSetting("128x128x64/4", 2)
 
 
 def test_a_file_that_cannot_be_written_costs_nothing_but_time(tmp_path):
     (tmp_path / "file").write_text("")
     tuner = Tuner(tmp_path / "file" / "tiles.jsonl")
-    assert tuner.best("a", TILES, (1, 2), cost) == Setting("128x128x64/4", 2)
-    assert tuner.best("a", TILES, (1, 2), pytest.fail) == Setting("128x128x64/4", 2)
+    assert tuner.best("a", TILES, (1, 2), cost) == LaunchSetting("128x128x64/4", 2)
+    assert tuner.best("a", TILES, (1, 2), pytest.fail) == LaunchSetting("128x128x64/4", 2)
 
 
 # --- Everything above the C functions, on the CPU
@@ -577,7 +577,7 @@ def emulated(request, monkeypatch):
 
     def setting(call, inner):
         may = not call.product.endswith(("fprop", "dgrad"))
-        return Setting("128x128x64/4", request.param if may else 1)
+        return LaunchSetting("128x128x64/4", request.param if may else 1)
 
     monkeypatch.setattr(products, "load", lambda architecture, family: Emulated())
     monkeypatch.setattr(products, "architecture", lambda device: "80")
@@ -823,7 +823,7 @@ class TestOnAGpu(OnGpu):
             for slices in (1, 2, 4):
                 if slices > 1 and k // slices < 128:
                     continue
-                monkeypatch.setattr(products, "_setting", lambda *_, t=tile, s=slices: Setting(t, s))
+                monkeypatch.setattr(products, "_setting", lambda *_, t=tile, s=slices: LaunchSetting(t, s))
                 for out in (torch.float32, torch.bfloat16, torch.float16):
                     scaling = products.Scaling(rows=rows, columns=columns, bias=bias)
                     got = products.gemm(product, a.to(dtype), b.to(dtype), scaling, out)

@@ -10,7 +10,7 @@ from torch import nn
 
 import qsync
 from qsync.backend.casts import cast_ops
-from qsync.backend.compressed_saves.late_answers import late_answer
+from qsync.backend.compressed_saves.deferred_flags import deferred_flag
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.selection import kernel_selection
 from qsync.errors import UnsupportedError
@@ -121,7 +121,7 @@ def test_an_answer_is_about_the_weights_of_the_step_before(kernels):
         return weight.amin() > 0
 
     def answers() -> tuple[bool, bool]:
-        return late_answer(weight, ask), late_answer(weight, ask)
+        return deferred_flag(weight, ask), deferred_flag(weight, ask)
 
     assert answers() == (False, False) and len(asked) == 1  # none has come yet
     weight.sub_(2.0)
@@ -132,10 +132,10 @@ def test_an_answer_is_about_the_weights_of_the_step_before(kernels):
 
 def test_what_is_recorded_to_be_repeated_asks_nothing(kernels, monkeypatch):
     weight = torch.ones(4)
-    late_answer(weight, lambda: weight.amin() > 0)
+    deferred_flag(weight, lambda: weight.amin() > 0)
     weight.mul_(2.0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not late_answer(weight, pytest.fail)
+    assert not deferred_flag(weight, pytest.fail)
 
 
 def test_a_recorded_graph_draws_anew_in_each_replay(kernels, monkeypatch):

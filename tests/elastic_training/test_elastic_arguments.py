@@ -146,7 +146,7 @@ def test_the_cache_of_a_class_knows_what_was_asked_for_and_what_is_trained(tmp_p
     monkeypatch.setattr(
         "qsync.elastic_training.plan_book.read_json", lambda path: keys.append(path.name) or {}
     )
-    monkeypatch.setattr("qsync.elastic_training.plan_book.ClassCosts.to_json", lambda self: {})
+    monkeypatch.setattr("qsync.elastic_training.plan_book.CardCosts.to_json", lambda self: {})
 
     def loss_fn(model, batch):
         return model(batch).sum()

@@ -12,13 +12,13 @@ from graphs import cluster_of, mlp, profile_of, sensitivity_of
 from qsync.allocator import allocate
 from qsync.elastic_training import plan_book
 from qsync.elastic_training.healing import Server
-from qsync.elastic_training.plan_book import ClassCosts, PlanBook, membership_of
+from qsync.elastic_training.plan_book import CardCosts, PlanBook, membership_of
 from qsync.elastic_training.rendezvous import Card
 from qsync.errors import QSyncError
 from qsync.records.cluster import Link
 
 GRAPH, ONE = mlp(), cluster_of({"cpu": 1})
-COSTS = ClassCosts(ONE.classes[0], GRAPH, profile_of(GRAPH, "cpu"), sensitivity_of(GRAPH))
+COSTS = CardCosts(ONE.classes[0], GRAPH, profile_of(GRAPH, "cpu"), sensitivity_of(GRAPH))
 
 
 def test_a_plan_that_was_begun_before_the_link_was_measured_is_made_again(monkeypatch):

@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 import qsync
 from qsync.errors import FormatError, MismatchError
-from qsync.expansion.plan.plan import ExpansionPlan
+from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.expansion.transfer.costs_and_sensitivity import NEW_BLOCK_ERROR_SHARE
 from qsync.expansion.transfer.scaling import gradient_gain, rounding_gain
 from qsync.experiments.workloads.gpt import Gpt

@@ -28,7 +28,7 @@ from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 from qsync.replayer.explanation.phases import expected
 from qsync.replayer.levers.batch_size import times
 from qsync.replayer.slowdown import slowed
-from qsync.replayer.synchronous_step import Exchange
+from qsync.replayer.synchronous_step import GradientExchange
 
 GRAPH = encoder(2)
 KERNELS = replace(profile_of(GRAPH, "gpu"), loading_s=3e-6, bucket_s_per_byte=1e-12)
@@ -82,7 +82,7 @@ def one_by_one(costs, launches, exchange):
 
 @given(st.integers(0, 9), st.sampled_from([0.0, 0.3, 1.0, 3.0]), assignments_for(GRAPH, CPU_PRECISIONS))
 def test_a_step_is_done_when_its_kernels_are_launched_and_run(seed, slow, assignment):
-    profile, exchange = launched(seed, slow), Exchange(GRAPH, CLUSTER)
+    profile, exchange = launched(seed, slow), GradientExchange(GRAPH, CLUSTER)
     costs = vectorized_costs_of(Tabulated(GRAPH, assignment, "bf16"), profile)
     work = exchange.work(costs)
     found = (work.lead_s, work.ready_s, work.backward_s, work.optimizer_s)
@@ -126,7 +126,7 @@ def test_events_show_what_the_device_waits_for_launches():
 def test_waits_for_launches_are_compute_as_a_rank_measures_it():
     profile = launched(3, 2.0)
     timeline = replay(GRAPH, {"gpu": {}}, {"gpu": profile}, CLUSTER)
-    work = Exchange(GRAPH, CLUSTER).work(vectorized_costs_of(Tabulated(GRAPH, {}, "bf16"), profile))
+    work = GradientExchange(GRAPH, CLUSTER).work(vectorized_costs_of(Tabulated(GRAPH, {}, "bf16"), profile))
     found, own = expected(timeline)["gpu"], timeline.classes["gpu"]
     before_s = sum(event.duration_s for event in timeline.events if event.name == "host")
     assert found.host_s == pytest.approx(before_s) and before_s >= profile.host_s

@@ -19,7 +19,7 @@ from qsync.records.levers import ClassLevers, Levers, Without, samples_of
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer import Exchange, Sized, profiles_under_levers, replay
+from qsync.replayer import GradientExchange, Sized, profiles_under_levers, replay
 from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 from qsync.replayer.levers.accumulation import with_other_passes
 from qsync.replayer.levers.batch_size import at_samples, resized
@@ -148,7 +148,7 @@ def test_passes_cost_their_sum_but_for_weights_that_are_cast_once(device):
 
     def work(profile, graph):
         costs = vectorized_costs_of(Tabulated(graph, {"fc1": BF16}, "bf16"), profile)
-        return Exchange(GRAPH, CLUSTER).work(costs)
+        return GradientExchange(GRAPH, CLUSTER).work(costs)
 
     one, both = work(half, SMALLER), work(twice, twice.graph_of(GRAPH))
     base, slope = half.cast_fit["fp32", "bf16"]

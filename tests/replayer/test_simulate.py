@@ -36,7 +36,7 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import (
     ClassCosts,
-    Exchange,
+    GradientExchange,
     Timeline,
     Work,
     all_reduce_s,
@@ -323,7 +323,7 @@ def test_a_step_s_time_costs_a_few_calls_per_bucket_not_per_operator():
     from qsync.replayer import step_time
 
     cluster: Cluster = cluster_of(link=Link(1e-5, 1e9))
-    exchange = Exchange(graph, cluster, 100_000)
+    exchange = GradientExchange(graph, cluster, 100_000)
     assert len(exchange.buckets) > 10
     costs = [ClassCosts(Lowering(graph, {}), profile_of(graph, name)) for name in ("train", "infer")]
     works = [exchange.work(entry) for entry in costs]
@@ -390,8 +390,11 @@ def test_buffers_are_handed_out_before_every_call_unless_the_job_does_not():
 
     once, thrice = step_s(1, cluster), step_s(3, cluster)
     without = replace(cluster, broadcasts_buffers=False)
-    assert thrice - once == pytest.approx(2 * Exchange(graph, cluster).broadcast_s) and thrice > 1.5 * once
-    assert step_s(1, without) == pytest.approx(once - Exchange(graph, cluster).broadcast_s)
+    assert (
+        thrice - once == pytest.approx(2 * GradientExchange(graph, cluster).broadcast_s)
+        and thrice > 1.5 * once
+    )
+    assert step_s(1, without) == pytest.approx(once - GradientExchange(graph, cluster).broadcast_s)
     assert Cluster.from_json(without.to_json()) == without != cluster == Cluster.from_json(cluster.to_json())
 
 
@@ -423,5 +426,5 @@ def test_precisions_may_be_given_by_name():
 def test_a_class_is_one_rank_by_its_own_count_whoever_its_profile_is_of():
     graph, cluster = mlp(2), cluster_of({"one": 1, "three": 3})
     costs = ClassCosts(Lowering(graph, {}), profile_of(graph, "one"))
-    works = [Exchange(graph, cluster).work(costs, name) for name in ("one", "three")]
+    works = [GradientExchange(graph, cluster).work(costs, name) for name in ("one", "three")]
     assert [work.is_one for work in works] == [True, False]

@@ -10,7 +10,7 @@ from models import bert, generator, gpt2, llama, vit
 from torch import nn
 
 import qsync
-from qsync.expansion.plan.plan import ExpansionPlan
+from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.experiments.workloads.bert import Bert
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.resnet import ResNet

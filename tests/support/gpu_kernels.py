@@ -12,7 +12,7 @@ import torch
 
 from qsync import backend
 from qsync.backend.casts import cast_ops
-from qsync.backend.compressed_saves import late_answers
+from qsync.backend.compressed_saves import deferred_flags
 from qsync.backend.cutlass import products
 from qsync.backend.cutlass.tuning import Setting
 from qsync.backend.selection.kernel_candidates import candidates
@@ -54,7 +54,7 @@ class OfAGpu(Kernels):
 
 
 def _on_its_way(answer):
-    """What `late_answers._sent` returns, without a GPU."""
+    """What `deferred_flags._sent` returns, without a GPU."""
     return bool(answer.numpy()), SimpleNamespace(synchronize=lambda: None)
 
 
@@ -75,7 +75,7 @@ def pretend_gpu(monkeypatch, which):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: H100)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
     monkeypatch.setattr(cast_ops, "_seed", lambda: 0)  # of the host's own generator
-    monkeypatch.setattr(late_answers, "_sent", _on_its_way)
+    monkeypatch.setattr(deferred_flags, "_sent", _on_its_way)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(products, "load", lambda *_: Nothing())
     monkeypatch.setattr(products, "architecture", lambda device: "90")

@@ -23,7 +23,7 @@ from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.expansion.apply.optimizer_state import expand_optimizer
 from qsync.expansion.io.load import CONFIG, EXPANSION, WEIGHTS, Growth, quiet_transformers
 from qsync.expansion.maps.describe import as_json
-from qsync.expansion.plan.plan import ExpansionPlan
+from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.recipe import Recipe
 from qsync.expansion.recipe.sizes import first_few

@@ -24,7 +24,7 @@ from qsync.expansion.maps.space_growth import (
 from qsync.expansion.maps.tensor_maps import FREE, SPLITS, Axis, TensorMap, shares_of
 from qsync.expansion.maps.tensor_roles import Tensor, tensors_of
 from qsync.expansion.maps.zero_init_blocks import check_blocks, output_init_of
-from qsync.expansion.plan.plan import ExpansionPlan
+from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.recipe import ATTENTION, FIXED, Recipe
 from qsync.expansion.recipe.sizes import Extent, heads, size_name, small_sizes, target_sizes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 
 from qsync.errors import MismatchError
-from qsync.expansion.plan.plan import ExpansionPlan
+from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.expansion.transfer.scaling import gradient_gain, rounding_gain
 from qsync.predictor.cost_model.fill_profile import carry
 from qsync.predictor.cost_model.model import CostModel

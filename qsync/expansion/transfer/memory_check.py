@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from qsync.backend.devices.device_detection import detect_class, device_of
 from qsync.errors import FormatError, InfeasibleError, UnsupportedError, shortened
 from qsync.expansion.apply.grow import build_grown
-from qsync.expansion.plan.plan import ExpansionPlan
+from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.predictor.profiling.made_optimizer import MakeOptimizer, made, state_bytes

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from qsync.expansion.maps.tensor_maps import Axis, TensorMap
-from qsync.expansion.plan.plan import ExpansionPlan
+from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.expansion.recipe.recipe import ATTENTION, FIXED
 
 # The gradient of a reader: the part proportional to shares, and the part proportional to p.

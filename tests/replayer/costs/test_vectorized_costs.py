@@ -22,7 +22,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Cost, Profile
-from qsync.replayer import ClassCosts, Exchange, replay, step_time
+from qsync.replayer import ClassCosts, GradientExchange, replay, step_time
 from qsync.replayer.costs import vectorized_costs
 from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 from qsync.replayer.lazy_sequence import OnAccess
@@ -69,7 +69,7 @@ def check(graph: OpGraph, assignment, profile: Profile, cluster, cap=None) -> No
     found = vectorized_costs_of(Tabulated(graph, assignment, cluster[name].carried_16bit), profile)
     np.testing.assert_allclose(found.forward_s, costs.forward_s, rtol=1e-12)
     np.testing.assert_allclose(found.backward_s, costs.backward_s, rtol=1e-12)
-    exchange = Exchange(graph, cluster, cap)
+    exchange = GradientExchange(graph, cluster, cap)
     assert timeline.step_s == pytest.approx(step_time([exchange.work(costs)], exchange), **EXACT)
     assert timeline.sequence(name) == lowering.lowered().nodes
     memory = peak_memory(

@@ -24,7 +24,7 @@ class _Asked(NamedTuple):
 _ASKED: MutableMapping[Tensor, _Asked] = WeakTensorKeyDictionary()
 
 
-def late_answer(weight: Tensor, ask: Callable[[], Tensor]) -> bool:
+def deferred_flag(weight: Tensor, ask: Callable[[], Tensor]) -> bool:
     """Return the answer about a weight as it was before its last change; no, where it has not changed yet.
 
     `ask` returns a boolean on the device; no must always be right. All calls between two changes of the
