@@ -2,7 +2,7 @@
 
     python -m qsync.experiments.integrations --out FOLDER
 
-`--publish` writes its tables into `docs/results/integrations.md`.
+`--publish` writes its table into `docs/results/integrations.md`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,12 @@ import typer
 from rich.table import Table
 
 from qsync.errors import shortened
-from qsync.experiments.harness import (
-    Experiment,
-    Fresh,
-    Out,
-    as_markdown,
-    bar,
-    run_command,
-    table_of,
-    write_between,
-)
+from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, bar, run_command, table_of
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.integrations import run_cases, sampler_waiting, token_gradients, trainer_speed
 from qsync.experiments.integrations.cases import BF16_TOLERANCE, NORM_TOLERANCE, SILENT
 
-_PAGE = Path("docs/results/integrations.md")
+_PAGE = Page(Path("docs/results/integrations.md"), note="Two ranks, gloo.", marker="cases")
 _WEAK_SHARE = 0.5
 
 
@@ -38,7 +29,7 @@ def main(
     out: Out = Path("integrations"),
     rounds: Annotated[int, typer.Option(help="Rounds of training that are timed in turns.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps of a round that are timed.")] = 8,
-    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run every case in plain DDP and by qsync on two ranks; time the Trainer and the length sampler."""
@@ -80,18 +71,10 @@ def main(
         bar("steps/s with the length sampler over those without", step_s[before] / step_s[after], 1.0,
             at_least=True),
     ]  # fmt: skip
-    shown, timed = _cases_table(cases), _times_table(speed, waits, waiting)
-    content = experiment.finish(
+    experiment.finish(
         {"cases": cases, "counts": dict(counts), "token_gradients": errors, "speed": speed, "waiting": waits},
-        bars=bars, tables=[shown, timed],
+        bars=bars, tables=[_cases_table(cases)], page=_PAGE if publish else None,
     )  # fmt: skip
-    if publish:
-        machine = content["machine"]
-        origin = (
-            f"{machine['processor']}, two ranks, gloo, torch {machine['torch']}; commit {content['commit']}."
-        )
-        write_between([_PAGE], "cases", as_markdown(shown))
-        write_between([_PAGE], "times", f"{as_markdown(timed)}\n{_said(errors)}\n{origin}")
 
 
 def _norm_bars(exact: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -114,29 +97,6 @@ def _cases_table(cases: list[dict[str, Any]]) -> Table:
         for row in cases
     ]
     return table_of("Training loops around planned models", ("", "case", "", "sentence"), rows, left=4)
-
-
-def _times_table(speed: dict[str, Any], waits: dict[str, Any], waiting: dict[str, float]) -> Table:
-    plain = speed["step_s"]["DDP"]
-    rows = [
-        ("Trainer, GPT-2 of 11 M parameters", name, f"{seconds * 1e3:.0f} ms", f"{plain / seconds:.2f}x", "")
-        for name, seconds in speed["step_s"].items()
-    ]
-    equal = waits["arms"][sampler_waiting.ARMS[0]]["step_s"]
-    rows += [
-        ("sequences of 32 to 512 bytes", arm, f"{of['step_s'] * 1e3:.0f} ms", f"{equal / of['step_s']:.2f}x",
-         f"{waiting[arm]:.0%} ({' / '.join(f'{part:.0%}' for part in of['blocked'])})")
-        for arm, of in waits["arms"].items()
-    ]  # fmt: skip
-    headings = ("", "", "step", "samples/s", "waiting (of each rank)")
-    return table_of(f"Two ranks, the weak one at {_WEAK_SHARE} of a core (emulated)", headings, rows, left=2)
-
-
-def _said(errors: dict[str, float]) -> str:
-    return (
-        f"Gradients of losses by tokens differ from those of one process by {errors['qsync']:.0e} in FP64; "
-        f"those of plain DDP, which weighs ranks alike, by {errors['DDP']:.0e}.\n"
-    )
 
 
 if __name__ == "__main__":

@@ -70,16 +70,19 @@ def _outcome(arm: Arm, clip: float | None = None, options: Any = None, **setting
 
 cases(_GROUP, _outcome, {
     "`accelerator.prepare(hybrid, optimizer, loader)`": {},
-    "`gradient_accumulation_steps=2`, `accelerator.accumulate`": {"gradient_accumulation_steps": 2},
+    "`gradient_accumulation_steps=2`, `accelerator.accumulate`": {
+        "gradient_accumulation_steps": 2, "tested": True,
+    },
     "`accelerator.clip_grad_norm_`": {"clip": 0.1, "gradient_accumulation_steps": 2},
     '`mixed_precision="bf16"` around a hybrid of another base': {
         "mixed_precision": "bf16", "options": {"base": "fp32"},
+        "refused": 'give base="bf16" to qsync.hybrid', "tested": True,
     },
-    "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it": {"options": {"ddp": False}},
+    "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it": {"options": {"ddp": False}, "tested": True},
 })  # fmt: skip
 
 
-@case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE)
+@case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE, tested=True)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, mixed_precision="bf16", options=arm.in_bf16)
 
@@ -91,7 +94,7 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, kwargs_handlers=handlers, options=options)
 
 
-@case(_GROUP, "`save_state`, `load_state`")
+@case(_GROUP, "`save_state`, `load_state`", tested=True)
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = prepared(arm, accelerator)
@@ -169,17 +172,22 @@ def _(arm: Arm) -> Outcome:
     return _shares(arm, 1, 1)
 
 
-@case(_GROUP, "a plan with shares and as many passes as `gradient_accumulation_steps`")
+@case(_GROUP, "a plan with shares and as many passes as `gradient_accumulation_steps`", tested=True)
 def _(arm: Arm) -> Outcome:
     return _shares(arm, 2, 2)
 
 
-@case(_GROUP, "a plan with shares and other passes than `gradient_accumulation_steps`")
+@case(
+    _GROUP,
+    "a plan with shares and other passes than `gradient_accumulation_steps`",
+    refused="give Accelerator(",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     return _shares(arm, 2, 4)
 
 
-@case(_GROUP, "`qsync.token_mean` in Accelerate's own DDP, accumulation 2")
+@case(_GROUP, "`qsync.token_mean` in Accelerate's own DDP, accumulation 2", tested=True)
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, loader = prepared(arm, accelerator, ddp=False)
@@ -195,7 +203,12 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, model)
 
 
-@case(_GROUP, "`accelerator.prepare` of a LengthSampler's loader")
+@case(
+    _GROUP,
+    "`accelerator.prepare` of a LengthSampler's loader",
+    refused="leave its loader out of accelerator.prepare",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True)
     tokens = torch.randint(0, 9, (4, 16))

@@ -85,33 +85,43 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One training loop, as a user writes it."""
+    """One training loop, as a user writes it; what becomes of it, and a part of what its user then reads.
+
+    `tested` ones run in the tests: every kind of refusal, and every way to train.
+    """
 
     group: str
     name: str
     do: Callable[[Arm], Outcome]
     tolerance: float = NORM_TOLERANCE
+    verdict: str = WORKS
+    says: str = ""
+    tested: bool = False
 
 
 CASES: list[Case] = []
 
 
 def case(
-    group: str, name: str, tolerance: float = NORM_TOLERANCE
-) -> Callable[[Callable[[Arm], Outcome]], Callable[[Arm], Outcome]]:
+    group: str, name: str, tolerance: float = NORM_TOLERANCE, *, refused: str = "", warns: str = "",
+    logs: str = "", tested: bool = False,
+) -> Callable[[Callable[[Arm], Outcome]], Callable[[Arm], Outcome]]:  # fmt: skip
     """List a function as a case."""
+    verdict = REFUSED if refused else WARNS if warns else WORKS
 
     def listed(do: Callable[[Arm], Outcome]) -> Callable[[Arm], Outcome]:
-        CASES.append(Case(group, name, do, tolerance))
+        CASES.append(Case(group, name, do, tolerance, verdict, refused or warns or logs, tested))
         return do
 
     return listed
 
 
 def cases(group: str, outcome: Callable[..., Outcome], given: Mapping[str, Mapping[str, Any]]) -> None:
-    """List a case for each name: `outcome` with these arguments."""
+    """List a case for each name: `outcome` with these arguments, but for those of `case`."""
     for name, arguments in given.items():
-        case(group, name)(update_wrapper(partial(outcome, **arguments), outcome))
+        own = {key: arguments[key] for key in ("refused", "tested") if key in arguments}
+        rest = {key: value for key, value in arguments.items() if key not in own}
+        case(group, name, **own)(update_wrapper(partial(outcome, **rest), outcome))
 
 
 @dataclass(frozen=True, slots=True)

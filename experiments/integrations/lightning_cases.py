@@ -142,15 +142,19 @@ def _outcome(arm: Arm, kind: Any = Classifier, **given: Any) -> Outcome:
 cases(_GROUP, _outcome, {
     "`fit`, `self(x)` in training_step": {},
     "`accumulate_grad_batches=2`": {"accumulate_grad_batches": 2},
-    "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2},
+    "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2, "tested": True},
     "`gradient_clip_val=0.1`": {"gradient_clip_val": 0.1},
-    "a part in evaluation mode": {"kind": Resting},
+    "a part in evaluation mode": {"kind": Resting, "tested": True},
     "unused parameters, `find_unused_parameters=True` of the strategy": {
         "kind": lambda: Classifier(Spare), "ddp": {"find_unused_parameters": True},
     },
     "manual optimization with `loss_fn`": {"kind": Manual, "options": {"loss_fn": loss_of}},
-    "manual optimization without it": {"kind": Manual},
-    "two networks in training_step": {"kind": TwoNetworks},
+    "manual optimization without it": {
+        "kind": Manual, "refused": "training_step returns no loss to profile", "tested": True,
+    },
+    "two networks in training_step": {
+        "kind": TwoNetworks, "refused": "calls net and other; call one network", "tested": True,
+    },
 })  # fmt: skip
 
 
@@ -159,7 +163,7 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, precision="bf16-mixed", options=arm.in_bf16)
 
 
-@case(_GROUP, "validation before and during training, `test`, `predict`")
+@case(_GROUP, "validation before and during training, `test`, `predict`", tested=True)
 def _(arm: Arm) -> Outcome:
     module, loader = net(Classifier), DataLoader(rows(), 4)
     made = trainer(arm, val_check_interval=2)
@@ -183,7 +187,7 @@ def _resumed(
     return module, again
 
 
-@case(_GROUP, "saved and resumed: bitwise the uninterrupted run")
+@case(_GROUP, "saved and resumed: bitwise the uninterrupted run", tested=True)
 def _(arm: Arm) -> Outcome:
     settings = {"max_steps": -1, "limit_train_batches": 2}
     whole = net(Classifier)
@@ -199,13 +203,18 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*module.norms, *again.norms], again)
 
 
-@case(_GROUP, "resumed under another plan")
+@case(_GROUP, "resumed under another plan", logs="under another plan", tested=True)
 def _(arm: Arm) -> Outcome:
     module, again = _resumed(arm, arm, {"max_steps": 2}, {"max_steps": 4}, OTHER_PLAN)
     return Outcome(module.norms, again)
 
 
-@case(_GROUP, "DDPStrategy around a LightningModule that holds a hybrid")
+@case(
+    _GROUP,
+    "DDPStrategy around a LightningModule that holds a hybrid",
+    refused="by the world size again",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     module = net(Classifier)
     if not arm.is_plain:
@@ -214,11 +223,21 @@ def _(arm: Arm) -> Outcome:
     return Outcome(module.norms, module)
 
 
-@case(_GROUP, "other accumulation on the ranks")
+@case(
+    _GROUP,
+    "other accumulation on the ranks",
+    refused="accumulate_grad_batches differs between ranks",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, accumulate_grad_batches=1 if arm.is_plain else 1 + dist.get_rank())
 
 
-@case(_GROUP, "a misspelt DDP option of the strategy")
+@case(
+    _GROUP,
+    "a misspelt DDP option of the strategy",
+    refused="did you mean find_unused_parameters?",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, ddp={} if arm.is_plain else {"find_unused_parameter": True})

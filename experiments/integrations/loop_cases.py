@@ -109,7 +109,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(model), model)
 
 
-@case(_LOOP, "layers unfrozen after wrapping")
+@case(_LOOP, "layers unfrozen after wrapping", refused="do that to the plain model")
 def _(arm: Arm) -> Outcome:
     model = net()
     model.body.requires_grad_(False)
@@ -118,7 +118,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(model), model)
 
 
-@case(_LOOP, "three calls of the model in one loss")
+@case(_LOOP, "three calls of the model in one loss", tested=True)
 def _(arm: Arm) -> Outcome:
     def triplet(model: Any, one: Batch) -> Any:
         parts = [model(part) for part in (one[0], one[0].flip(0), one[0].roll(1, 0))]
@@ -128,7 +128,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(model, loss_fn=triplet), model)
 
 
-@case(_LOOP, "a GAN: two hybrids, two optimizers")
+@case(_LOOP, "a GAN: two hybrids, two optimizers", tested=True)
 def _(arm: Arm) -> Outcome:
     class Critic(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, nn.ModuleList([critic, generator]))
 
 
-@case(_LOOP, "distillation: a hybrid teacher without gradients, a hybrid student")
+@case(_LOOP, "distillation: a hybrid teacher without gradients, a hybrid student", tested=True)
 def _(arm: Arm) -> Outcome:
     teacher, student = _hybrid(arm), _hybrid(arm, Net())
     for p, q in zip(student.parameters(), net().parameters(), strict=True):
@@ -200,7 +200,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, model, others)
 
 
-@case(_TWICE, "`DistributedDataParallel(hybrid)`")
+@case(_TWICE, "`DistributedDataParallel(hybrid)`", refused="by the world size again")
 def _(arm: Arm) -> Outcome:
     model = DistributedDataParallel(_hybrid(arm))
     return Outcome(trained(model), model)
@@ -218,25 +218,25 @@ class Around(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-@case(_TWICE, "DDP around a module that holds a hybrid")
+@case(_TWICE, "DDP around a module that holds a hybrid", refused="by the world size again")
 def _(arm: Arm) -> Outcome:
     model = DistributedDataParallel(Around(_hybrid(arm)), gradient_as_bucket_view=True)
     return Outcome(trained(model), model)
 
 
-@case(_TWICE, "`qsync.hybrid(hybrid)`")
+@case(_TWICE, "`qsync.hybrid(hybrid)`", refused="would be averaged twice")
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm, _hybrid(arm))
     return Outcome(trained(model), model)
 
 
-@case(_TWICE, "`qsync.hybrid(DistributedDataParallel(model))`")
+@case(_TWICE, "`qsync.hybrid(DistributedDataParallel(model))`", refused="would be averaged twice")
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm, DistributedDataParallel(net()))
     return Outcome(trained(model), model)
 
 
-@case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP")
+@case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP", tested=True)
 def _(arm: Arm) -> Outcome:
     model: Any = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
     norms = trained(model)
@@ -244,7 +244,12 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, model)
 
 
-@case(_TWICE, "`qsync.hybrid(model, ddp=False)`, and no DDP at all")
+@case(
+    _TWICE,
+    "`qsync.hybrid(model, ddp=False)`, and no DDP at all",
+    warns="averaged only if the loop does that",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm, ddp=arm.is_plain)
     return Outcome(trained(model), model)
@@ -329,7 +334,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, averaged, [loss])
 
 
-@case(_COPY, "state dicts of model and optimizer into the plain model, and back")
+@case(_COPY, "state dicts of model and optimizer into the plain model, and back", tested=True)
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -346,7 +351,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *trained(again, 2, of_again)], again, facts(same=same))
 
 
-@case(_COPY, "safetensors: saved planned, loaded plain")
+@case(_COPY, "safetensors: saved planned, loaded plain", tested=True)
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm)
     norms = trained(model)

@@ -15,9 +15,13 @@ MODULES = ("loop_cases", "accelerate_cases", "trainer_cases", "lightning_cases",
 
 
 def run(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
-    """Judge the cases of one module, or those named; all ranks together."""
+    """Judge the cases of one module, or those that tests run; all ranks together."""
     os.environ[PROFILE_S_VARIABLE] = "0"
     module = import_module(f"qsync.experiments.integrations.{config['module']}").__name__
-    only = config.get("only")
-    own = [one for one in CASES if one.do.__module__ == module and (only is None or one.name in only)]
-    return [judge(one, Path(config["folder"])) for one in own]
+    wanted = [
+        case for case in CASES if case.do.__module__ == module and (case.tested or not config.get("tested"))
+    ]
+    return [
+        {**judge(case, Path(config["folder"])), "expected": case.verdict, "says": case.says}
+        for case in wanted
+    ]

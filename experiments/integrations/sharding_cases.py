@@ -49,7 +49,7 @@ def _planned(arm: Arm, model: Any = None) -> Any:
     return arm.hybrid(net() if model is None else model, batch(), loss_of, ddp=False)
 
 
-@case(_FSDP, "`qsync.hybrid(model, ddp=False)`, then `fully_shard` on blocks and model")
+@case(_FSDP, "`qsync.hybrid(model, ddp=False)`, then `fully_shard` on blocks and model", tested=True)
 def _(arm: Arm) -> Outcome:
     model = _sharded(_planned(arm))
     return Outcome(trained(model), model)
@@ -69,20 +69,25 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, model)
 
 
-@case(_FSDP, "`fully_shard(hybrid)`, which is in DDP")
+@case(_FSDP, "`fully_shard(hybrid)`, which is in DDP", refused="sharded after qsync.hybrid", tested=True)
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(net(), batch(), loss_of)
     fully_shard(model.module)
     return Outcome(trained(model), model)
 
 
-@case(_FSDP, "`fully_shard` before `qsync.hybrid`")
+@case(
+    _FSDP,
+    "`fully_shard` before `qsync.hybrid`",
+    refused="call qsync.hybrid(model, ..., ddp=False) first",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     model = _planned(arm, _sharded(net()))
     return Outcome(trained(model), model)
 
 
-@case(_DCP, "sharded and planned, saved, loaded into a plain model that was never sharded")
+@case(_DCP, "sharded and planned, saved, loaded into a plain model that was never sharded", tested=True)
 def _(arm: Arm) -> Outcome:
     model = _sharded(_planned(arm))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -97,7 +102,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *more], plain, facts(same=same))
 
 
-@case(_DCP, "a plain model in DDP saved, loaded into a hybrid, optimizer included")
+@case(_DCP, "a plain model in DDP saved, loaded into a hybrid, optimizer included", tested=True)
 def _(arm: Arm) -> Outcome:
     plain = DistributedDataParallel(net(), gradient_as_bucket_view=True)
     of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
@@ -146,7 +151,7 @@ def _adapted() -> Any:
     return model
 
 
-@case(_PEFT, "`get_peft_model`, then `qsync.hybrid`")
+@case(_PEFT, "`get_peft_model`, then `qsync.hybrid`", tested=True)
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(_adapted(), batch(), loss_of)
     return Outcome(trained(model), model)
@@ -169,7 +174,12 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, merged, [loss, *facts(same=same_state(before, after))])
 
 
-@case(_PEFT, "`get_peft_model` after `qsync.hybrid`")
+@case(
+    _PEFT,
+    "`get_peft_model` after `qsync.hybrid`",
+    refused="does not average body.0.lora_A.default.weight",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(net(), batch(), loss_of)
     get_peft_model(model.module, LoraConfig(r=4, target_modules=["body.0", "body.2"]))
@@ -203,7 +213,7 @@ class WithExchange(Net):
         return self.head(self.exchange(x + self.body(x)))  # type: ignore[no-any-return]
 
 
-@case(_SEQUENCE, "a layer that exchanges its sequence inside")
+@case(_SEQUENCE, "a layer that exchanges its sequence inside", tested=True)
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(net(WithExchange), batch(), loss_of)
     return Outcome(trained(model), model)

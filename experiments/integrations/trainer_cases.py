@@ -110,16 +110,18 @@ def _outcome(arm: Arm, **given: Any) -> Outcome:
 
 cases(_GROUP, _outcome, {
     "`train()`": {},
-    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2},
+    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2, "tested": True},
     "`label_smoothing_factor=0.1`": {"label_smoothing_factor": 0.1},
     "`gradient_checkpointing=True`": {"gradient_checkpointing": True},
     "`max_grad_norm=0.1`": {"max_grad_norm": 0.1},
     "`ddp_find_unused_parameters=False`, `ddp_bucket_cap_mb=1`": {
         "ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 1,
     },
-    "levers": {"options": {"levers": ["share"]}},
-    "an option that the Trainer states": {"options": {"base": "bf16"}},
-    "a misspelt option": {"options": {"slak": 0.1}},
+    "levers": {"options": {"levers": ["share"]}, "refused": "plan without levers", "tested": True},
+    "an option that the Trainer states": {
+        "options": {"base": "bf16"}, "refused": "the Trainer states base itself", "tested": True,
+    },
+    "a misspelt option": {"options": {"slak": 0.1}, "refused": "did you mean slack?"},
 })  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, extra={"compute_loss_func": loss})
 
 
-@case(_GROUP, "`evaluate()`, `predict()`, `eval_on_start`")
+@case(_GROUP, "`evaluate()`, `predict()`, `eval_on_start`", tested=True)
 def _(arm: Arm) -> Outcome:
     made, norms = trainer(arm, eval_on_start=True, eval_strategy="steps", eval_steps=2)
     made.train()
@@ -190,7 +192,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *more, *most], third.model)
 
 
-@case(_GROUP, "resumed under another plan")
+@case(_GROUP, "resumed under another plan", logs="under another plan", tested=True)
 def _(arm: Arm) -> Outcome:
     first, norms = trainer(arm, max_steps=2, save_strategy="steps", save_steps=2)
     first.train()
@@ -229,12 +231,21 @@ def _(arm: Arm) -> Outcome:
     return _plain_trainer(arm, gradient_accumulation_steps=2)
 
 
-@case(_GROUP, "`Trainer(model=qsync.hybrid(...))`, `bf16=True`, of another base")
+@case(
+    _GROUP,
+    "`Trainer(model=qsync.hybrid(...))`, `bf16=True`, of another base",
+    refused='give base="bf16" to qsync.hybrid',
+)
 def _(arm: Arm) -> Outcome:
     return _plain_trainer(arm, bf16=True)
 
 
-@case(_GROUP, "`torch_compile=True`")
+@case(
+    _GROUP,
+    "`torch_compile=True`",
+    refused="not in torch_compile (qsync traces the model itself)",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, torch_compile=not arm.is_plain)
 
@@ -249,11 +260,16 @@ class _Once(IterableDataset[dict[str, torch.Tensor]]):
         return self._rows
 
 
-@case(_GROUP, "a dataset that can be read once")
+@case(_GROUP, "a dataset that can be read once", refused="can be read only once", tested=True)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, data=_Once())
 
 
-@case(_GROUP, "other accumulation on the ranks")
+@case(
+    _GROUP,
+    "other accumulation on the ranks",
+    refused="gradient_accumulation_steps differs between ranks",
+    tested=True,
+)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, gradient_accumulation_steps=1 if arm.is_plain else 1 + dist.get_rank())

@@ -2,14 +2,13 @@
 
     python -m qsync.experiments.takeover --out FOLDER
 
-`--publish` writes its tables into `docs/results/takeover.md`.
+`--publish` writes its table into `docs/results/takeover.md`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,11 @@ from qsync.experiments.harness import (
     Fresh,
     Models,
     Out,
-    as_markdown,
+    Page,
+    Publish,
     bar,
     run_command,
     table_of,
-    write_between,
 )
 from qsync.experiments.takeover import weak_ranks
 from qsync.experiments.takeover.base_steps import final_losses, loss_difference, step_ratios
@@ -37,7 +36,7 @@ from qsync.experiments.takeover.cases import CASES
 from qsync.experiments.takeover.outcomes import SILENT, judge
 from qsync.experiments.workloads.subjects import NAMES
 
-_PAGE = Path("docs/results/takeover.md")
+_PAGE = Page(Path("docs/results/takeover.md"), note="One thread.", marker="cases")
 _SHOWN = 200  # characters of a sentence
 _SEEDS = 3
 
@@ -50,7 +49,7 @@ def main(
     model: Models = None,
     rounds: Annotated[int, typer.Option(help="Rounds of steps that are timed in turns.")] = 15,
     steps: Annotated[int, typer.Option(help="Training steps whose losses are compared.")] = 60,
-    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run every case on a plain and a wrapped model; time and train the base bf16 alone, and on two ranks."""
@@ -89,40 +88,20 @@ def main(
             for name, found in differences.items()
         ),
     ]
-    shown = _cases_table(cases)
-    figures = {"cases": cases, "counts": dict(counts), "steps": timed, "losses": losses, "ranks": ranks}
-    base, unequal = _base_table(timed, differences), weak_ranks.tables(ranks)
     bars += weak_ranks.bars(ranks)
-    content = experiment.finish(figures, bars=bars, tables=[shown, base, *unequal])
-    if publish:
-        machine = content["machine"]
-        origin = f"{machine['processor']}, one thread, torch {machine['torch']}; commit {content['commit']}."
-        write_between([_PAGE], "cases", as_markdown(shown))
-        write_between([_PAGE], "base", f"{as_markdown(base)}\n{origin}")
-        both = "\n".join(map(as_markdown, unequal))
-        write_between([_PAGE], "ranks", f"{both}\n{weak_ranks.parts(ranks)}\n{origin}")
+    figures = {
+        "cases": cases, "counts": dict(counts), "steps": timed, "losses": losses, "differences": differences,
+        "ranks": ranks,
+    }  # fmt: skip
+    experiment.finish(figures, bars=bars, tables=[_cases_table(cases)], page=_PAGE if publish else None)
 
 
 def _cases_table(cases: list[dict[str, Any]]) -> Table:
-    said = [shortened(row["sentence"], _SHOWN, quote=False) for row in cases]
-    named = [(row["group"], row["name"], row["verdict"]) for row in cases]
-    rows = [(*names, sentence) for names, sentence in zip(named, said, strict=True)]
-    return table_of("What users do to a wrapped model", ("", "case", "", "sentence"), rows, left=4)
-
-
-def _base_table(timed: list[dict[str, Any]], differences: Mapping[str, Mapping[str, float]]) -> Table:
     rows = [
-        (
-            row["model"],
-            f"{row['fp32'][1]:.2f}",
-            f"{row['autocast'][1]:.3f}",
-            f"{row['autocast'][0]:.3f}-{row['autocast'][2]:.3f}",
-            f"{differences[row['model']]['mean']:+.4f} +- {differences[row['model']]['noise']:.4f}",
-        )
-        for row in timed
+        (row["group"], row["name"], row["verdict"], shortened(row["sentence"], _SHOWN, quote=False))
+        for row in cases
     ]
-    headings = ("", "x FP32", "x autocast", "quartiles", "loss from autocast's")
-    return table_of("Steps in the base bf16, one device", headings, rows)
+    return table_of("What users do to a wrapped model", ("", "case", "", "sentence"), rows, left=4)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Each start is a job of two ranks of its own, and they take turns. Kernels are built before; the first start
 finds no plan, the second that of the first. CPU seconds stand beside wall time, which other work on the
-machine lengthens. `--publish` writes the table into `docs/results/takeover.md`.
+machine lengthens. `--publish` writes the promises into `docs/results/takeover.md`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from qsync.errors import FormatError
 from qsync.experiments.clients.conversions import CLIENTS, Client
 from qsync.experiments.clients.start import ObservedRank, run_client
-from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish, bar, run_command, table_of
+from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish, bar, run_command
 
 _PAGE = Page(Path("docs/results/takeover.md"), marker="first")
 # What a start may take longer than plain DDP's, until the first step.
@@ -55,7 +54,7 @@ def main(
             # An interrupted run shows what it has.
             experiment.note({"clients": found}, bars=bars(found))
     page = _PAGE if publish else None
-    experiment.finish({"clients": found}, bars=bars(found), tables=[table(found)], page=page)
+    experiment.finish({"clients": found}, bars=bars(found), page=page)
 
 
 def _measured(client: Client, work: Path, rounds: int, steps: int) -> dict[str, Any]:
@@ -101,27 +100,6 @@ def bars(found: Mapping[str, Any]) -> list[Bar]:
 def beyond(row: Mapping[str, Any], kind: str, key: str = "first_step_s") -> float:
     """Return by how much a start exceeds plain DDP's."""
     return float(row[kind][key] - row[_PLAIN][key])
-
-
-def table(found: Mapping[str, Any]) -> Table:
-    """Return a row per script: until the first step, in wall and CPU seconds, a step, and the end."""
-    rows = [
-        (
-            name,
-            str(row["lines_changed"]),
-            *(f"{row[kind]['first_step_s']:.1f} / {row[kind]['first_step_cpu_s']:.1f}" for kind in STARTS),
-            *(f"{1e3 * row[kind]['step_s']:.0f}" for kind in (_PLAIN, _SECOND)),
-            *(f"{row[kind]['ending_s']:.1f}" for kind in (_PLAIN, _SECOND)),
-        )
-        for name, row in found.items()
-    ]
-    headings = (
-        "", "lines changed", "plain, s / CPU s", "first start", "second start", "plain step, ms",
-        "qsync's step", "plain end, s", "qsync's end",
-    )  # fmt: skip
-    return table_of(
-        "Seconds until the first step of two ranks, and CPU seconds of the later one", headings, rows
-    )
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ import torch
 
 import qsync
 from qsync.experiments.takeover.cases import Case, Outcome
+from qsync.experiments.takeover.cases.case import REFUSED, SILENT, WARNS, WORKS
 from qsync.runtime import coverage
 
-WORKS, REFUSED, WARNS, SILENT = "works", "refused", "warns", "SILENT"
 # The largest difference from plain FP32 that rounding to INT8 explains, of the norm of all numbers.
 _LARGEST_DIFFERENCE = 0.2
 

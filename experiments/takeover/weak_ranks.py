@@ -6,13 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from qsync.experiments.demo.launch import run_demo
-from qsync.experiments.harness import Experiment, bar, table_of
+from qsync.experiments.harness import Experiment, bar
 from qsync.experiments.harness.experiment import Bar
 from qsync.experiments.harness.ranks import run_on_ranks
-from qsync.experiments.levers.measured_levers import BOTH, NOTHING, PRECISIONS_ALONE, SHARES, measure
+from qsync.experiments.levers.measured_levers import BOTH, SHARES, measure
 
 # The share of a core that the weak rank has: INT8 makes up for the first, and cannot for the second.
 NEARLY_EQUAL, HALF = 0.85, 0.5
@@ -61,40 +59,3 @@ def bars(found: dict[str, Any]) -> list[Bar]:
             half[SHARES]["measured_s"] / half[BOTH]["measured_s"], 1.0, at_least=True,
         ),
     ]  # fmt: skip
-
-
-def tables(found: dict[str, Any]) -> list[Table]:
-    """Return both runs as tables; the second says which part of the speed comes from what."""
-    runs, half = found["nearly_equal"], found["half"]
-    alone, plain = runs["fast_alone"]["measured_step_s"], half[NOTHING]["measured_s"]
-    first = table_of(
-        f"BF16, the weak rank at {NEARLY_EQUAL} (emulated)",
-        ("", "step", "x the fast rank alone", "its CPU time", "added variance"),
-        [
-            (title, f"{runs[name]['measured_step_s'] * 1e3:.0f} ms",
-             f"{runs[name]['measured_step_s'] / alone:.2f}", f"{runs[name]['cpu_s']['0'] / alone:.2f}",
-             f"{runs[name]['added_variance']:.1e}")
-            for name, title in _TITLES.items()
-        ],
-    )  # fmt: skip
-    second = table_of(
-        f"BF16, the weak rank at {HALF} (emulated)",
-        ("", "samples", "step", "samples/s", "added variance"),
-        [
-            (title, " / ".join(half[title]["levers"].values()) or "equal",
-             f"{half[title]['measured_s'] * 1e3:.0f} ms", f"{plain / half[title]['measured_s']:.2f}x",
-             f"{half[title]['added_variance'] or 0.0:.1e}")
-            for title in (NOTHING, SHARES, PRECISIONS_ALONE, BOTH)
-        ],
-    )  # fmt: skip
-    return [first, second]
-
-
-def parts(found: dict[str, Any]) -> str:
-    """Say which part of the samples per second comes from shares, and which from precisions."""
-    half = {title: row["measured_s"] for title, row in found["half"].items()}
-    return (
-        f"At half a core shares and precisions make {half[NOTHING] / half[BOTH]:.2f} times the samples per "
-        f"second of BF16 with equal batches: {half[NOTHING] / half[SHARES]:.2f} by shares, and "
-        f"{half[SHARES] / half[BOTH]:.2f} by precisions on top."
-    )

@@ -63,7 +63,7 @@ def _(make: Maker) -> Outcome:
     return torch.func.functional_call(model, doubled, (data(),))
 
 
-@case("call", "`torch.func.grad` of a functional call")
+@case("call", "`torch.func.grad` of a functional call", refused="torch.func.grad is around it")
 def _(make: Maker) -> Outcome:
     model = make(net())
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -74,7 +74,7 @@ def _(make: Maker) -> Outcome:
     return list(torch.func.grad(loss)(parameters).values())
 
 
-@case("call", "`torch.func.vmap` over samples")
+@case("call", "`torch.func.vmap` over samples", refused="torch.func.vmap is around it")
 def _(make: Maker) -> Outcome:
     return torch.func.vmap(make(net()))(data())
 
@@ -85,7 +85,7 @@ def _(make: Maker) -> Outcome:
     return gradients(model, checkpoint(model, data(), use_reentrant=False).square().mean())
 
 
-@case("call", "inside `torch.autocast`")
+@case("call", "inside `torch.autocast`", refused="call the model outside of autocast")
 def _(make: Maker) -> Outcome:
     model = make(net())
     with torch.autocast("cpu", torch.bfloat16):

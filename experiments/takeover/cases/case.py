@@ -19,23 +19,31 @@ Maker = Callable[[Any], Any]
 Outcome = Any  # a tensor, or a list of tensors
 
 
+WORKS, REFUSED, WARNS, SILENT = "works", "refused", "warns", "SILENT"
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing that users do, and the sentence that they read if it is refused."""
+    """One thing that users do, what becomes of it, and a part of the sentence that they then read."""
 
     group: str
     name: str
     do: Callable[[Maker], Outcome]
+    verdict: str = WORKS
+    says: str = ""
 
 
 CASES: list[Case] = []
 
 
-def case(group: str, name: str) -> Callable[[Callable[[Maker], Outcome]], Callable[[Maker], Outcome]]:
-    """List a function as a case."""
+def case(
+    group: str, name: str, *, refused: str = "", warns: str = ""
+) -> Callable[[Callable[[Maker], Outcome]], Callable[[Maker], Outcome]]:
+    """List a function as a case, with a part of the sentence that refuses it or warns of it."""
+    verdict = REFUSED if refused else WARNS if warns else WORKS
 
     def listed(do: Callable[[Maker], Outcome]) -> Callable[[Maker], Outcome]:
-        CASES.append(Case(group, name, do))
+        CASES.append(Case(group, name, do, verdict, refused or warns))
         return do
 
     return listed

@@ -43,14 +43,22 @@ def _(make: Maker) -> Outcome:
     return torch.compile(make(net()), backend="aot_eager", fullgraph=True)(data())
 
 
-@case("compile", '`torch.compiler.set_stance("force_eager")` after the first call')
+@case(
+    "compile",
+    '`torch.compiler.set_stance("force_eager")` after the first call',
+    refused="torch.compile is switched off",
+)
 def _(make: Maker) -> Outcome:
     model = called(make)
     with torch.compiler.set_stance("force_eager"):
         return model(data())
 
 
-@case("compile", "`torch.utils.flop_counter.FlopCounterMode` around a call")
+@case(
+    "compile",
+    "`torch.utils.flop_counter.FlopCounterMode` around a call",
+    refused="ran without its kernels: _FlopCounterMode",
+)
 def _(make: Maker) -> Outcome:
     model = called(make)
     with FlopCounterMode(display=False):
@@ -67,12 +75,12 @@ def _(make: Maker) -> Outcome:
     return torch.export.export(make(net()), (data(),), strict=True).module()(data())
 
 
-@case("compile", "`torch.jit.trace`")
+@case("compile", "`torch.jit.trace`", refused="call qsync.unwrap(model) first")
 def _(make: Maker) -> Outcome:
     traced = torch.jit.trace(make(net()), data(), check_trace=False)  # type: ignore[no-untyped-call]
     return traced(data())
 
 
-@case("compile", "`torch.jit.script`")
+@case("compile", "`torch.jit.script`", refused="call qsync.unwrap(model) first")
 def _(make: Maker) -> Outcome:
     return torch.jit.script(make(net()))(data())

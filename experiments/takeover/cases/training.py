@@ -93,7 +93,7 @@ def _(make: Maker) -> Outcome:
     return [evaluated, *gradients(model.train())]
 
 
-@case("training", "double backward (a gradient penalty)")
+@case("training", "double backward (a gradient penalty)", refused="cannot be differentiated twice")
 def _(make: Maker) -> Outcome:
     model, x = make(net()), data().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)

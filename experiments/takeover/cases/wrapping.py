@@ -49,12 +49,12 @@ def _(make: Maker) -> Outcome:
         return gradients(make(DistributedDataParallel(net())))
 
 
-@case("wrap", "wrap of `DataParallel(model)`")
+@case("wrap", "wrap of `DataParallel(model)`", refused="use DistributedDataParallel")
 def _(make: Maker) -> Outcome:
     return make(DataParallel(net()))(data())
 
 
-@case("wrap", "wrap of a TorchScript model")
+@case("wrap", "wrap of a TorchScript model", refused="wrap the module it was made from")
 def _(make: Maker) -> Outcome:
     return make(torch.jit.trace(net(), data()))(data())  # type: ignore[no-untyped-call]
 
@@ -103,7 +103,9 @@ def _(make: Maker) -> Outcome:
         return [p.grad.to_local() for p in model.parameters()]
 
 
-@case("wrap", "`parallelize_module` (tensor parallelism)")
+@case(
+    "wrap", "`parallelize_module` (tensor parallelism)", refused="wrap the modules that are not parallelized"
+)
 def _(make: Maker) -> Outcome:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
