@@ -29,7 +29,7 @@ from qsync.experiments.harness.processes import in_fresh_process
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.speedup.ways import DDP, QSYNC, WEAK_INT8
 
-_PAGE = Page(Path("docs/results/accuracy.md"), Path("docs/figures/accuracy.png"))
+_PAGE = Page(Path("docs/results/accuracy.md"))
 _TINY_STEPS = 4
 # What is trained on real ranks, too, with the first seed.
 REAL = (("gpt", QSYNC), ("resnet", WEAK_INT8))
@@ -65,7 +65,6 @@ def main(
     page = replace(_PAGE.beside() if beside else _PAGE, note=report.note(bars, missing))
     experiment.finish(
         {"tasks": tasks, "real_ranks": on_ranks, "not_finished": missing}, bars=bars, tables=tables,
-        picture=report.draw,
         measured="losses are measured; plans and seconds are simulated from a data sheet",
         page=page if publish else None,
     )  # fmt: skip
@@ -182,7 +181,7 @@ def _task(experiment: Experiment, name: str, seeds: int, tiny: bool) -> dict[str
     found_here = {
         "methods": methods, "runs": runs, "steps": _num_steps(name, tiny), "family": job.family or name,
     }  # fmt: skip
-    return {**found_here, "curves": report.curves(found_here), "description": job.workload().description}
+    return {**found_here, "description": job.workload().description}
 
 
 if __name__ == "__main__":

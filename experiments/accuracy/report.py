@@ -1,11 +1,10 @@
-"""Differences between methods, paired by seed, with their 95 % intervals; tables, bars, pictures."""
+"""Differences between methods, paired by seed, with their 95 % intervals; tables and bars."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -13,7 +12,7 @@ from rich.table import Table
 from qsync.experiments.accuracy.methods import METHODS, NAMES, QSYNC_INT8
 from qsync.experiments.harness import Bar, bar, table_of
 from qsync.experiments.harness.intervals import half_width
-from qsync.experiments.speedup.ways import DDP, LB_BSP, QSYNC, QSYNC_SHARE, UNIFORM, WEAK_INT8
+from qsync.experiments.speedup.ways import DDP, QSYNC, UNIFORM, WEAK_INT8
 
 # What runs are compared at: equal steps, or the seconds that the plan takes for them.
 STEPS, SECONDS = "steps", "seconds"
@@ -100,16 +99,6 @@ def note(bars: Sequence[Bar], missing: Sequence[str]) -> str:
     return "\n".join([about, *counted, *left])
 
 
-def curves(task: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Return the held-out losses of every method, means over seeds: (simulated seconds, loss)."""
-    found = {}
-    for method, runs in task["runs"][STEPS].items():
-        step_s, kept = task["methods"][method]["step_s"], [run["heldout"] for run in runs.values()]
-        means = [statistics.fmean(loss for _, loss in points) for points in zip(*kept, strict=True)]
-        found[NAMES[method]] = [(step * step_s, mean) for (step, _), mean in zip(kept[0], means, strict=True)]
-    return found
-
-
 def difference_of(task: Mapping[str, Any], one: str, other: str, at: str = STEPS) -> Difference:
     """Return the final loss of a method minus that of another, paired by seed."""
     return difference(losses(task, one, at), losses(task, other, at))
@@ -155,35 +144,3 @@ def _percent(found: Difference, fp32: float) -> str:
     """Say how far a loss is above that of FP32."""
     half = "(one seed)" if math.isinf(found.half) else f"± {found.half / fp32:.2%}"
     return f"{found.mean / fp32:+.2%} {half}"
-
-
-def draw(content: Mapping[str, Any], path: Path) -> None:
-    """Draw a row a task: differences from FP32 with their intervals, and losses against steps and seconds."""
-    from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure  # imports matplotlib
-    from qsync.figures.style import INK, SERIES_COLOURS, save_png
-
-    shown = {name: task for name, task in content["tasks"].items() if task["runs"][STEPS]}
-    if not shown:
-        return
-    figure = new_figure(10.5, 2.3 * len(shown) + 0.9, "Final held-out loss, paired by seed, 95 % intervals")
-    panels = figure.subplots(len(shown), 3, squeeze=False)
-    others = [method for method in METHODS if method != DDP]
-    for (name, task), (differences, *over) in zip(shown.items(), panels, strict=True):
-        percent = 100.0 / statistics.fmean(losses(task, DDP))
-        for row, method in enumerate(others):
-            found = difference_of(task, method, DDP)
-            colour = SERIES_COLOURS[0] if method in (QSYNC, QSYNC_SHARE) else INK
-            differences.errorbar(
-                percent * found.mean, -row, xerr=percent * found.half, fmt="o", capsize=3, color=colour
-            )
-        differences.axvline(0.0, color=INK, linewidth=0.8)
-        differences.set_yticks([-row for row in range(len(others))], [NAMES[method] for method in others])
-        axes_of(differences, name, "% above FP32's loss, equal steps")
-        for axes, unit in zip(over, ("steps", "seconds (simulated)"), strict=True):
-            for colour, method in zip(SERIES_COLOURS, (QSYNC, DDP, LB_BSP, WEAK_INT8), strict=False):
-                seconds, heldout = zip(*task["curves"][NAMES[method]], strict=True)
-                step_s = 1.0 if unit != "steps" else task["methods"][method]["step_s"]
-                axes.plot([s / step_s for s in seconds], heldout, color=colour, label=NAMES[method])
-            axes_of(axes, "", unit, "held-out loss" if axes is over[0] else "", yscale="log")
-    legend_below(figure, panels[0][1:])
-    save_png(figure, path)

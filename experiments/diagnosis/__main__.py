@@ -3,12 +3,11 @@
     python -m qsync.experiments.diagnosis --out FOLDER --clean-minutes 30
 
 Every fault is a job of its own and a piece. Clean minutes add up over pieces, so an interrupted run
-continues. `--publish` writes the tables into `docs/results/diagnosis.md`.
+continues. `--publish` writes the table into `docs/results/diagnosis.md`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +33,6 @@ from qsync.replayer.explanation.phases import TOLERANCE
 
 _PAGE = Path("docs/results/diagnosis.md")
 _PIECE_MINUTES = 5.0
-_EXPOSED = "exposed communication"
 
 
 def main(
@@ -66,7 +64,6 @@ def main(
     if clean:
         bars.append(bar(f"false alarms in {minutes:.3g} clean minutes", len(alarms), 0))
     bars.append(bar("false alarms before a fault began", len(early), 0))
-    tables = [_faults_table(planted), *([_phases_table(clean)] if clean else [])]
     alarmed = sum(bool(one["drift"]) for one in disturbed)
     longest_s = max((one["slow_s"] for one in compared), default=0.0)
     slower = [one["slowdown"] for one in compared if one["slowdown"] > 1.0 + TOLERANCE]
@@ -80,7 +77,7 @@ def main(
     experiment.finish(
         {"faults": planted, "clean": clean, "clean_minutes": minutes, "comparisons": len(compared),
          "disturbed": len(disturbed), "alarms": [*alarms, *early]},
-        bars=bars, tables=tables, page=Page(_PAGE, note=note) if publish else None,
+        bars=bars, tables=[_faults_table(planted)], page=Page(_PAGE, note=note) if publish else None,
     )  # fmt: skip
 
 
@@ -100,19 +97,6 @@ def _faults_table(planted: dict[str, Any]) -> Table:
         for name, one in planted.items()
     ]
     return table_of("Faults, and what qsync said", ("planted", "to be named", "said", "named"), rows, left=3)
-
-
-def _phases_table(clean: Sequence[dict[str, Any]]) -> Table:
-    """Return the phases of the clean job by rank, predicted and measured, of the first and last piece."""
-    rows = []
-    for number in sorted({0, len(clean) - 1}):
-        for one in clean[number]["ranks"]:
-            both = [(one["predicted"][name], one["measured"][name]) for name in (_EXPOSED, "wait")]
-            both.append((sum(one["predicted"].values()), sum(one["measured"].values())))
-            shown = [f"{1e3 * predicted:.1f} / {1e3 * measured:.1f}" for predicted, measured in both]
-            rows.append([str(number), f"{one['rank']}, {one['device_class']}", *shown])
-    headings = ("piece", "rank", _EXPOSED, "wait", "step")
-    return table_of("The clean job, ms: predicted (simulated) / measured", headings, rows, left=2)
 
 
 if __name__ == "__main__":

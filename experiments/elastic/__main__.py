@@ -2,7 +2,7 @@
 
     python -m qsync.experiments.elastic --out FOLDER
 
-`--publish` writes its tables and its picture into `docs/results/elastic.md`.
+`--publish` writes its table into `docs/results/elastic.md`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from qsync.experiments.elastic import churn, drift, events, restarts, saving, steady, throughput, verdict
+from qsync.experiments.elastic import churn, drift, events, restarts, saving, steady, verdict
 from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
 from qsync.experiments.elastic.cluster import BATCH_SIZE, Cards
-from qsync.experiments.harness import (
-    Bar,
-    Experiment,
-    Fresh,
-    Out,
-    as_markdown,
-    bar,
-    run_command,
-    table_of,
-    write_between,
-)
-from qsync.experiments.harness.experiment import bars_table
+from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish, bar, run_command, table_of
 from qsync.experiments.harness.ranks import run_on_ranks
 
-_PAGE = Path("docs/results/elastic.md")
-_PICTURE = Path("docs/figures/elastic.png")
+_PAGE = Page(Path("docs/results/elastic.md"), note="One thread a card.", marker="bars")
 _FP64_EVENTS, _RESTARTS, _DRIFT_STEPS = 10, 6, 120
 Job = dict[str, Any]
 
@@ -46,7 +34,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the events.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps of a round without events.")] = 150,
     rounds: Annotated[int, typer.Option(help="Rounds without events, in turns with hybrid.")] = 3,
-    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run four cards through random events; compare with hybrid, with restarts and with the simulation."""
@@ -84,17 +72,11 @@ def main(
         *_drift(drifted),
         bar("a checkpoint every 20 steps, part of a step", stalls["stall"]["Checkpoints"], 0.05),
     ]
-    tables = [_costs(job["events"]), _phases(drifted)]
     experiment.finish(
         {"by_event": _by_kind(job["events"]), "judged": job["judged"], "without_events": same,
          "drift": drifted, "restarts": again, "saving": stalls, "churn": simulated, "origin": "measured"},
-        bars=bars, tables=tables,
+        bars=bars, tables=[_costs(job["events"])], page=_PAGE if publish else None,
     )  # fmt: skip
-    throughput.draw(job, out / "throughput.png")
-    if publish:
-        throughput.draw(job, _PICTURE)
-        write_between([_PAGE], "bars", as_markdown(bars_table(bars)))
-        write_between([_PAGE], "times", "\n\n".join(as_markdown(table) for table in tables))
 
 
 def _run(folder: Path, num_events: int, seed: int, say: Any, **settings: Any) -> Job:
@@ -193,15 +175,6 @@ def _drift(drifted: Job) -> list[Bar]:
         bar("other cards planned for as slower meanwhile", told.count(False), 0),
         bar("steps with unequal replicas meanwhile", drifted["unequal_steps"], 0),
     ]
-
-
-def _phases(drifted: Job) -> Table:
-    rows = [
-        [phase, f"{1e3 * found['step_s']:.0f}", f"{found['samples']:g}"]
-        for phase, found in drifted["phases"].items()
-    ]
-    title = f"{drift.SLOWED} computes {drift.FACTOR:g} times as long for {_DRIFT_STEPS} steps"
-    return table_of(title, ("phase", "step, ms", "its samples"), rows)
 
 
 def _costs(happened: Sequence[Any]) -> Table:

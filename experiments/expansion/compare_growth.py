@@ -22,14 +22,14 @@ import torch
 import typer
 
 from qsync import QSyncError
-from qsync.experiments.expansion.growth_report import bars, picture, summary, table
+from qsync.experiments.expansion.growth_report import bars, summary, table
 from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, setting
 from qsync.experiments.expansion.training_runs import Method, make_plan, plan_path, run, source_path
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
 
 # The shares of the from-scratch steps that the expanded model is given by default.
 RATIOS = (0.5, 0.3)
-_PAGE = Page(Path("docs/results/growing.md"), Path("docs/figures/expansion.png"), "One thread a run.")
+_PAGE = Page(Path("docs/results/growing.md"), note="One thread a run.")
 
 Task = tuple[Setting, Method, int]
 
@@ -49,7 +49,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:  # fmt: skip
-    """Run what is not there yet, then write figures.json, .md and .png and print the table."""
+    """Run what is not there yet, then write figures.json and .md and print the table."""
     if seeds < 1 or processes < 1:
         raise QSyncError("--seeds and --processes must be at least 1")
     settings = [setting(name, steps) for name in dict.fromkeys(workloads)]
@@ -73,8 +73,7 @@ def main(
     }  # fmt: skip
     experiment.finish(
         figures, measured="held-out losses; CPU seconds of training steps on one thread", bars=bars(found),
-        tables=[table(found)],
-        picture=lambda content, path: picture(content["rows"], path), page=_PAGE if publish else None,
+        tables=[table(found)], page=_PAGE if publish else None,
     )  # fmt: skip
 
 

@@ -1,21 +1,16 @@
-"""The report of compare_growth.py: what each method saves, as a table and as curves."""
+"""The report of compare_growth.py: what each method saves, as a table."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter
 from rich.table import Table
 
 from qsync.experiments.harness import bar, grouped, table_of
 from qsync.experiments.harness.emulated_profiles import HALF
-from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure
-from qsync.figures.style import FAINT, INK, save_png
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -29,11 +24,6 @@ _SAYS = {
     "stacked": "stacked and tiled",
     "plan": "expanded, hybrid plan",
 }
-# Okabe and Ito's, which colour-blind readers tell apart.
-_COLOURS = {
-    "scratch": INK, "source": FAINT, "expanded": "#0072b2", "even": "#e69f00", "stacked": "#d55e00",
-    "plan": "#009e73",
-}  # fmt: skip
 
 
 def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float | None:
@@ -153,52 +143,3 @@ def table(found: Mapping[str, Any]) -> Table:
         "CPU seconds saved, with the source's",
     )  # fmt: skip
     return table_of("Growing (measured; the plan's weak class is emulated)", headings, rows, left=2)
-
-
-def picture(rows: Rows, path: str | Path) -> Path:
-    """Draw held-out loss over the large model's tokens, and over CPU seconds with the source's before.
-
-    A line is the mean over seeds, its band from the least to the most; the dashed line is where the
-    from-scratch run ends.
-    """
-    workloads = _by_workload(rows)
-    title = "A grown model's held-out loss (measured; the plan's weak class is emulated)"
-    figure = new_figure(10, 3.6 * len(workloads) + 0.7, title)
-    panels = figure.subplots(len(workloads), 2, squeeze=False, sharey="row")
-    for (workload, own), (left, right) in zip(workloads.items(), panels, strict=True):
-        _panel(left, own, workload)
-        _panel(right, [row for row in own if row["start"] != "plan"], workload, seconds=True)
-    legend_below(figure, panels.flat, ncols=4)
-    return save_png(figure, path, dpi=120)
-
-
-def _panel(axes: Axes, rows: Rows, workload: str, seconds: bool = False) -> None:
-    source_s = statistics.fmean(_seconds(row)[-1] for row in rows if row["start"] == "source")
-    ratios = sorted({row["ratio"] for row in rows}, reverse=True)
-    for own in grouped(rows, "method").values():
-        start = own[0]["start"]
-        if start == "source" and not seconds:
-            continue
-        xs, first = [point["items"] for point in own[0]["curve"]], start in ("source", "scratch")
-        if seconds:
-            begins = 0.0 if first else source_s
-            xs = [begins + statistics.fmean(at) for at in zip(*map(_seconds, own), strict=True)]
-        losses = list(zip(*([point["heldout"] for point in row["curve"]] for row in own), strict=True))
-        line = "-" if first else ("-", "--", ":", "-.")[(ratios.index(own[0]["ratio"]) - 1) % 4]
-        mean, low, high = ([of(at) for at in losses] for of in (statistics.fmean, min, max))
-        axes.plot(xs, mean, line, color=_COLOURS[start], linewidth=1.3, label=says(own[0]))
-        axes.fill_between(xs, low, high, color=_COLOURS[start], alpha=0.12, linewidth=0)
-    scratch = [row["curve"] for row in rows if row["start"] == "scratch"]
-    target = statistics.fmean(curve[-1]["heldout"] for curve in scratch)
-    axes.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
-    # The first tenth of a from-scratch run is steep, and hides what is compared.
-    top = statistics.fmean(curve[max(1, len(curve) // 6)]["heldout"] for curve in scratch)
-    bottom = min(point["heldout"] for row in rows for point in row["curve"])
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 0.6M tokens
-    items = f"{'tokens' if workload == 'gpt' else 'images'}, of the large model"
-    x, y = ("CPU seconds, the source's included", "") if seconds else (items, f"{workload}: held-out loss")
-    axes_of(axes, x=x, y=y, ylim=(bottom - 0.05 * (top - bottom), top))
-
-
-def _seconds(row: Row) -> list[float]:
-    return [point["step"] * row["step_cpu_s"] for point in row["curve"]]

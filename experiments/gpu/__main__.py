@@ -30,7 +30,7 @@ from qsync.errors import UnsupportedError, shortened
 from qsync.experiments.gpu import report
 from qsync.experiments.gpu.commands import run_within
 from qsync.experiments.gpu.pieces import Piece, lacking, pieces
-from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
+from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command, show
 from qsync.records.json_files import read_json
 
 _PAGE = Path("docs/results/gpu.md")
@@ -81,10 +81,12 @@ def main(
             found[piece.key] = _result(experiment, piece, end)
             experiment.note(figures, bars=report.bars(found), measured=measured)
     figures["doubts"] += report.held_down(found)
+    said = [*(f"Doubt: {doubt}" for doubt in figures["doubts"]), *report.failures(found)]
     experiment.finish(
-        figures, bars=report.bars(found), tables=report.tables(found, figures["doubts"]), measured=measured,
-        page=Page(_PAGE, note=report.cards(found)) if publish else None,
+        figures, bars=report.bars(found), tables=[report.table(found)], measured=measured,
+        page=Page(_PAGE, note="\n".join([report.cards(found), *said])) if publish else None,
     )  # fmt: skip
+    show(*said)
 
 
 def _machine(pieces: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -23,7 +23,6 @@ from qsync.backend.devices.gpu_state import gpu_states
 from qsync.distributed.monitoring import liveness
 from qsync.errors import BuildError
 from qsync.experiments.harness.pairing import measure
-from qsync.experiments.harness.peers import what_torchao_runs
 from qsync.experiments.harness.ranks import Place, run_on_ranks
 from qsync.experiments.kernels.whole_steps import training_step
 from qsync.experiments.unseen import family_runs
@@ -42,7 +41,7 @@ def environment(device: str) -> dict[str, Any]:
     return {
         "machine": machine(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "nccl": _nccl(), "gpus": gpu_states(), "architectures": torch.cuda.get_arch_list(),
-        "toolchain": _toolchain(device), "torchao": what_torchao_runs(torch.device(device)),
+        "toolchain": _toolchain(device),
     }  # fmt: skip
 
 
@@ -72,9 +71,8 @@ def _toolchain(device: str) -> str:
 
 def steps(name: str, modes: Sequence[str], compiled: bool, tiny: bool, device: str) -> dict[str, Any]:
     """Time whole steps in turns: FP32 eager, torch.autocast, modes; if asked, compiled beside other peers."""
-    peaks = family_runs.peaks(3, tiny, device)
     rounds, compiled = 2 if tiny else _ROUNDS, compiled and not tiny
-    return family_runs.speeds(name, rounds, modes, compiled, peaks, tiny, device, compiled)
+    return family_runs.speeds(name, rounds, modes, compiled, tiny, device, compiled)
 
 
 def prediction(name: str, tiny: bool, device: str) -> dict[str, Any]:

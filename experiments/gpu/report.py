@@ -1,4 +1,4 @@
-"""Tables and bars of what was measured on a GPU; of a piece without a result the reason."""
+"""The table and bars of what was measured on a GPU; of a piece without a result the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from qsync.backend.devices.gpu_state import why_held_down
-from qsync.experiments.harness import Bar, bar, milliseconds, table_of
+from qsync.experiments.harness import Bar, bar, table_of
 from qsync.experiments.unseen.family_runs import AUTOCAST
 from qsync.experiments.unseen.report import times_as_fast
 
@@ -68,85 +68,23 @@ def cards(pieces: Pieces) -> str:
     return f"{', '.join(names)}; NCCL {found[0]['nccl']}." if names else ""
 
 
-def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
-    """Return the tables: each piece, doubts, tests that failed, steps, predictions, memory, ranks."""
-    every = [[key, _state(found)] for key, found in pieces.items()]
-    failed = [[name, why] for result in _tests(pieces) for name, why in result["failed"].items()]
-    kernels = [
-        [f"{case['section']} {case['shape']}", name, why]
+def table(pieces: Pieces) -> Table:
+    """Return what came of each piece."""
+    return table_of("Pieces", ("", "result"), [[key, _state(found)] for key, found in pieces.items()], left=2)
+
+
+def failures(pieces: Pieces) -> list[str]:
+    """Say which tests, kernels and whole steps failed, and why."""
+    kernels = (
+        (f"{case['section']} {case['shape']} {name}", why)
         for _, result in _of(pieces, "kernels")
         for case in result["cases"]
         for name, why in case.get("failed", {}).items()
-    ]
-    runs = [*_of(pieces, "steps"), *((f"{name}, compiled", one) for name, one in _of(pieces, "compiled"))]
-    chosen = [
-        [kernel["kind"], kernel["precision"], kernel["kernel"], f"{1e3 * kernel['measured_s']:.2f} ms",
-         f"{kernel['speedup']:.2f}"]
-        for name, result in _of(pieces, "environment") if name == "doctor"
-        for device in result["devices"] if device["device"] != "cpu"
-        for kernel in device["kernels"] if kernel["kernel"]
-    ]  # fmt: skip
-    steps = [
-        [name, variant, milliseconds(seconds), "-" if ratio is None else f"{ratio:.2f}",
-         _mebibytes(result["variants"][variant].get("peak_bytes"))]
-        for name, result in runs
-        for variant, (seconds, ratio) in _speeds(result).items()
-    ]  # fmt: skip
-    missing = [
-        [name, variant, why] for name, result in runs for variant, why in result["unavailable"].items()
-    ]
-    errors = [
-        [name, "  ".join(f"{100 * error:+.1f} %" for error in _errors(result)) or "-"]
-        for name, result in _of(pieces, "prediction")
-    ]
-    memory = [
-        [name, mode, _mebibytes(one["peak_bytes"]),
-         f"{100 * (one['predicted_peak_bytes'] / one['peak_bytes'] - 1):+.1f} %"]
-        for name, result in _of(pieces, "memory") for mode, one in result.items() if isinstance(one, Mapping)
-    ]  # fmt: skip
-    ranks = [
-        [
-            name,
-            milliseconds(step_s),
-            milliseconds(result["predicted_s"] or 0.0),
-            f"{step_s / median(result['alone_s']):.2f}",
-        ]
-        for name, result in _of(pieces, "ranks")
-        for step_s in [median(result["seconds"])]
-    ]
-    links = [
-        [name, f"{1e6 * link['latency_s']:.0f} µs", f"{link['bytes_per_s'] / 1e9:.2f} GB/s",
-         f"{link['overlap_rate']:.2f}", f"{1e6 * 2**20 * result['toll_s_per_byte']:.1f} µs"]
-        for name, result in _of(pieces, "collectives") if (link := result.get("link"))
-    ]  # fmt: skip
-    made = (
-        table_of("Pieces", ("", "result"), every, left=2),
-        table_of("Doubts", ("",), [[doubt] for doubt in doubts], left=1),
-        table_of("Tests that failed", ("test", "why"), failed, left=2),
-        table_of("Kernels that failed", ("layer", "variant", "why"), kernels, left=3),
-        table_of(
-            "Kernels that qsync doctor chooses, forward and backward",
-            ("kind", "precision", "kernel", "time", "x FP32"),
-            chosen,
-            left=3,
-        ),
-        table_of(
-            "Whole steps",
-            ("model", "variant", "step", "x autocast", "peak beyond what stays"),
-            steps,
-            left=2,
-        ),
-        table_of("Whole steps that do not run", ("model", "variant", "why"), missing, left=3),
-        table_of("Predicted / measured - 1 of plans, against FP32", ("model", "plans"), errors, left=2),
-        table_of("Peak memory of a step", ("model", "mode", "measured", "predicted"), memory, left=2),
-        table_of("Two ranks", ("", "measured", "predicted", "x limit: rank 0 alone"), ranks),
-        table_of(
-            "All-reduces of two ranks",
-            ("", "latency", "rate", "rate beside compute, of alone", "compute lost a MiB"),
-            links,
-        ),
     )
-    return [table for table in made if table.row_count]
+    tests = (failed for result in _tests(pieces) for failed in result["failed"].items())
+    runs = [*_of(pieces, "steps"), *_of(pieces, "compiled")]
+    steps = ((f"{name} {of}", why) for name, one in runs for of, why in one["unavailable"].items())
+    return [f"Failed: {what}: {why}" for what, why in (*tests, *kernels, *steps)]
 
 
 def _tests(pieces: Pieces) -> list[Mapping[str, Any]]:
@@ -181,10 +119,6 @@ def _state(found: Mapping[str, Any]) -> str:
 
 def _counts(tests: Mapping[str, Any]) -> str:
     return f"{tests['passed']} passed, {tests['skipped']} skipped, {len(tests['failed'])} failed"
-
-
-def _mebibytes(num_bytes: float | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def _errors(result: Mapping[str, Any]) -> Sequence[float]:

@@ -2,7 +2,7 @@
 
 torchao is optional (`pip install 'qsync-train[peers]'`). Its INT8 training has two forms. With torch 2.13 and
 torchao 0.18 the default, a tensor subclass, trains in FP32 without a word: F.linear runs as `aten::addmm` and
-`aten::mm`. So `module_swap=True` is the peer, and `what_torchao_runs` says what really ran.
+`aten::mm`. So `module_swap=True` is the peer.
 """
 
 from __future__ import annotations
@@ -16,16 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from qsync.errors import UnsupportedError, installing
-from qsync.predictor.profiling.allocator_events import quiet_profiler
-
-# The operators that multiply matrices, as a profiler names them.
-PRODUCTS = (
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::_int_mm", "aten::_scaled_mm", "mkldnn::_linear_pointwise",
-    "torchao::scaled_int8_mm", "torchao::scaled_int8_mm_cuda",
-)  # fmt: skip
 
 
 def under_autocast(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -160,36 +152,6 @@ def with_contiguous_gradients(model: torch.nn.Module) -> torch.nn.Module:
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda module, inputs, output: _Contiguous.apply(output))  # type: ignore[no-untyped-call]
     return model
-
-
-def what_torchao_runs(device: torch.device) -> str:
-    """Say which products torchao's INT8 training runs on one layer, forward and backward."""
-    version = torchao_version()
-    if version is None:
-        return "not installed"
-    size = 64
-    x = torch.randn(size, size, device=device, requires_grad=True)
-    try:
-        # In a Sequential: quantize_ replaces children.
-        model = torchao(torch.nn.Sequential(torch.nn.Linear(size, size)).to(device))
-        ran = operators_run(lambda: model(x).sum().backward(), device)
-    except Exception as error:  # another version of torch or torchao
-        return f"{version}, failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return f"{version}, runs {', '.join(op for op in ran if op in PRODUCTS) or 'no product'}"
-
-
-def operators_run(run: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """Return how often each operator ran in one call, by torch's profiler, after a call to warm up."""
-    run()
-    return {event.key: event.count for event in profiled(run, device).key_averages()}
-
-
-def profiled(run: Callable[[], object], device: torch.device) -> Any:
-    """Run a call under the profiler, and return the profiler."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with quiet_profiler(), profile(activities=activities) as profiler:
-        run()
-    return profiler
 
 
 @contextlib.contextmanager

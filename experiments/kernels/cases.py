@@ -1,4 +1,4 @@
-"""The single layers of compare_kernels.py: every alternative for a call, bars, least times.
+"""The single layers of compare_kernels.py: every alternative for a call, bars.
 
 A layer stands in FP32 surroundings: its input, weight and bias are FP32, casts of them are part of the call,
 and so are casts of their gradients back to FP32. Its result is FP32, but for the variants whose result is
@@ -24,13 +24,6 @@ from qsync import Precision
 from qsync.backend import Kernels, Operand, select
 from qsync.errors import UnsupportedError
 from qsync.experiments.harness import peers
-from qsync.experiments.kernels.roofline import (
-    Peaks,
-    forward_bytes,
-    forward_flops,
-    training_bytes,
-    training_flops,
-)
 from qsync.records.precision import PRECISIONS_BY_KIND, is_encoded, operand_type
 
 LINEAR_SHAPES = ((512, 768, 768), (1024, 768, 3072), (2048, 1024, 4096), (4096, 256, 256))  # M x K x N
@@ -56,8 +49,7 @@ class Bar:
 class Case:
     """One call and every alternative to run it.
 
-    `least_s` is the roofline's bound, `unavailable` says why an alternative is missing, `failed` why one of
-    ours does not run that should.
+    `unavailable` says why an alternative is missing, `failed` why one of ours does not run that should.
     """
 
     section: str
@@ -65,13 +57,10 @@ class Case:
     baseline: str
     bars: tuple[Bar, ...] = ()
     runs: dict[str, Run] = field(default_factory=dict)
-    least_s: dict[str, float | None] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def add(
-        self, name: str, make: Callable[[], Run], *, theirs: bool = False, least_s: float | None = None
-    ) -> None:
+    def add(self, name: str, make: Callable[[], Run], *, theirs: bool = False) -> None:
         """Add a variant that runs here; one that does not is named with the reason.
 
         A precision that the device lacks is a reason, and of a peer (`theirs`) any failure is. A failure of
@@ -88,15 +77,14 @@ class Case:
             why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             (self.unavailable if theirs else self.failed)[name] = why
         else:
-            self.runs[name], self.least_s[name] = run, least_s
+            self.runs[name] = run
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Device, peaks and options of all cases."""
+    """Device and options of all cases."""
 
     device: torch.device
-    peaks: Peaks
     inductor: bool = True
     seed: int = 0
 
@@ -112,10 +100,7 @@ class Bench:
 
 
 class Layer:
-    """One operator of a model on FP32 operands, and every alternative to compute it.
-
-    `flops` are those of its forward pass, `sizes` the elements of its input, weight and result.
-    """
+    """One operator of a model on FP32 operands, and every alternative to compute it."""
 
     def __init__(
         self,
@@ -132,11 +117,6 @@ class Layer:
             y = target(*operands, **options)
         gradient = torch.empty_like(y).copy_(bench.random(*y.shape))  # in the memory format of the result
         self.gradients = {torch.float32: gradient, torch.bfloat16: gradient.bfloat16()}
-        inputs, weight, each = operands[:1], operands[1:2], math.prod(operands[1].shape[1:])
-        if not self.has_weight:
-            inputs, weight, each = operands, [], 2 * operands[1].shape[-2]  # scores, and their values
-        self.flops = 2.0 * y.numel() * each  # multiply-adds per element of the result
-        self.sizes = (sum(x.numel() for x in inputs), sum(w.numel() for w in weight), y.numel())
 
     @property
     def has_weight(self) -> bool:
@@ -176,10 +156,6 @@ class Layer:
             y := call(), self.operands if leaves is None else leaves, self.gradients[y.dtype]
         )
 
-    def least_s(self, flops: Mapping[str, float], num_bytes: int) -> float | None:
-        """Return the roofline's bound for this layer."""
-        return self.bench.peaks.least_s(flops, num_bytes, 4 * max(self.sizes))
-
 
 def linear(bench: Bench, shape: tuple[int, ...]) -> Layer:
     """Make a linear layer: X (M, K), W (N, K), b (N)."""
@@ -210,10 +186,8 @@ def quantize_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     x, type_name, bench = layer.operands[0].detach(), operand_type(layer.kind, 0, Precision.INT8), layer.bench
     sides = "x".join(map(str, x.shape))
     case = Case(section, f"{sides}, rows" if layer.kind == "linear" else sides, "clone", bars)
-    size, kernels = x.numel(), bench.kernels
-    case.add("clone", lambda: x.clone, least_s=bench.peaks.least_s({}, 8 * size, 4 * size))
-    least_s = bench.peaks.least_s({}, 5 * size, 4 * size)
-    case.add("int8", lambda: lambda: kernels.cast(x, type_name), least_s=least_s)
+    case.add("clone", lambda: x.clone)
+    case.add("int8", lambda: lambda: bench.kernels.cast(x, type_name))
     return case
 
 
@@ -223,20 +197,15 @@ def forward_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     Attention is not recorded for backward: recorded, it saves what spares its backward a product.
     """
     case = Case(section, layer.shape, "fp32", bars)
-
-    def least(variant: str, with_weight: bool = False) -> float | None:
-        flops = forward_flops(layer.kind, variant, layer.flops)
-        return layer.least_s(flops, forward_bytes(variant, layer.sizes, with_weight))
-
-    case.add("fp32", lambda: lambda: layer.eager(*layer.operands), least_s=least("fp32"))
+    case.add("fp32", lambda: lambda: layer.eager(*layer.operands))
     for precision, out_type in precisions_of(layer.kind, layer.bench.device.type, forward=True):
         name, call = str(precision), partial(layer.qsync, precision, out_type)
         if not layer.has_weight:
-            case.add(name, call, least_s=least(name))
+            case.add(name, call)
             continue
         cast_once = partial(lambda p, call: call({1: layer.cast(1, p)}), precision, call)
-        case.add(name, cast_once, least_s=least(name))
-        case.add(name + WITH_WEIGHT, call, least_s=least(name, True))
+        case.add(name, cast_once)
+        case.add(name + WITH_WEIGHT, call)
     _add_peers(case, layer, training=False)
     if not layer.has_weight:
         case.runs = {name: torch.no_grad()(run) for name, run in case.runs.items()}
@@ -246,18 +215,12 @@ def forward_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
 def training_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     """Compare forward and backward, every cast included: the weight's as well."""
     case = Case(section, layer.shape, "fp32", bars)
-
-    def least(variant: str) -> float | None:
-        flops = training_flops(layer.kind, variant, layer.flops)
-        return layer.least_s(flops, training_bytes(variant, layer.sizes))
-
     eager = layer.training(lambda: layer.eager(*layer.operands))
-    case.add("fp32", lambda: eager, least_s=least("fp32"))
+    case.add("fp32", lambda: eager)
     for precision, out_type in precisions_of(layer.kind, layer.bench.device.type, forward=False):
         bf16_out = out_type == "bf16" and precision is not Precision.BF16
         made = partial(lambda p, o: layer.training(layer.qsync(p, o)), precision, out_type)
-        name, traffic = (f"{precision}{BF16_OUT}", f"{precision}_bf16") if bf16_out else [str(precision)] * 2
-        case.add(name, made, least_s=least(traffic))
+        case.add(f"{precision}{BF16_OUT}" if bf16_out else str(precision), made)
     _add_peers(case, layer, training=True)
     return case
 

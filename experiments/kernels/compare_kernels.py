@@ -4,8 +4,7 @@
 
 Measured on one thread, paired: each round runs every variant once in rotating order, and a ratio is the
 median of the rounds' own ratios. Users get what is measured: `backend.select(device).kernel` and `.cast`, and
-models in `qsync.wrap`. Peers are torch eager, torch.autocast, torch.compile (Inductor) and torchao. Beside
-each bar stands the bound by the roofline of this machine, measured in the same run.
+models in `qsync.wrap`. Peers are torch eager, torch.autocast, torch.compile (Inductor) and torchao.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from qsync.experiments.harness import (
     Page,
     Publish,
     bar,
-    grouped,
     milliseconds,
-    peers,
     run_command,
     show,
     table_of,
@@ -42,8 +39,6 @@ from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratio
 from qsync.experiments.kernels import cases as kernel_cases
 from qsync.experiments.kernels import host_overhead, whole_steps
 from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, Case, Layer
-from qsync.experiments.kernels.kernel_picture import draw
-from qsync.experiments.kernels.roofline import Peaks, measure_peaks
 from qsync.experiments.kernels.whole_steps import CONTIGUOUS
 
 ROUNDS, STEP_ROUNDS = 15, 7
@@ -69,7 +64,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
     ),
     "host": host_overhead.BARS,
 }  # fmt: skip
-_PAGE = Page(Path("docs/results/kernels.md"), Path("docs/figures/kernels.png"), "One thread.")
+_PAGE = Page(Path("docs/results/kernels.md"), note="One thread.")
 SECTIONS, STEPS = tuple(BARS), ("bert", "resnet")
 _LAYERS: dict[str, tuple[Callable[[Bench, tuple[int, ...]], Layer], tuple[tuple[int, ...], ...]]] = {
     "linear": (kernel_cases.linear, kernel_cases.LINEAR_SHAPES),
@@ -77,22 +72,6 @@ _LAYERS: dict[str, tuple[Callable[[Bench, tuple[int, ...]], Layer], tuple[tuple[
     "attention": (kernel_cases.attention, kernel_cases.ATTENTION_SHAPES),
 }
 SMALL_LINEAR, SMALL_LINEAR_LIMIT = (512, 768, 768), 2.5  # of INT8's forward pass
-
-TERMS = (
-    "linear shapes: rows x inputs x outputs; convolutions: batch x channels x height x width, kernel; "
-    "attention without a mask: batch x heads x length x width of a head",
-    "one thread; paired rounds; ratios are medians of the rounds' own ratios; short calls are repeated for "
-    "20 ms in their turn: caches are warm",
-    "a layer's operands and their gradients are FP32 outside; every cast of activation and gradient counts",
-    "linear and conv training: forward and backward of one step, the weight's cast included (once per step)",
-    "forward: recorded for backward (attention: not); the weight's cast is included only where the variant "
-    "says '+ weight': a bar is judged without it, and again with it",
-    "against FP32 an INT8 layer hands on FP32; against torch.autocast, which hands on BF16, it hands on BF16",
-    "bert, resnet: forward, loss, backward and AdamW; dropout as configured; a fixed random batch",
-    "host: forward and backward of operators so small that a step is Python's and autograd's",
-    "roofline: products at the measured peak of their type, bytes of perfectly fused kernels at the measured "
-    "copy rate; of whole steps Amdahl's bound: products at their peak, the rest as in FP32 eager",
-)
 
 
 def main(
@@ -141,10 +120,7 @@ def run(
     """
     settings, seed = experiment.settings, experiment.seed or 0
     device, rounds = torch.device(settings["device"]), settings["rounds"]
-    torchao = experiment.piece("torchao", lambda: peers.what_torchao_runs(device))
-    few = min(rounds or STEP_ROUNDS, STEP_ROUNDS)
-    peaks = experiment.piece("peaks", lambda: measure_peaks(device, few).to_json())
-    bench = Bench(device, Peaks.from_json(peaks), settings["inductor"], seed)
+    bench = Bench(device, settings["inductor"], seed)
     measured: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for section in sections:
@@ -155,13 +131,13 @@ def run(
             rows += found["rows"]
     figures = {
         "threads": torch.get_num_threads(), "rounds": rounds or {"layers": ROUNDS, "steps": STEP_ROUNDS},
-        "peaks": peaks, "torchao": torchao, "terms": list(TERMS), "rows": rows, "cases": measured,
+        "rows": rows, "cases": measured,
     }  # fmt: skip
     bars = [
         bar(f"{row['section']} {row['shape']}: {row['variant']} / {row['against']}",
             row["value"], row["bar"], at_least=not row["at_most"], **_broken(row)) for row in rows
     ]  # fmt: skip
-    content = experiment.finish(figures, bars=bars, picture=draw, tables=tables(rows, measured), page=page)
+    content = experiment.finish(figures, bars=bars, tables=[table(measured)], page=page)
     show(*remarks(content))
     return content
 
@@ -216,12 +192,12 @@ def _step_case(bench: Bench, section: str) -> Case:
 
 
 def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
-    """Return a row for each bar of a case: measured ratio, its quartiles, bound by the roofline."""
+    """Return a row for each bar of a case: measured ratio, its quartiles."""
     rows = []
     for one in case.bars:
         row: dict[str, Any] = {
             "section": case.section, "shape": case.shape, "variant": one.variant, "against": one.against,
-            "bar": one.limit, "at_most": one.at_most, "unit": "x", "roofline": None, "why": None,
+            "bar": one.limit, "at_most": one.at_most, "why": None,
             "value": None, "quartiles": None, "failed": one.variant in case.failed,
         }  # fmt: skip
         missing = [name for name in (one.variant, one.against) if name not in samples]
@@ -229,10 +205,8 @@ def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]
             reasons = case.unavailable | case.failed
             row["why"] = f"{missing[0]}: {reasons.get(missing[0], 'not measured')}"
         else:
-            ours, theirs, least = samples[one.variant], samples[one.against], case.least_s.get(one.variant)
+            ours, theirs = samples[one.variant], samples[one.against]
             found = ratios(ours, theirs) if one.at_most else ratios(theirs, ours)
-            if least is not None:
-                row["roofline"] = least / theirs.median_s if one.at_most else theirs.median_s / least
             row |= {"value": statistics.median(found), "quartiles": quartiles(found)}
         rows.append(row)
     return rows
@@ -246,7 +220,7 @@ def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
         variants[name] = {
             "median_s": found.median_s, "quartiles_s": quartiles(list(found.seconds)),
             "speedup": statistics.median(speedups), "speedup_quartiles": quartiles(speedups),
-            "least_s": case.least_s.get(name), "calls": found.calls, "cpu_share": found.cpu_share,
+            "calls": found.calls, "cpu_share": found.cpu_share,
         }  # fmt: skip
     return {
         "section": case.section, "shape": case.shape, "baseline": case.baseline, "variants": variants,
@@ -254,27 +228,23 @@ def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tables(rows: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Return the ratio behind every bar, and the speed of every variant by section."""
-    cells = []
-    for row in rows:
-        low, middle, high = row["quartiles"] or [None] * 3
-        numbers = ("-" if value is None else f"{value:.2f}" for value in (middle, low, high, row["roofline"]))
-        cells.append([row["section"], row["shape"], f"{row['variant']} / {row['against']}", *numbers])
-    headings = ("section", "shape", "variant / against", "measured", "quartiles", "", "roofline")
-    ratios = table_of("Ratios of rounds (measured)", headings, cells, left=3)
-    return [ratios, *(_speeds(section, own) for section, own in grouped(cases, "section").items())]
+def table(cases: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the speed of every variant against the baseline, a row a case."""
+    variants = dict.fromkeys(name for case in cases for name in case["variants"] if name != case["baseline"])
+    rows = []
+    for case in cases:
+        own, baseline = case["variants"], case["baseline"]
+        speeds = (f"{own[name]['speedup']:.2f}" if name in own else "-" for name in variants)
+        first = f"{baseline}, {milliseconds(own[baseline]['median_s'])}"
+        rows.append([case["section"], case["shape"], first, *speeds])
+    return table_of("Times as fast (measured)", ("", "", "as", *variants), rows, left=3)
 
 
 def remarks(content: Mapping[str, Any]) -> list[str]:
-    """Say which peaks were measured, what could not be measured or failed, and what used several cores."""
-    peaks, cases = content["peaks"], content["cases"]
-    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks["products"].items())
-    copies = ", ".join(f"{rate / 1e9:.1f}" for rate in peaks["copy_bytes_per_s"].values())
+    """Say what could not be measured or failed, and what used several cores."""
+    cases = content["cases"]
     missing = {name: why for case in cases for name, why in case["unavailable"].items()}
     return [
-        f"Peaks, measured: products, GFLOP/s: {rates}; copies, GB/s: {copies}.",
-        f"torchao: {content['torchao']}.",
         *(f"Not measured: {name}: {why}" for name, why in missing.items()),
         *(
             f"Failed: {name}, {case['section']} {case['shape']}: {why}"
@@ -285,17 +255,6 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
             for case in cases for name, entry in case["variants"].items() if entry["cpu_share"] > 1.1
         ),
     ]  # fmt: skip
-
-
-def _speeds(section: str, cases: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the speed of every variant against the baseline by shape, below the baseline's own time."""
-    baseline = cases[0]["baseline"]
-    rows = [[baseline, *(milliseconds(case["variants"][baseline]["median_s"]) for case in cases)]]
-    for name in dict.fromkeys(name for case in cases for name in case["variants"] if name != baseline):
-        found = [case["variants"].get(name) for case in cases]
-        rows.append([name, *("-" if entry is None else f"{entry['speedup']:.2f}" for entry in found)])
-    headings = ["variant", *(case["shape"] for case in cases)]
-    return table_of(f"{section}: times as fast as {baseline}", headings, rows)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,12 @@
 
 Both models are built from configurations of Hugging Face's, with random weights, in their default training
 mode (dropout included) on one fixed random batch. Every variant trains a copy of its own.
-
-The bound beside them is Amdahl's: the time of FP32 outside products stays as long as it is, and the products
-take what their FLOPs take at the measured peak of their type. An estimate: 16-bit results also save
-traffic outside products.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,23 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import qsync
-from qsync import Precision
 from qsync.experiments.harness import peers
-from qsync.experiments.harness.pairing import measure
 from qsync.experiments.kernels.cases import Bar, Bench, Case, Run
-from qsync.experiments.kernels.roofline import training_flops
 from qsync.experiments.workloads import large_models
-from qsync.records.precision import PRECISIONS_BY_KIND
 
 Batch = dict[str, Tensor]
 CONTIGUOUS = " contiguous"
-# The operators in which FP32 steps multiply, as a profiler names them.
-FP32_PRODUCTS = (
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution",
-    "aten::convolution_backward", "aten::_convolution", "aten::cudnn_convolution",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-)  # fmt: skip
 
 
 def bert(bench: Bench, rows: int = 8, length: int = 128, **sizes: int) -> tuple[nn.Module, Batch]:
@@ -79,17 +64,15 @@ def step_case(
     model, batch = made
     case = Case(section, shape, "fp32", bars)
     case.add("fp32", lambda: training_step(copy.deepcopy(model), [batch]))
-    least = least_times(bench, model, [batch], case.runs["fp32"], precisions)
     for precision in precisions:
-        case.add(precision, partial(_wrapped_step, model, precision, batch), least_s=least.get(precision))
+        case.add(precision, partial(_wrapped_step, model, precision, batch))
     if any(value.ndim == 4 for value in batch.values()):
         plain = {key: value.contiguous() for key, value in batch.items()}
         whole: Any = copy.deepcopy(model)
         whole.to(memory_format=torch.contiguous_format)
         case.add("fp32" + CONTIGUOUS, lambda: training_step(copy.deepcopy(whole), [plain]))
         for precision in precisions:
-            make = partial(_wrapped_step, whole, precision, plain)
-            case.add(precision + CONTIGUOUS, make, least_s=least.get(precision))
+            case.add(precision + CONTIGUOUS, partial(_wrapped_step, whole, precision, plain))
     linear = not any(isinstance(module, nn.Conv2d) for module in model.modules())
     for peer in peers.peers_on(bench.device, bench.inductor, linear):
         case.add(peer.name, partial(peer_step, bench, peer, model, [batch]), theirs=True)
@@ -122,33 +105,3 @@ def training_step(model: nn.Module, batches: Sequence[Batch], call: Callable[...
             optimizer.step()
 
     return step
-
-
-def least_times(
-    bench: Bench, model: nn.Module, batches: Sequence[Batch], fp32_step: Run, precisions: tuple[str, ...]
-) -> dict[str, float | None]:
-    """Return Amdahl's bound of the whole step in each precision; None without a peak for a product."""
-    flops: dict[str, float] = {}
-    for batch in batches:
-        for op in qsync.capture(copy.deepcopy(model), batch).adjustable:
-            flops[op.kind] = flops.get(op.kind, 0.0) + op.flops
-    events = peers.profiled(fp32_step, bench.device).key_averages()
-    cuda = bench.device.type == "cuda"
-    times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in events}
-    products = sum(times.get(name, 0.0) for name in FP32_PRODUCTS) / max(sum(times.values()), 1e-9)
-    step_s = measure({"fp32": fp32_step}, 3, bench.device)["fp32"].median_s
-    found = {}
-    for precision in precisions:
-        least = bench.peaks.least_s(_flops_by_type(flops, Precision(precision)))
-        found[precision] = None if least is None else (1 - products) * step_s + least
-    return found
-
-
-def _flops_by_type(flops: Mapping[str, float], precision: Precision) -> dict[str, float]:
-    """Return the FLOPs of a step by the type that multiplies them; FP32 where a precision is missing."""
-    found: dict[str, float] = {}
-    for kind, forward in flops.items():
-        multiplied = precision if precision in PRECISIONS_BY_KIND[kind] else Precision.FP32
-        for name, count in training_flops(kind, str(multiplied), forward).items():
-            found[name] = found.get(name, 0.0) + count
-    return found

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
 from qsync import Cluster, OpGraph, Precision, Profile
@@ -37,11 +36,9 @@ from qsync.experiments.harness import (
     table_of,
 )
 from qsync.experiments.harness.emulated_profiles import without_casts
-from qsync.experiments.harness.pictures import axes_of, new_figure
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
 from qsync.experiments.prediction.random_plans import PlanRun, run_subject
 from qsync.experiments.workloads.subjects import NAMES
-from qsync.figures.style import SERIES_COLOURS, save_png
 from qsync.records.json_files import read_json
 from qsync.replayer import replay
 from qsync.replayer.step_noise import percentile
@@ -49,9 +46,7 @@ from qsync.replayer.step_noise import percentile
 # By number of ranks, the limits of the median and of the 95th percentile of |error|.
 BARS = {1: (0.02, 0.05), 2: (0.03, 0.06)}
 METHODS = ("replay", "no casts", "no overlap", "uniform")
-_PAGE = Page(
-    Path("docs/results/prediction.md"), Path("docs/figures/predictions.png"), "One thread a rank.", "steps"
-)
+_PAGE = Page(Path("docs/results/prediction.md"), note="One thread a rank.", marker="steps")
 MEASURED = "steps: medians of turns, at the pace of the profile's median round"
 
 
@@ -65,7 +60,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Run, print the table and write figures.json, .md and .png to the folder."""
+    """Run, print the table and write figures.json and .md to the folder."""
     experiment = Experiment(
         "replay error", out, seed=seed, settings={"plans": plans, "turns": turns}, fresh=fresh
     )
@@ -79,7 +74,7 @@ def main(
     results = [experiment.piece(f"{name}-{num}", partial(measure, name, num)) for name, num in chosen]
     experiment.finish(
         {"results": results}, measured=MEASURED, bars=[one for entry in results for one in bars(entry)],
-        picture=draw, tables=[table(results)], page=_PAGE if publish else None,
+        tables=[table(results)], page=_PAGE if publish else None,
     )  # fmt: skip
 
 
@@ -153,39 +148,6 @@ def table(results: list[dict[str, Any]]) -> Table:
         rows.append([entry["model"], str(entry["ranks"]), *errors, f"{entry['inside_interval']:.0%}"])
     headings = ("model", "ranks", *METHODS, "inside interval")
     return table_of("|error| of the step, median / 95th percentile (measured)", headings, rows)
-
-
-def draw(content: Mapping[str, Any], path: Path) -> Path:
-    """Draw predicted against measured steps, and the errors of every method."""
-    results = content["results"]
-    figure = new_figure(11, 4.6, "Steps of random plans, predicted by replay and measured")
-    left, right = figure.subplots(1, 2)
-    for i, entry in enumerate(results):
-        left.loglog(
-            [1e3 * s for s in entry["measured_s"]], [1e3 * s for s in entry["predicted_s"]],
-            "o" if entry["ranks"] == 1 else "s", markersize=3.5, linewidth=0,
-            color=SERIES_COLOURS[NAMES.index(entry["model"])],
-            label=f"{entry['model']}, ranks: {entry['ranks']}",
-        )  # fmt: skip
-        for j, method in enumerate(METHODS):
-            size = [100 * error for error in median_and_95th(entry["errors"][method])]
-            right.plot(
-                [i + 0.18 * (j - 1.5)] * 2, size, color=SERIES_COLOURS[j], linewidth=2, marker="o",
-                markersize=4, markevery=[0], label=method if i == 0 else None,
-            )  # fmt: skip
-    low, high = left.get_xlim()
-    left.plot([low, high], [low, high], color="0.6", linewidth=0.8, zorder=0)
-    axes_of(left, x="measured step, ms", y="predicted step, ms (simulated)")
-    axes_of(right, y="|error|, %, median to 95th percentile", yscale="log")
-    right.set_xticks(range(len(results)), [f"{e['model']}\n{e['ranks']}" for e in results])
-    right.set_ylim(top=1.6 * right.get_ylim()[1])  # space for the legend
-    left.legend(fontsize=7, frameon=False)
-    right.legend(fontsize=7, ncols=len(METHODS), loc="upper center", frameon=False)
-    for axis in (left.xaxis, left.yaxis, right.yaxis):  # logarithmic, with plain numbers
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.set_major_formatter(FormatStrFormatter("%g"))
-        axis.set_minor_formatter(NullFormatter())
-    return save_png(figure, path)
 
 
 if __name__ == "__main__":

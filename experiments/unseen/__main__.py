@@ -3,8 +3,8 @@
     python -m qsync.experiments.unseen --out FOLDER
 
 Every family is measured in processes of its own, and every part of it is a piece. Families that are held out
-are measured on request only, and reported apart. `--publish` writes the tables and the picture into
-`docs/results/unseen.md`; with `--beside` the tables go below them, as those of a second kind of processor.
+are measured on request only, and reported apart. `--publish` writes the tables into
+`docs/results/unseen.md`; with `--beside` they go below, as those of a second kind of processor.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from qsync.experiments.harness.processes import in_fresh_process
 from qsync.experiments.unseen import family_runs, report
 from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, SEEN, family_named
 
-_PAGE = Page(Path("docs/results/unseen.md"), Path("docs/figures/unseen.png"), "One thread.")
-_PARTS, _PEAK_ROUNDS, _SEED = ("speed", "prediction", "memory"), 5, 0
+_PAGE = Page(Path("docs/results/unseen.md"), note="One thread.")
+_PARTS, _SEED = ("speed", "prediction", "memory"), 0
 _RANKS = "ranks"  # two at once: on request, because it takes two cores
 _PARTS_HELP = f"{', '.join(_PARTS)} (all if left out), or {_RANKS}."
 
@@ -80,10 +80,10 @@ def main(
         "held_out_bars": report.bars(apart) if apart else [],
     }  # fmt: skip
     bars = report.bars(seen) if seen else []
-    of_held_out = [*report.tables(apart, ": held out"), bars_table(figures["held_out_bars"])] if apart else []
-    tables = [*report.tables(seen), *of_held_out]
+    of_held_out = [report.table(apart, ": held out"), bars_table(figures["held_out_bars"])] if apart else []
+    tables = [report.table(seen), *of_held_out]
     page = _PAGE.beside() if beside else _PAGE
-    experiment.finish(figures, bars=bars, tables=tables, picture=report.draw, page=page if publish else None)
+    experiment.finish(figures, bars=bars, tables=tables, page=page if publish else None)
 
 
 def _measured(
@@ -106,9 +106,8 @@ def _measured(
         elif part == "prediction":
             found[part] = _prediction(piece, name, rounds, plans, tiny)
         else:
-            peaks = piece("peaks", family_runs.peaks, _PEAK_ROUNDS, tiny)
             modes = family_runs.MODES if part == "speed" else ()
-            arguments = (name, rounds, modes, part == "peers", peaks, tiny)
+            arguments = (name, rounds, modes, part == "peers", tiny)
             found[part] = piece(f"{part} {name}", family_runs.speeds, *arguments, rounds=rounds)
     return {part: result for part, result in found.items() if result is not None}
 

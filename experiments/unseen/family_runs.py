@@ -35,8 +35,7 @@ from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.experiments.harness.pairing import Samples, measure, ratios
 from qsync.experiments.harness.ranks import Place, process_group_of_one, run_on_ranks
 from qsync.experiments.kernels.cases import Bench, Case
-from qsync.experiments.kernels.roofline import SQUARE, Peaks, measure_peaks
-from qsync.experiments.kernels.whole_steps import least_times, peer_step, training_step
+from qsync.experiments.kernels.whole_steps import peer_step, training_step
 from qsync.experiments.memory.memory_runs import Choice, Trained
 from qsync.experiments.prediction.random_plans import random_plans, run_plans
 from qsync.experiments.workloads.families import Batch, family_named
@@ -75,24 +74,18 @@ def _begin(name: str, tiny: bool, device: str) -> tuple[nn.Module, list[Batch]]:
     return model.to(device), on_device
 
 
-def peaks(rounds: int, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
-    """Return the measured peaks of a device."""
-    torch.set_num_threads(1)
-    return measure_peaks(torch.device(device), rounds, 64 if tiny else SQUARE).to_json()
-
-
 def speeds(
-    name: str, rounds: int, modes: Sequence[str], with_peers: bool, peaks: Any, tiny: bool = False,
+    name: str, rounds: int, modes: Sequence[str], with_peers: bool, tiny: bool = False,
     device: str = "cpu", compiled: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Time FP32 eager, torch.autocast, these modes and (if asked) every other peer in turns.
 
-    With `compiled` every mode once more under torch.compile. Of each variant: seconds by round, and the bound
-    by the roofline; on GPUs the bytes of a step's peak. Of each mode: its FLOPs by precision. Each variant
-    trains a copy of the model; the last ones go where memory ends.
+    With `compiled` every mode once more under torch.compile. Of each variant: seconds by round; on GPUs the
+    bytes of a step's peak. Of each mode: its FLOPs by precision. Each variant trains a copy of the model; the
+    last ones go where memory ends.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
-    bench, case, wrapped = Bench(where, Peaks.from_json(peaks)), Case("", name, FP32), {}
+    bench, case, wrapped = Bench(where), Case("", name, FP32), {}
 
     def in_mode(mode: str) -> Callable[[], None]:
         wrapped[mode] = qsync.wrap(copy.deepcopy(model), mode)
@@ -107,7 +100,6 @@ def speeds(
             step()
         return step
 
-    least = least_times(bench, model, batches, case.runs[FP32], tuple(modes)) if modes else {}
     linear = not any(isinstance(module, (nn.Conv1d, nn.Conv2d)) for module in model.modules())
     autocast, *others = peers.peers_on(where, inductor=with_peers, linear=with_peers and linear)
     makers = {
@@ -127,7 +119,7 @@ def speeds(
     peaks_of = {of: step_peak_bytes(case.runs[of], where) if on_gpu else None for of in samples}
     return {
         "variants": {
-            of: {"seconds": found.seconds, "least_s": least.get(of), "peak_bytes": peaks_of[of]}
+            of: {"seconds": found.seconds, "peak_bytes": peaks_of[of]}
             for of, found in samples.items()
         },
         "coverage": {mode: _coverage(planned_forward.program_of(wrapped[mode]), mode) for mode in ran},

@@ -11,26 +11,13 @@ from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases, compare_kernels, host_overhead, whole_steps
 from qsync.experiments.kernels.cases import Bar, Bench, Case
-from qsync.experiments.kernels.kernel_picture import draw
-from qsync.experiments.kernels.roofline import (
-    COPIES,
-    MEASURED_ON_GPUS,
-    Peaks,
-    forward_bytes,
-    forward_flops,
-    measure_peaks,
-    training_bytes,
-    training_flops,
-)
 from qsync.records.json_files import read_json
 from qsync.records.precision import Precision
 
 CPU = torch.device("cpu")
 LINEAR, CONV, ATTENTION = (32, 48, 64), (2, 16, 8, 3), (2, 3, 16, 8)
-RATES = {"fp32": 1e11, "bf16": 2e11, "int8": 4e11}
-PEAKS = Peaks(RATES, {2**20: 4e10, 2**24: 2e10})
 ROW_FIELDS = {
-    "section", "shape", "variant", "against", "bar", "at_most", "unit", "roofline", "why", "value",
+    "section", "shape", "variant", "against", "bar", "at_most", "why", "value",
     "quartiles", "failed",
 }  # fmt: skip
 BERT = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
@@ -39,7 +26,7 @@ RESNET = {"depths": [1], "hidden_sizes": [8], "embedding_size": 8}
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(CPU, PEAKS, inductor=False)
+    return Bench(CPU, inductor=False)
 
 
 def samples(*seconds: float) -> Samples:
@@ -66,8 +53,7 @@ def tiny_cases(bench: Bench, section: str):
 
 
 @pytest.mark.slow
-def test_a_run_writes_complete_figures_and_a_picture(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_kernels, "measure_peaks", lambda device, rounds: PEAKS)
+def test_a_run_writes_complete_figures(tmp_path):
     sections = compare_kernels.SECTIONS
     settings = {"device": "cpu", "rounds": 2, "inductor": False}
     experiment = Experiment("kernels", tmp_path, seed=0, settings=settings)
@@ -75,7 +61,7 @@ def test_a_run_writes_complete_figures_and_a_picture(tmp_path, monkeypatch):
     content = read_json(tmp_path / "figures.json")
     assert content["measured"] is True
     wanted = {
-        "machine", "versions", "commit", "seed", "threads", "rounds", "peaks", "torchao", "terms",
+        "machine", "versions", "commit", "seed", "threads", "rounds",
         "device", "bars",
     }  # fmt: skip
     assert wanted <= set(content)
@@ -87,10 +73,7 @@ def test_a_run_writes_complete_figures_and_a_picture(tmp_path, monkeypatch):
     assert {row["section"] for row in content["rows"]} == set(sections) - {"resnet"}
     for found in content["rows"]:
         assert set(found) == ROW_FIELDS
-        assert found["roofline"] is None or found["roofline"] > 0
-    assert draw(content, tmp_path / "kernels.png").is_file()
     assert {one["holds"] for one in content["bars"]} <= {True, False, None}
-    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_variant_of_a_linear_layer_is_measured(bench):
@@ -111,8 +94,6 @@ def test_every_variant_of_attention_is_measured(bench):
         assert [(g.shape, g.dtype) for g in run()] == [(ATTENTION, torch.float32)] * 3
     forward = compare_kernels.layer_case(bench, "attention forward", "attention", ATTENTION)
     assert set(forward.runs) == {"fp32", "bf16", "int8", "autocast"}  # nothing is a weight
-    layer = cases.attention(bench, ATTENTION)
-    assert layer.flops == 2 * 2 * 6 * 16 * 16 * 8 and layer.sizes == (3 * 768, 0, 768)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv2d", "attention"])
@@ -124,13 +105,6 @@ def test_a_gpu_measures_every_precision_that_a_layer_has_there(kind):
             | ({Precision.FP8} if kind == "linear" else set())
             | ({Precision.INT8_ALL} if kind == "linear" and not forward else set())
         )
-        for precision, out_type in found:  # each has its bytes and FLOPs
-            name = str(precision)
-            assert forward or training_bytes(
-                name if out_type == "fp32" or name == "bf16" else f"{name}_bf16", (1, 1, 1)
-            )
-            assert not forward or forward_bytes(name, (1, 1, 1), True) > 0
-            assert set(training_flops(kind, name, 1.0)) <= {*MEASURED_ON_GPUS}
     assert {p for p, _ in cases.precisions_of("linear", "cpu", False)} == {
         Precision.BF16, Precision.INT8, Precision.INT8_ALL,
     }  # fmt: skip
@@ -160,11 +134,9 @@ def test_a_weight_that_was_cast_once_is_not_cast_again(bench, monkeypatch):
 def test_a_bar_is_judged_by_ratios_within_rounds():
     """The machine gets three times slower after the first round: every round still says twice as fast."""
     case = Case("x", "s", "fp32", (Bar("ours", "fp32", 2.0), Bar("ours", "fp32", 0.4, at_most=True)))
-    case.least_s["ours"] = 1.0
     found = compare_kernels.bar_rows(case, {"fp32": samples(4.0, 12.0, 12.0), "ours": samples(2.0, 6.0, 6.0)})
     assert [entry["value"] for entry in found] == [2.0, 0.5]
     assert [entry["quartiles"] for entry in found] == [[2.0, 2.0, 2.0], [0.5, 0.5, 0.5]]
-    assert [entry["roofline"] for entry in found] == [12.0, 1 / 12]
 
 
 def test_what_cannot_run_is_named_with_the_reason():
@@ -182,7 +154,7 @@ def test_what_cannot_run_is_named_with_the_reason():
     assert found["value"] is None and found["why"] == "ours: no such kernel"
 
 
-def test_a_kernel_that_fails_leaves_the_others_of_its_section(tmp_path, bench, monkeypatch):
+def test_a_kernel_that_fails_leaves_the_others_of_its_section(tmp_path, bench):
     def broken():
         raise RuntimeError("illegal\nand more")
 
@@ -192,7 +164,6 @@ def test_a_kernel_that_fails_leaves_the_others_of_its_section(tmp_path, bench, m
         case.add("fp32", lambda: lambda: None)
         yield lambda: case
 
-    monkeypatch.setattr(compare_kernels, "measure_peaks", lambda device, rounds: PEAKS)
     settings = {"device": "cpu", "rounds": 1, "inductor": False}
     content = compare_kernels.run(Experiment("kernels", tmp_path, settings=settings), ["host"], cases=cases)
     (case,), (one,) = content["cases"], content["bars"]
@@ -223,54 +194,10 @@ def test_ratios_and_quartiles():
     assert quartiles([1.0]) == [1.0, 1.0, 1.0]
 
 
-def test_the_roofline_adds_products_and_bytes():
-    flops = {"int8": 4e11, "bf16": 2e11}
-    assert PEAKS.least_s(flops, 2e10, 2**24) == pytest.approx(3.0)
-    assert PEAKS.least_s({"fp8": 1.0}) is None
-    assert PEAKS.bytes_per_s(10) == PEAKS.bytes_per_s(2**23) == 4e10
-    assert training_flops("linear", "int8_bf16", 1.0) == {"int8": 1.0, "bf16": 2.0}
-    assert training_flops("linear", "int8_all", 1.0) == {"int8": 3.0}
-    assert training_flops("attention", "int8", 1.0) == {"int8": 0.5, "bf16": 2.5}
-    assert forward_flops("attention", "int8", 1.0) == {"int8": 0.5, "bf16": 0.5}
-    assert forward_flops("attention", "tf32", 1.0) == {"tf32": 1.0}
-    assert forward_bytes("int8", (10, 1, 1), True) - forward_bytes("int8", (10, 1, 1), False) == 5
-    assert training_bytes("fp32", (1, 1, 1)) == 36
-
-
-def test_a_peak_is_the_best_product_of_its_type():
-    peaks = measure_peaks(CPU, 1, square=32)
-    assert {"fp32 mm", "fp32 onednn", "bf16 conv", "int8 mm"} <= set(peaks.products)
-    assert peaks.flops_per_s["fp32"] == max(v for k, v in peaks.products.items() if k.startswith("fp32"))
-    assert set(peaks.copy_bytes_per_s) == set(COPIES) and set(peaks.to_json()["flops_per_s"]) == set(RATES)
-
-
 def test_torchao_is_a_peer_that_may_be_absent(bench, monkeypatch):
     monkeypatch.setattr(peers, "torchao_version", lambda: None)
-    assert peers.what_torchao_runs(CPU) == "not installed"
     case = compare_kernels.layer_case(bench, "linear forward", "linear", LINEAR)
     assert "not installed" in case.unavailable["torchao int8"]
-
-
-def test_a_torchao_that_does_not_fit_says_so(monkeypatch):
-    def incompatible(model, form="int8"):
-        raise ImportError
-
-    monkeypatch.setattr(peers, "torchao_version", lambda: "9.9")
-    monkeypatch.setattr(peers, "torchao", incompatible)
-    assert peers.what_torchao_runs(CPU) == "9.9, failed: ImportError: "
-
-
-@pytest.mark.skipif(peers.torchao_version() is None, reason="torchao is not installed")
-def test_what_torchao_multiplies_is_seen():
-    found = peers.what_torchao_runs(CPU)
-    assert found.startswith(f"{peers.torchao_version()}, runs ") and "int" in found
-    assert not {"aten::mm", "aten::addmm"} & set(found.replace(",", "").split())
-
-
-def test_operators_are_counted_as_the_profiler_names_them():
-    a = torch.randn(8, 8)
-    ran = peers.operators_run(lambda: torch._int_mm(a.to(torch.int8), a.to(torch.int8)), CPU)
-    assert ran["aten::_int_mm"] == 1
 
 
 def test_an_unknown_section_is_refused_in_a_sentence():
