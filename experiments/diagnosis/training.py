@@ -85,7 +85,7 @@ def main(config: dict[str, Any]) -> None:
     loader = torch.utils.data.DataLoader(rows, batch_size=None)
     parallel = qsync.hybrid(
         model, rows[0], loss, device_class=CLASSES[rank], loader=loader, cache_dir=config["cache"],
-        base="fp32" if tiny else "bf16", timeout_s=config["timeout_s"], log_steps=config.get("log"),
+        base="fp32" if tiny else "bf16", timeout_s=config["timeout_s"],
     )  # fmt: skip
     prediction = prediction_of(parallel)
     assert prediction is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from qsync.experiments.integrations.cases import (
     Spare,
     batch,
     case,
+    cases,
     facts,
     loss_of,
     net,
@@ -43,9 +45,8 @@ def _hybrid(arm: Arm, model: nn.Module | None = None, **options: Any) -> Any:
     return arm.hybrid(net() if model is None else model, batch(), loss_of, **options)
 
 
-@case(_LOOP, "forward, backward, step")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
+def _steps(arm: Arm, make: Callable[[Arm], Any]) -> Outcome:
+    model = make(arm)
     return Outcome(trained(model), model)
 
 
@@ -83,22 +84,22 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, model)
 
 
-@case(_LOOP, "unused parameters, `find_unused_parameters=True`")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm, net(Spare), ddp_options={"find_unused_parameters": True})
-    return Outcome(trained(model), model)
-
-
-@case(_LOOP, "`static_graph=True`, `gradient_as_bucket_view=False`")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm, ddp_options={"static_graph": True, "gradient_as_bucket_view": False})
-    return Outcome(trained(model), model)
-
-
-@case(_LOOP, "a process group of one's own, small buckets")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm, ddp_options={"process_group": dist.new_group(), "bucket_cap_mb": 0.01})
-    return Outcome(trained(model), model)
+cases(_LOOP, _steps, {
+    "forward, backward, step": {"make": _hybrid},
+    "unused parameters, `find_unused_parameters=True`": {
+        "make": lambda arm: _hybrid(arm, net(Spare), ddp_options={"find_unused_parameters": True}),
+    },
+    "`static_graph=True`, `gradient_as_bucket_view=False`": {
+        "make": lambda arm: _hybrid(
+            arm, ddp_options={"static_graph": True, "gradient_as_bucket_view": False}
+        ),
+    },
+    "a process group of one's own, small buckets": {
+        "make": lambda arm: _hybrid(
+            arm, ddp_options={"process_group": dist.new_group(), "bucket_cap_mb": 0.01}
+        ),
+    },
+})  # fmt: skip
 
 
 @case(_LOOP, "a frozen backbone")
@@ -200,12 +201,6 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, model, others)
 
 
-@case(_TWICE, "`DistributedDataParallel(hybrid)`", refused="by the world size again")
-def _(arm: Arm) -> Outcome:
-    model = DistributedDataParallel(_hybrid(arm))
-    return Outcome(trained(model), model)
-
-
 class Around(nn.Module):
     """A module that holds a model, as a LightningModule holds its network."""
 
@@ -218,24 +213,6 @@ class Around(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-@case(_TWICE, "DDP around a module that holds a hybrid", refused="by the world size again")
-def _(arm: Arm) -> Outcome:
-    model = DistributedDataParallel(Around(_hybrid(arm)), gradient_as_bucket_view=True)
-    return Outcome(trained(model), model)
-
-
-@case(_TWICE, "`qsync.hybrid(hybrid)`", refused="would be averaged twice")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm, _hybrid(arm))
-    return Outcome(trained(model), model)
-
-
-@case(_TWICE, "`qsync.hybrid(DistributedDataParallel(model))`", refused="would be averaged twice")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm, DistributedDataParallel(net()))
-    return Outcome(trained(model), model)
-
-
 @case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP", tested=True)
 def _(arm: Arm) -> Outcome:
     model: Any = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
@@ -244,15 +221,26 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, model)
 
 
-@case(
-    _TWICE,
-    "`qsync.hybrid(model, ddp=False)`, and no DDP at all",
-    warns="averaged only if the loop does that",
-    tested=True,
-)
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm, ddp=arm.is_plain)
-    return Outcome(trained(model), model)
+cases(_TWICE, _steps, {
+    "`DistributedDataParallel(hybrid)`": {
+        "make": lambda arm: DistributedDataParallel(_hybrid(arm)), "refused": "by the world size again",
+    },
+    "DDP around a module that holds a hybrid": {
+        "make": lambda arm: DistributedDataParallel(Around(_hybrid(arm)), gradient_as_bucket_view=True),
+        "refused": "by the world size again",
+    },
+    "`qsync.hybrid(hybrid)`": {
+        "make": lambda arm: _hybrid(arm, _hybrid(arm)), "refused": "would be averaged twice",
+    },
+    "`qsync.hybrid(DistributedDataParallel(model))`": {
+        "make": lambda arm: _hybrid(arm, DistributedDataParallel(net())),
+        "refused": "would be averaged twice",
+    },
+    "`qsync.hybrid(model, ddp=False)`, and no DDP at all": {
+        "make": lambda arm: _hybrid(arm, ddp=arm.is_plain),
+        "warns": "averaged only if the loop does that", "tested": True,
+    },
+})  # fmt: skip
 
 
 _SIZES = (12, 4)  # samples a step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from qsync.experiments.integrations.cases import (
     Outcome,
     batch,
     case,
+    cases,
     facts,
     loss_of,
     net,
@@ -45,14 +47,13 @@ def _sharded(model: Any) -> Any:
     return fully_shard(model)
 
 
+def _steps(arm: Arm, make: Callable[[Arm], Any]) -> Outcome:
+    model = make(arm)
+    return Outcome(trained(model), model)
+
+
 def _planned(arm: Arm, model: Any = None) -> Any:
     return arm.hybrid(net() if model is None else model, batch(), loss_of, ddp=False)
-
-
-@case(_FSDP, "`qsync.hybrid(model, ddp=False)`, then `fully_shard` on blocks and model", tested=True)
-def _(arm: Arm) -> Outcome:
-    model = _sharded(_planned(arm))
-    return Outcome(trained(model), model)
 
 
 @case(_FSDP, "accumulation with `set_requires_gradient_sync`")
@@ -76,15 +77,15 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(model), model)
 
 
-@case(
-    _FSDP,
-    "`fully_shard` before `qsync.hybrid`",
-    refused="call qsync.hybrid(model, ..., ddp=False) first",
-    tested=True,
-)
-def _(arm: Arm) -> Outcome:
-    model = _planned(arm, _sharded(net()))
-    return Outcome(trained(model), model)
+cases(_FSDP, _steps, {
+    "`qsync.hybrid(model, ddp=False)`, then `fully_shard` on blocks and model": {
+        "make": lambda arm: _sharded(_planned(arm)), "tested": True,
+    },
+    "`fully_shard` before `qsync.hybrid`": {
+        "make": lambda arm: _planned(arm, _sharded(net())),
+        "refused": "call qsync.hybrid(model, ..., ddp=False) first", "tested": True,
+    },
+})  # fmt: skip
 
 
 @case(_DCP, "sharded and planned, saved, loaded into a plain model that was never sharded", tested=True)

@@ -208,8 +208,3 @@ def test_tasks_are_real_and_unknown_ones_are_refused(tmp_path):
     assert len(TASKS) >= 5 and any(task.start is not None for task in TASKS.values())
     with pytest.raises(QSyncError, match="there is no task 'imagenet'; choose from gpt"):
         command.main(out=tmp_path, task=["imagenet"])
-
-
-def test_a_difference_is_shown_in_percent_of_fp32s_loss():
-    assert report._percent(report.Difference(1e-7, 2e-8), 1e-5) == "+1.00% ± 0.20%"
-    assert report._percent(report.Difference(-0.01, math.inf), 0.5) == "-2.00% (one seed)"

@@ -58,8 +58,6 @@ def test_faults_are_planted_named_and_kept(tmp_path):
             (tmp_path / "pieces" / f"fault-{name}.json").unlink()
     assert {name: one["named"] for name, one in content["faults"].items()} == dict.fromkeys(run["only"], True)
     assert content["clean_minutes"] >= 0.01 and content["comparisons"] >= 1
-    assert {rank["device_class"] for rank in content["clean"][0]["ranks"]} == {"train", "infer"}
-    assert (tmp_path / "figures.md").read_text().count("exposed communication") == 1
     before = (tmp_path / "pieces" / "fault-hang-loading.json").stat().st_mtime_ns
     command.main(**run)
     assert (tmp_path / "pieces" / "fault-hang-loading.json").stat().st_mtime_ns == before

@@ -12,7 +12,7 @@ from torch import nn
 import qsync
 from qsync.errors import MismatchError, QSyncError
 from qsync.experiments.expansion import compare_growth
-from qsync.experiments.expansion.growth_report import reached, summary, table
+from qsync.experiments.expansion.growth_report import reached, summary
 from qsync.experiments.expansion.growth_subjects import LARGE, SETTINGS, SOURCE, Sizes, setting, workload_of
 from qsync.experiments.expansion.training_runs import (
     CLASSES,
@@ -26,7 +26,6 @@ from qsync.experiments.expansion.training_runs import (
 )
 from qsync.experiments.harness.emulated_profiles import HALF
 from qsync.experiments.harness.experiment import Experiment
-from qsync.experiments.harness.tables import as_markdown
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.json_files import read_json
 
@@ -187,15 +186,6 @@ def test_savings_are_shares_of_the_run_from_scratch():
     assert methods["stacked 0.5"]["reached"] == 1 and methods["stacked 0.5"]["items"] is None
     assert methods["plan 0.5"]["gap_first"]["mean"] == pytest.approx(-0.1)
     assert methods["plan 0.5"]["gap_final"]["mean"] == pytest.approx(0.5)
-
-
-def test_the_report_is_a_table():
-    shown = table(summary(made_rows()))
-    text = as_markdown(shown)
-    cells = "| gpt | expanded, 50% of the steps | +0.000 | -1.000 | 2 of 2 | 69% (62% to 75%) | "
-    assert cells + "19% (12% to 25%) | 56% (50% to 62%) |" in text
-    assert "| gpt | stacked and tiled, 50% of the steps | +1.000 | +0.250 | 1 of 2 | - | - | - |" in text
-    assert shown.row_count == 4
 
 
 @pytest.mark.deep

@@ -7,27 +7,24 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from qsync.experiments.takeover.cases.case import Experts, Maker, Outcome, called, case, data, gradients, net
+from qsync.experiments.takeover.cases.case import (
+    Experts,
+    Maker,
+    Outcome,
+    called,
+    case,
+    cases,
+    data,
+    gradients,
+    net,
+)
 
-
-@case("call", "`model(x)`")
-def _(make: Maker) -> Outcome:
-    return make(net())(data())
-
-
-@case("call", "`model(x)`, backward")
-def _(make: Maker) -> Outcome:
-    return gradients(make(net()))
-
-
-@case("call", "`model.forward(x)`")
-def _(make: Maker) -> Outcome:
-    return make(net()).forward(data())
-
-
-@case("call", "a loop over experts that cannot be traced")
-def _(make: Maker) -> Outcome:
-    return gradients(make(net(Experts)))
+cases("call", {
+    "`model(x)`": lambda make: make(net())(data()),
+    "`model(x)`, backward": lambda make: gradients(make(net())),
+    "`model.forward(x)`": lambda make: make(net()).forward(data()),
+    "a loop over experts that cannot be traced": lambda make: gradients(make(net(Experts))),
+})  # fmt: skip
 
 
 @case("call", "the same after the user's own `torch.compile`")

@@ -6,7 +6,7 @@ would look at: outputs, or gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,12 @@ def case(
         return do
 
     return listed
+
+
+def cases(group: str, given: Mapping[str, Callable[[Maker], Outcome]]) -> None:
+    """List cases that work, by name."""
+    for name, do in given.items():
+        case(group, name)(do)
 
 
 class Block(nn.Module):

@@ -5,18 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, data, gradients, net
-
-
-@case("compile", "`torch.compile(model)`")
-def _(make: Maker) -> Outcome:
-    return torch.compile(make(net()), backend="aot_eager")(data())
-
-
-@case("compile", "a compiled function that calls the model")
-def _(make: Maker) -> Outcome:
-    model = make(net())
-    return torch.compile(lambda x: model(2 * x) + 1, backend="aot_eager")(data())
+from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, cases, data, gradients, net
 
 
 @case("compile", "`model.compile()`")
@@ -31,16 +20,6 @@ def _(make: Maker) -> Outcome:
     model = net()
     model.compile(backend="aot_eager")
     return gradients(make(model))
-
-
-@case("compile", "wrap of `torch.compile(model)`")
-def _(make: Maker) -> Outcome:
-    return make(torch.compile(net(), backend="aot_eager"))(data())
-
-
-@case("compile", "`torch.compile(model, fullgraph=True)`")
-def _(make: Maker) -> Outcome:
-    return torch.compile(make(net()), backend="aot_eager", fullgraph=True)(data())
 
 
 @case(
@@ -65,14 +44,23 @@ def _(make: Maker) -> Outcome:
         return model(data())
 
 
-@case("compile", "`torch.export.export`")
-def _(make: Maker) -> Outcome:
-    return torch.export.export(make(net()), (data(),)).module()(data())
+cases("compile", {
+    "`torch.compile(model)`": lambda make: torch.compile(make(net()), backend="aot_eager")(data()),
+    "wrap of `torch.compile(model)`": lambda make: make(torch.compile(net(), backend="aot_eager"))(data()),
+    "`torch.compile(model, fullgraph=True)`": lambda make: torch.compile(
+        make(net()), backend="aot_eager", fullgraph=True
+    )(data()),
+    "`torch.export.export`": lambda make: torch.export.export(make(net()), (data(),)).module()(data()),
+    "`torch.export.export(strict=True)`": lambda make: torch.export.export(
+        make(net()), (data(),), strict=True
+    ).module()(data()),
+})  # fmt: skip
 
 
-@case("compile", "`torch.export.export(strict=True)`")
+@case("compile", "a compiled function that calls the model")
 def _(make: Maker) -> Outcome:
-    return torch.export.export(make(net()), (data(),), strict=True).module()(data())
+    model = make(net())
+    return torch.compile(lambda x: model(2 * x) + 1, backend="aot_eager")(data())
 
 
 @case("compile", "`torch.jit.trace`", refused="call qsync.unwrap(model) first")

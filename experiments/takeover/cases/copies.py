@@ -9,12 +9,7 @@ import pickle
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, data, gradients, net
-
-
-@case("copy", "`copy.deepcopy(model)` before the first call")
-def _(make: Maker) -> Outcome:
-    return gradients(copy.deepcopy(make(net())))
+from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, cases, data, gradients, net
 
 
 @case("copy", "`copy.deepcopy(model)` after training, then another step")
@@ -25,16 +20,6 @@ def _(make: Maker) -> Outcome:
         for p in other.parameters():
             p.mul_(1.5)
     return gradients(other)
-
-
-@case("copy", "`copy.copy(model)`")
-def _(make: Maker) -> Outcome:
-    return copy.copy(called(make))(data())
-
-
-@case("copy", "`pickle`")
-def _(make: Maker) -> Outcome:
-    return gradients(pickle.loads(pickle.dumps(called(make))))
 
 
 @case("copy", "`torch.save(model)`, `torch.load`")
@@ -60,6 +45,9 @@ def _(make: Maker) -> Outcome:
     return average.eval()(data())
 
 
-@case("copy", "`model.share_memory()`")
-def _(make: Maker) -> Outcome:
-    return called(make).share_memory()(data())
+cases("copy", {
+    "`copy.deepcopy(model)` before the first call": lambda make: gradients(copy.deepcopy(make(net()))),
+    "`copy.copy(model)`": lambda make: copy.copy(called(make))(data()),
+    "`pickle`": lambda make: gradients(pickle.loads(pickle.dumps(called(make)))),
+    "`model.share_memory()`": lambda make: called(make).share_memory()(data()),
+})  # fmt: skip

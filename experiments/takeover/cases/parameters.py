@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.utils import parametrizations
 
-from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, data, gradients, net
+from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, cases, data, gradients, net
 
 
 @case("parameters", "freezing a part after the first call")
@@ -70,14 +70,12 @@ def _(make: Maker) -> Outcome:
     return [p.grad for p in model.parameters()]
 
 
-@case("parameters", "`model.to(torch.bfloat16)` after wrapping")
-def _(make: Maker) -> Outcome:
-    return make(net()).to(torch.bfloat16)(data().bfloat16()).float()
-
-
-@case("parameters", "`model.to(torch.bfloat16)` after the first call")
-def _(make: Maker) -> Outcome:
-    return called(make).to(torch.bfloat16)(data().bfloat16()).float()
+cases("parameters", {
+    "`model.to(torch.bfloat16)` after wrapping":
+        lambda make: make(net()).to(torch.bfloat16)(data().bfloat16()).float(),
+    "`model.to(torch.bfloat16)` after the first call":
+        lambda make: called(make).to(torch.bfloat16)(data().bfloat16()).float(),
+})  # fmt: skip
 
 
 @case("parameters", "a model loaded in BF16, then wrapped")
