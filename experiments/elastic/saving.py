@@ -1,8 +1,7 @@
-"""What a checkpoint every 20 steps costs on two ranks: asynchronous, beside torch.save with fsync."""
+"""What an asynchronous checkpoint every 20 steps costs on two ranks."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from pathlib import Path
@@ -20,14 +19,13 @@ from qsync.experiments.harness.ranks import Place
 from qsync.experiments.workloads.gpt import Gpt
 
 _STEPS = 20  # from one checkpoint to the next
-ARMS = ("none", "Checkpoints", "torch.save")
+ARMS = ("none", "Checkpoints")
 
 
 def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Train in rounds of 20 steps with one checkpoint each, in three ways in turns; return their medians."""
+    """Train in rounds of 20 steps with one checkpoint each, or none, in turns; return their medians."""
     torch.manual_seed(0)
-    parallel = DistributedDataParallel(Gpt(num_layers=4, width=256, num_heads=8, context=64, vocab=256))
-    model: Any = parallel
+    model: Any = DistributedDataParallel(Gpt(num_layers=4, width=256, num_heads=8, context=64, vocab=256))
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(256, (8, 64))
     folder = Path(config["folder"])
@@ -41,8 +39,6 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
             for step in range(_STEPS):
                 if step == 0 and arm == "Checkpoints":
                     checkpoints.step()
-                elif step == 0 and arm == "torch.save" and dist.get_rank() == 0:
-                    _save(folder / "plain.pt", parallel.module, optimizer)
                 optimizer.zero_grad()
                 loss: Any = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
                 loss.backward()
@@ -58,13 +54,6 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
         "step_s": seconds["none"] / _STEPS,
         "stall": {arm: seconds[arm] / seconds["none"] - 1 for arm in ARMS[1:]},
     }
-
-
-def _save(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with path.open("wb") as file:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _medians(found: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -10,7 +10,6 @@ from typing import Any
 from rich.table import Table
 
 from qsync.experiments.harness import bar, grouped, table_of
-from qsync.experiments.harness.emulated_profiles import HALF
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -78,7 +77,7 @@ def _saved(row: Row, scratch: Row, source: Row, source_step: float) -> dict[str,
     """Compare one run with the from-scratch run of its seed: what it saves, where it begins and ends.
 
     `first` is held-out loss above the source's, `final` above the target; a step of the source takes
-    `source_step` of one of the large model. Under a plan: the loss that the lower class has above FP32.
+    `source_step` of one of the large model.
     """
     target, whole = (scratch["curve"][-1][key] for key in ("heldout", "items"))
     before = source["curve"][-1]
@@ -92,9 +91,6 @@ def _saved(row: Row, scratch: Row, source: Row, source_step: float) -> dict[str,
     costs = {"items": 0.0, "with_source": of_source, "seconds_with_source": of_source * source_step}
     for key, cost in costs.items():
         found[key] = None if needed is None else 1.0 - (needed + cost) / whole
-    if "first_under_plan" in row:
-        for key, at in (("first", 0), ("final", -1)):
-            found[f"gap_{key}"] = row[f"{key}_under_plan"][HALF] - row["curve"][at]["heldout"]
     return found
 
 

@@ -20,7 +20,6 @@ import copy
 import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -153,23 +152,15 @@ def run(of: Setting, method: Method, seed: int, folder: Path) -> dict[str, Any]:
     """
     workload = workload_of(of)
     model = begun(of, method.start, seed, folder)
-    ranks: dict[str, nn.Module] = {"": model}
-    more: dict[str, Any] = {}
+    ranks = [model]
     if method.start == "plan":
-        plan = Plan.load(plan_path(folder, of))
-        ranks = in_ranks(model, plan)
-        weak = plan[HALF].assignment
-        more["adjustable"] = len(weak)
-        more["lowered"] = Counter(str(weak[op]) for op in plan[HALF].lowered)
-        more["first_under_plan"] = {name: _loss(rank, workload, of) for name, rank in ranks.items()}
-    trained = _train(of, workload, model, list(ranks.values()), method, seed)
-    if method.start == "plan":
-        more["final_under_plan"] = {name: _loss(rank, workload, of) for name, rank in ranks.items()}
+        ranks = list(in_ranks(model, Plan.load(plan_path(folder, of))).values())
+    trained = _train(of, workload, model, ranks, method, seed)
     if method.start == "source":
         torch.save(model.state_dict(), source_path(folder, of, seed))
     return {
         "setting": asdict(of), "method": method.name, **asdict(method), "seed": seed,
-        "parameters": sum(p.numel() for p in model.parameters()), **trained, **more,
+        "parameters": sum(p.numel() for p in model.parameters()), **trained,
     }  # fmt: skip
 
 

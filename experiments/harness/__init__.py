@@ -10,6 +10,7 @@
 `pairing`            time variants in turns
 `intervals`          the 95 % confidence interval of a mean
 `peers`              torch.autocast, Inductor and torchao, to compare with
+`cases`              what users do, and what becomes of it
 `measured_memory`    peak of one step, bytes saved for backward
 `freed_memory`       make glibc keep freed memory
 `tables`             rows of text for the terminal and as Markdown

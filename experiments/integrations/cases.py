@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from torch.utils.data import TensorDataset
 
 import qsync
 from qsync.distributed.agreement import agree
+from qsync.experiments.harness.cases import REFUSED, SILENT, WARNS, WORKS, Case, Cases
 from qsync.runtime import coverage
 
-WORKS, REFUSED, WARNS, SILENT = "works", "refused", "warns", "SILENT"
 # Norms in an FP32 plan are those of plain DDP up to this. In the base bf16 they are those of torch.autocast,
 # whose attention is another kernel, up to the second. Those in INT8 differ by no more than the third.
 NORM_TOLERANCE, BF16_TOLERANCE, LARGEST_DIFFERENCE = 1e-6, 2e-3, 0.2
@@ -83,37 +83,14 @@ class Arm:
         return DistributedDataParallel(model, **ddp_options) if ddp else model
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One training loop, as a user writes it; what becomes of it, and a part of what its user then reads.
-
-    `tested` ones run in the tests: every kind of refusal, and every way to train.
-    """
-
-    group: str
-    name: str
-    do: Callable[[Arm], Outcome]
-    tolerance: float = NORM_TOLERANCE
-    verdict: str = WORKS
-    says: str = ""
-    tested: bool = False
-
-
-CASES: list[Case] = []
+CASES = Cases()
 
 
 def case(
-    group: str, name: str, tolerance: float = NORM_TOLERANCE, *, refused: str = "", warns: str = "",
-    logs: str = "", tested: bool = False,
+    group: str, name: str, tolerance: float = NORM_TOLERANCE, **verdict: Any
 ) -> Callable[[Callable[[Arm], Outcome]], Callable[[Arm], Outcome]]:  # fmt: skip
-    """List a function as a case."""
-    verdict = REFUSED if refused else WARNS if warns else WORKS
-
-    def listed(do: Callable[[Arm], Outcome]) -> Callable[[Arm], Outcome]:
-        CASES.append(Case(group, name, do, tolerance, verdict, refused or warns or logs, tested))
-        return do
-
-    return listed
+    """List a function as a case, with what `Cases.case` takes."""
+    return CASES.case(group, name, tolerance, **verdict)
 
 
 def cases(group: str, outcome: Callable[..., Outcome], given: Mapping[str, Mapping[str, Any]]) -> None:
@@ -122,21 +99,6 @@ def cases(group: str, outcome: Callable[..., Outcome], given: Mapping[str, Mappi
         own = {key: arguments[key] for key in ("refused", "warns", "tested") if key in arguments}
         rest = {key: value for key, value in arguments.items() if key not in own}
         case(group, name, **own)(update_wrapper(partial(outcome, **rest), outcome))
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of a case, and the sentence that its user reads.
-
-    `norm_error` is the largest relative difference of a gradient norm from plain DDP's, under an FP32 plan.
-    """
-
-    group: str
-    name: str
-    verdict: str
-    sentence: str = ""
-    norm_error: float | None = None
-    tolerance: float = NORM_TOLERANCE
 
 
 def judge(case: Case, folder: Path) -> dict[str, Any]:
@@ -152,8 +114,8 @@ def judge(case: Case, folder: Path) -> dict[str, Any]:
         with _apart(), _listening(said if number == 1 else []):
             results.append(_result(case, arm))
             if number == 1 and not isinstance(results[1], Outcome):
-                return asdict(Verdict(case.group, case.name, REFUSED, results[1]))
-    return asdict(_verdict(case, results, said))
+                return case.became(REFUSED, results[1], norm_error=None)
+    return _verdict(case, results, said)
 
 
 def _result(case: Case, arm: Arm) -> Outcome | str:
@@ -167,22 +129,20 @@ def _result(case: Case, arm: Arm) -> Outcome | str:
     return found if found is not None and not sentences else (sentences or [""])[0]
 
 
-def _verdict(case: Case, results: list[Outcome | str], said: list[str]) -> Verdict:
+def _verdict(case: Case, results: list[Outcome | str], said: list[str]) -> dict[str, Any]:
     plain, exact, lowered = results
     assert isinstance(exact, Outcome)
     if isinstance(plain, str) or isinstance(lowered, str):
         text = plain if isinstance(plain, str) else lowered
-        return Verdict(case.group, case.name, SILENT, f"runs only under an FP32 plan: {text}")
+        return case.became(SILENT, f"runs only under an FP32 plan: {text}", norm_error=None)
     error = max(agree("comparing norms", lambda: difference(plain, exact)))
     is_good = error <= case.tolerance
     same = all(replicas_agree(one.model) for one in (exact, lowered))
     off = max(agree("comparing norms", lambda: difference(plain, lowered)))
     if is_good and same and 0.0 < off < LARGEST_DIFFERENCE:
-        return Verdict(case.group, case.name, WORKS, "; ".join(said), error, case.tolerance)
+        return case.became(WORKS, "; ".join(said), norm_error=error)
     why = f"norms differ by {error:.1e}, in INT8 by {off:.1e}, replicas {'agree' if same else 'differ'}"
-    return Verdict(
-        case.group, case.name, WARNS if said else SILENT, "; ".join(said) or why, error, case.tolerance
-    )
+    return case.became(WARNS if said else SILENT, "; ".join(said) or why, norm_error=error)
 
 
 def difference(one: Outcome, other: Outcome) -> float:

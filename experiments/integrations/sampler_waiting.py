@@ -19,7 +19,6 @@ from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.experiments.harness.ranks import MARGIN, Place
 from qsync.experiments.integrations.cases import net, replicas_agree
 from qsync.experiments.workloads.gpt import Gpt
-from qsync.replayer.costs.sequence_costs import waiting
 from qsync.replayer.explanation.phases import mean
 
 _SHORTEST, _LONGEST, _BATCH, _VOCABULARY = 32, 512, 16, 256
@@ -74,10 +73,8 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
                 found[arm].append({"period_s": phases.period_s, "blocked_s": phases.blocked_s})
     timer.stop()
     everyone: list[Any] = agree("gathering steps", lambda: found)
-    lengths = [len(row) - 1 for row in rows]
     return {
         "arms": {arm: _summary([ranks[arm] for ranks in everyone]) for arm in ARMS},
-        "predicted": {arm: _predicted(sampler, arm, lengths) for arm in ARMS},
         "replicas_agree": replicas_agree(model),
     }
 
@@ -93,8 +90,3 @@ def _summary(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
     """Return the mean step, and the part of it that each rank is blocked, of all rounds."""
     blocked = [sum(r["blocked_s"] for r in own) / sum(r["period_s"] for r in own) for own in ranks]
     return {"step_s": fmean(r["period_s"] for r in ranks[0]), "blocked": blocked}
-
-
-def _predicted(sampler: qsync.LengthSampler, arm: str, lengths: list[int]) -> float:
-    """Return the part of all ranks' time that they wait, as the sampler's costs say, in an epoch."""
-    return fmean(waiting(lengths, step, sampler.costs) for step in _steps(sampler, arm))

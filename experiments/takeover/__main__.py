@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 
-from qsync.errors import shortened
 from qsync.experiments.harness import (
     Experiment,
     Fresh,
@@ -28,16 +25,15 @@ from qsync.experiments.harness import (
     Publish,
     bar,
     run_command,
-    table_of,
 )
+from qsync.experiments.harness.cases import SILENT, cases_table
 from qsync.experiments.takeover import weak_ranks
 from qsync.experiments.takeover.base_steps import final_losses, loss_difference, step_ratios
 from qsync.experiments.takeover.cases import CASES
-from qsync.experiments.takeover.outcomes import SILENT, judge
+from qsync.experiments.takeover.outcomes import judge
 from qsync.experiments.workloads.subjects import NAMES
 
 _PAGE = Page(Path("docs/results/takeover.md"), note="One thread.", marker="cases")
-_SHOWN = 200  # characters of a sentence
 _SEEDS = 3
 
 
@@ -59,7 +55,7 @@ def main(
     torch.set_num_threads(1)
     with experiment.progress():
         tasks = {f"case {re.sub('[^A-Za-z0-9]+', ' ', case.name).strip()}": case for case in CASES}
-        cases = [row for _, row in experiment.pieces(tasks, lambda case: asdict(judge(case, precision)))]
+        cases = [row for _, row in experiment.pieces(tasks, lambda case: judge(case, precision))]
         timed = [experiment.piece(f"steps {name}", partial(step_ratios, name, rounds)) for name in names]
         losses = {
             name: [
@@ -93,15 +89,12 @@ def main(
         "cases": cases, "counts": dict(counts), "steps": timed, "losses": losses, "differences": differences,
         "ranks": ranks,
     }  # fmt: skip
-    experiment.finish(figures, bars=bars, tables=[_cases_table(cases)], page=_PAGE if publish else None)
-
-
-def _cases_table(cases: list[dict[str, Any]]) -> Table:
-    rows = [
-        (row["group"], row["name"], row["verdict"], shortened(row["sentence"], _SHOWN, quote=False))
-        for row in cases
-    ]
-    return table_of("What users do to a wrapped model", ("", "case", "", "sentence"), rows, left=4)
+    experiment.finish(
+        figures,
+        bars=bars,
+        tables=[cases_table("What users do to a wrapped model", cases)],
+        page=_PAGE if publish else None,
+    )
 
 
 if __name__ == "__main__":

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 import qsync
-from qsync.experiments.takeover.cases import Case, Outcome
-from qsync.experiments.takeover.cases.case import REFUSED, SILENT, WARNS, WORKS
+from qsync.experiments.harness.cases import REFUSED, SILENT, WARNS, WORKS, Case
+from qsync.experiments.takeover.cases import Outcome
 from qsync.runtime import coverage
 
 # The largest difference from plain FP32 that rounding to INT8 explains, of the norm of all numbers.
 _LARGEST_DIFFERENCE = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of a case, and the sentence that its user reads."""
-
-    group: str
-    name: str
-    verdict: str
-    sentence: str
-    difference: float | None
-
-
-def judge(case: Case, precision: str = "int8") -> Verdict:
+def judge(case: Case, precision: str = "int8") -> dict[str, Any]:
     """Run a case with a plain model and with a wrapped one, and compare.
 
     Without an error it works if the numbers differ from FP32's by no more than rounding does. Numbers that
@@ -44,12 +33,12 @@ def judge(case: Case, precision: str = "int8") -> Verdict:
         try:
             found = _flat(case.do(partial(qsync.wrap, plan=precision, strict=True)))
         except Exception as error:
-            return Verdict(case.group, case.name, REFUSED, sentence_of(error), None)
+            return case.became(REFUSED, sentence_of(error), difference=None)
     difference = float((found - expected).norm() / expected.norm())
     texts = [str(warning.message) for warning in said if str(warning.message).startswith("qsync:")]
     if 0.0 < difference < _LARGEST_DIFFERENCE and not texts:
-        return Verdict(case.group, case.name, WORKS, "", difference)
-    return Verdict(case.group, case.name, WARNS if texts else SILENT, "; ".join(texts), difference)
+        return case.became(WORKS, difference=difference)
+    return case.became(WARNS if texts else SILENT, "; ".join(texts), difference=difference)
 
 
 def sentence_of(error: Exception) -> str:

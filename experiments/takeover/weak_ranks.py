@@ -15,12 +15,7 @@ from qsync.experiments.levers.measured_levers import BOTH, SHARES, measure
 # The share of a core that the weak rank has: INT8 makes up for the first, and cannot for the second.
 NEARLY_EQUAL, HALF = 0.85, 0.5
 _STEPS = 40
-_TITLES = {
-    "fast_alone": "the fast rank alone",
-    "ddp": "DDP",
-    "weak_int8_all": "weak rank, all products in INT8",
-    "qsync": "the plan",
-}
+_RUNS = ("fast_alone", "ddp", "weak_int8_all", "qsync")
 
 
 def measured(experiment: Experiment) -> dict[str, Any]:
@@ -37,7 +32,7 @@ def _demo_runs(out: Path) -> dict[str, dict[str, float]]:
     content = run_demo(out=out, weak_share=NEARLY_EQUAL, steps=_STEPS, base="bf16")
     return {
         name: {key: content["runs"][name][key] for key in ("measured_step_s", "added_variance", "cpu_s")}
-        for name in _TITLES
+        for name in _RUNS
     }
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from qsync.experiments.harness.cases import SILENT, Case
 from qsync.experiments.levers.measured_levers import BOTH, NOTHING, PRECISIONS_ALONE, SHARES
 from qsync.experiments.takeover import weak_ranks
-from qsync.experiments.takeover.cases import CASES, Case, data, net
-from qsync.experiments.takeover.outcomes import SILENT, judge
+from qsync.experiments.takeover.cases import CASES, data, net
+from qsync.experiments.takeover.outcomes import judge
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case_works_or_is_refused_in_one_sentence(case):
     found = judge(case)
-    assert found.verdict == case.verdict and case.says in found.sentence and "\n" not in found.sentence, found
+    assert found["verdict"] == case.verdict and case.says in found["sentence"], found
+    assert "\n" not in found["sentence"]
 
 
 def test_every_case_has_a_name_of_its_own():
@@ -23,7 +25,7 @@ def test_every_case_has_a_name_of_its_own():
 def test_plain_numbers_and_wrong_gradients_are_silent_failures():
     plain = Case("", "plain", lambda make: net()(data()))
     wrong = Case("", "wrong", lambda make: make(net())(data()) * (2.0 if hasattr(make, "keywords") else 1.0))
-    assert judge(plain).verdict == judge(wrong).verdict == SILENT
+    assert judge(plain)["verdict"] == judge(wrong)["verdict"] == SILENT
 
 
 def test_unequal_ranks_are_judged_by_their_steps_and_their_variance():

@@ -9,6 +9,6 @@ from qsync.experiments.takeover.cases import (  # noqa: F401  # each lists its c
     training,
     wrapping,
 )
-from qsync.experiments.takeover.cases.case import CASES, Case, Outcome, data, net
+from qsync.experiments.takeover.cases.case import CASES, Outcome, data, net
 
-__all__ = ["CASES", "Case", "Outcome", "data", "net"]
+__all__ = ["CASES", "Outcome", "data", "net"]

@@ -7,46 +7,21 @@ would look at: outputs, or gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qsync.experiments.harness.cases import Cases
+
 # Users' models are of any class: what a case does to them is not typed.
 Maker = Callable[[Any], Any]
 Outcome = Any  # a tensor, or a list of tensors
 
 
-WORKS, REFUSED, WARNS, SILENT = "works", "refused", "warns", "SILENT"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One thing that users do, what becomes of it, and a part of the sentence that they then read."""
-
-    group: str
-    name: str
-    do: Callable[[Maker], Outcome]
-    verdict: str = WORKS
-    says: str = ""
-
-
-CASES: list[Case] = []
-
-
-def case(
-    group: str, name: str, *, refused: str = "", warns: str = ""
-) -> Callable[[Callable[[Maker], Outcome]], Callable[[Maker], Outcome]]:
-    """List a function as a case, with a part of the sentence that refuses it or warns of it."""
-    verdict = REFUSED if refused else WARNS if warns else WORKS
-
-    def listed(do: Callable[[Maker], Outcome]) -> Callable[[Maker], Outcome]:
-        CASES.append(Case(group, name, do, verdict, refused or warns))
-        return do
-
-    return listed
+CASES = Cases()
+case = CASES.case
 
 
 def cases(group: str, given: Mapping[str, Callable[[Maker], Outcome]]) -> None:
