@@ -18,17 +18,8 @@ from rich.table import Table
 from qsync.errors import QSyncError
 from qsync.experiments.diagnosis import runs
 from qsync.experiments.diagnosis.faults import FAULTS
-from qsync.experiments.harness import (
-    Experiment,
-    Fresh,
-    Out,
-    Page,
-    Publish,
-    bar,
-    run_command,
-    table_of,
-    yes,
-)
+from qsync.experiments.harness import Experiment, Page, bar, run_command, table_of, yes
+from qsync.experiments.harness.options import Fresh, Out, Publish
 from qsync.replayer.explanation.phases import TOLERANCE
 
 _PAGE = Path("docs/results/diagnosis.md")

@@ -1,6 +1,7 @@
 """Shared by all experiments: the run loop, ranks, timing, tables and pictures.
 
 `experiment`         run an experiment: finished pieces, progress, figures.json
+`options`            options of command lines
 `provenance`         machine, versions and commit of a result
 `processes`          run a function in a fresh interpreter
 `ranks`              run a function on real ranks, one of them emulated
@@ -19,19 +20,8 @@
 What nearly every experiment needs stands here; what imports more than that is imported from its module.
 """
 
-from qsync.experiments.harness.experiment import (
-    Bar,
-    Beside,
-    Experiment,
-    Fresh,
-    Models,
-    Out,
-    Page,
-    Publish,
-    bar,
-    run_command,
-    show,
-)
+from qsync.experiments.harness.experiment import Bar, Experiment, Page, bar, run_command, show
+from qsync.experiments.harness.options import Beside, Fresh, Models, Out, Publish
 from qsync.experiments.harness.tables import (
     as_markdown,
     grouped,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -31,19 +31,6 @@ from qsync.experiments.harness.provenance import folder_of, provenance, source
 from qsync.experiments.harness.tables import as_markdown, table_of, write_between, yes
 from qsync.progress import shown_on_rank_zero
 from qsync.records.json_files import read_json, write_json, write_text
-
-# Options that the experiments share.
-Out = Annotated[
-    Path, typer.Option("--out", help="Folder of the results; an interrupted run continues there.")
-]
-Publish = Annotated[
-    bool, typer.Option("--publish", help="Write tables and picture into the page of the documentation.")
-]
-Beside = Annotated[
-    bool, typer.Option("--beside", help="Publish below the page's tables: those of a second processor.")
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew what the folder already holds.")]
-Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeat for several.")]
 
 Bar = dict[str, Any]
 

@@ -21,20 +21,9 @@ import typer
 from rich.table import Table
 
 from qsync import QSyncError
-from qsync.experiments.harness import (
-    Beside,
-    Experiment,
-    Fresh,
-    Out,
-    Page,
-    Publish,
-    bar,
-    milliseconds,
-    run_command,
-    show,
-    table_of,
-)
+from qsync.experiments.harness import Experiment, Page, bar, milliseconds, run_command, show, table_of
 from qsync.experiments.harness.freed_memory import keep_freed_memory
+from qsync.experiments.harness.options import Beside, Fresh, Out, Publish
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases as kernel_cases
 from qsync.experiments.kernels import host_overhead, whole_steps

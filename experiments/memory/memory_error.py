@@ -29,17 +29,8 @@ import typer
 from rich.table import Table
 
 from qsync import QSyncError
-from qsync.experiments.harness import (
-    Experiment,
-    Fresh,
-    Out,
-    Page,
-    bar,
-    grouped,
-    run_command,
-    table_of,
-    yes,
-)
+from qsync.experiments.harness import Experiment, Page, bar, grouped, run_command, table_of, yes
+from qsync.experiments.harness.options import Fresh, Out
 from qsync.experiments.harness.ranks import process_group_of_one
 from qsync.experiments.memory.memory_runs import MODELS, SEED, Trained, drawn, parts_of, run_ranks
 from qsync.predictor.memory import peak
@@ -84,7 +75,7 @@ def main(
     experiment = Experiment("memory error", out, seed=SEED, fresh=fresh)
     rows: list[dict[str, Any]] = []
     if state and "margin" not in parts:
-        raise QSyncError("--state writes the margin; measure that part too")
+        raise QSyncError("--state writes the margin; measure that part too, or leave --state out")
     with experiment.progress():
         if "margin" in parts:
             rows = judged(_random_plans(experiment, plans, MARGIN, SEED))

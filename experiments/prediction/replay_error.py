@@ -24,18 +24,9 @@ import typer
 from rich.table import Table
 
 from qsync import Cluster, OpGraph, Precision, Profile
-from qsync.experiments.harness import (
-    Experiment,
-    Fresh,
-    Models,
-    Out,
-    Page,
-    Publish,
-    bar,
-    run_command,
-    table_of,
-)
+from qsync.experiments.harness import Experiment, Page, bar, run_command, table_of
 from qsync.experiments.harness.emulated_profiles import without_casts
+from qsync.experiments.harness.options import Fresh, Models, Out, Publish
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
 from qsync.experiments.prediction.random_plans import PlanRun, run_subject
 from qsync.experiments.workloads.subjects import NAMES

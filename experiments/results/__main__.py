@@ -21,16 +21,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from qsync.errors import QSyncError
-from qsync.experiments.harness import (
-    Experiment,
-    Fresh,
-    Out,
-    Publish,
-    bar,
-    run_command,
-    show,
-    table_of,
-)
+from qsync.experiments.harness import Experiment, bar, run_command, show, table_of
+from qsync.experiments.harness.options import Fresh, Out, Publish
 from qsync.experiments.harness.tables import as_markdown, write_between
 from qsync.experiments.results.commands import RERUNS, Rerun
 from qsync.experiments.results.papers import papers_table, rows_of

@@ -19,15 +19,8 @@ import typer
 
 from qsync import Precision, QSyncError
 from qsync.experiments.allocation.bases import MeasuredModel, measure
-from qsync.experiments.harness import (
-    Experiment,
-    Fresh,
-    Models,
-    Out,
-    Page,
-    Publish,
-    run_command,
-)
+from qsync.experiments.harness import Experiment, Page, run_command
+from qsync.experiments.harness.options import Fresh, Models, Out, Publish
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.speedup import ranks, report
 from qsync.experiments.speedup.ways import ways

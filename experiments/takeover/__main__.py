@@ -16,17 +16,9 @@ from typing import Annotated
 import torch
 import typer
 
-from qsync.experiments.harness import (
-    Experiment,
-    Fresh,
-    Models,
-    Out,
-    Page,
-    Publish,
-    bar,
-    run_command,
-)
+from qsync.experiments.harness import Experiment, Page, bar, run_command
 from qsync.experiments.harness.cases import SILENT, cases_table
+from qsync.experiments.harness.options import Fresh, Models, Out, Publish
 from qsync.experiments.takeover import weak_ranks
 from qsync.experiments.takeover.base_steps import final_losses, loss_difference, step_ratios
 from qsync.experiments.takeover.cases import CASES

@@ -17,17 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from qsync.errors import QSyncError
-from qsync.experiments.harness import (
-    Beside,
-    Experiment,
-    Fresh,
-    Out,
-    Page,
-    Publish,
-    run_command,
-    show,
-)
+from qsync.experiments.harness import Experiment, Page, run_command, show
 from qsync.experiments.harness.experiment import bars_table
+from qsync.experiments.harness.options import Beside, Fresh, Out, Publish
 from qsync.experiments.harness.processes import in_fresh_process
 from qsync.experiments.unseen import family_runs, report
 from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, SEEN, family_named

@@ -155,7 +155,7 @@ def test_a_part_or_seed_that_cannot_be_is_refused(small):
     with pytest.raises(typer.BadParameter, match="give another --seed"):
         memory_error.main(small, None, plans=1, seed=[0], rank_plans=1, state=False)
     with pytest.raises(QSyncError, match="measure that part"):
-        memory_error.markdown({"parts": {}})
+        memory_error.main(small, ["unseen"], plans=1, seed=[7], rank_plans=1, state=True)
 
 
 @pytest.mark.dist
