@@ -22,13 +22,9 @@ NUM_RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class ObservedRank:
-    """What one rank printed and when, in seconds from its start, and what it took."""
+    """What one rank printed and when, in seconds from its start."""
 
     lines: tuple[tuple[float, str], ...]
-    end_s: float
-    exit_code: int
-    first_step_cpu_s: float | None
-    cpu_s: float
 
     def _steps(self) -> list[tuple[float, str]]:
         return [line for line in self.lines if line[1].startswith("step ")]
@@ -45,10 +41,6 @@ class ObservedRank:
         """Return the median of the later steps."""
         times = [at for at, _ in self._steps()]
         return median(after - before for before, after in pairwise(times[1:]))
-
-    def ending_s(self) -> float:
-        """Return seconds from the last line to the end of the process."""
-        return self.end_s - self.lines[-1][0]
 
 
 def run_client(

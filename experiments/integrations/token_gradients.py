@@ -42,7 +42,8 @@ def measure(config: dict[str, Any], place: Place) -> float:
         _loss(whole, x, y).backward()
         own = slice(0, share) if dist.get_rank() == 0 else slice(share, _SEQUENCES)
         for xs, ys in parts_of(model, (x[own], y[own]), passes):
-            qsync.token_mean(model, _loss(model, xs, ys), (ys != -100).sum()).backward()
+            loss: Any = qsync.token_mean(model, _loss(model, xs, ys), (ys != -100).sum())
+            loss.backward()
         error = max(map(_relative_error, model.parameters(), whole.parameters()))
         largest = max([largest, *agree("comparing gradients", partial(float, error))])
     return largest

@@ -3,8 +3,7 @@
     python -m qsync.experiments.takeover.first_step --out FOLDER
 
 Each start is a job of two ranks of its own, and they take turns. Kernels are built before; the first start
-finds no plan, the second that of the first. CPU seconds stand beside wall time, which other work on the
-machine lengthens. `--publish` writes the promises into `docs/results/takeover.md`.
+finds no plan, the second that of the first. `--publish` writes the promises into `docs/results/takeover.md`.
 """
 
 from __future__ import annotations
@@ -78,10 +77,7 @@ def _measured(client: Client, work: Path, rounds: int, steps: int) -> dict[str, 
 def _of_start(ranks: list[ObservedRank]) -> dict[str, float]:
     return {
         "first_step_s": max(rank.first_step_s() for rank in ranks),
-        "first_step_cpu_s": max(rank.first_step_cpu_s or 0.0 for rank in ranks),
         "step_s": max(rank.step_s() for rank in ranks),
-        "ending_s": max(rank.ending_s() for rank in ranks),
-        "cpu_s": sum(rank.cpu_s for rank in ranks),
     }
 
 

@@ -9,10 +9,7 @@ from qsync.experiments.takeover.first_step import bars
 
 
 def start(first_s: float, step_s: float = 0.1) -> dict[str, float]:
-    return {
-        "first_step_s": first_s, "first_step_cpu_s": first_s / 2, "step_s": step_s, "ending_s": 0.2,
-        "cpu_s": first_s,
-    }  # fmt: skip
+    return {"first_step_s": first_s, "step_s": step_s}
 
 
 def row(plain_s: float, first_s: float, second_s: float, step_s: float) -> dict[str, object]:
@@ -30,6 +27,6 @@ def test_long_steps_may_plan_for_longer():
 
 def test_a_rank_is_timed_by_its_lines():
     steps = [(7.5, "step 0: loss 1.0"), (7.75, "step 1: loss 0.5"), (8.0, "step 2: loss 0.25")]
-    rank = ObservedRank(((1.0, "started"), *steps, (9.0, "accuracy 0.5")), 9.5, 0, 3.0, 4.0)
-    assert (rank.first_step_s(), rank.step_s(), rank.ending_s()) == (7.5, 0.25, 0.5)
+    rank = ObservedRank(((1.0, "started"), *steps, (9.0, "accuracy 0.5")))
+    assert (rank.first_step_s(), rank.step_s()) == (7.5, 0.25)
     assert rank.losses() == [text for _, text in steps]
