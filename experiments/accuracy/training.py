@@ -30,8 +30,7 @@ from qsync.experiments.workloads.workload import Batch, Workload, evaluate, make
 from qsync.records.json_files import write_bytes
 from qsync.runtime import choosers, planned_forward
 
-_HELDOUT_BATCHES, _CURVE_POINTS, _WARM_UP = 24, 16, 0.05
-_SMOOTHED = 20  # steps whose training loss is averaged
+_HELDOUT_BATCHES, _WARM_UP = 24, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +49,13 @@ class TrainingRun:
 
 
 def trained(run: TrainingRun) -> dict[str, Any]:
-    """Train both ranks in this process; return held-out losses (step, loss), accuracy, training losses."""
+    """Train both ranks in this process; return the held-out loss and accuracy."""
     _alone()
     return BothRanks(_started(run), run.method).train(run)
 
 
 def train_start(run: TrainingRun) -> dict[str, Any]:
-    """Train in FP32 what a run's fine-tuning starts from, and write its weights; return the losses."""
+    """Train in FP32 what a run's fine-tuning starts from, and write its weights; return the final loss."""
     _alone()
     job = task_named(run.task)
     assert job.start is not None
@@ -98,13 +97,13 @@ def _start_file(run: TrainingRun) -> Path:
 
 
 class Training:
-    """A model in training; `step` adds a step's gradients and returns its loss."""
+    """A model in training; `step` adds a step's gradients."""
 
     def __init__(self, model: nn.Module, method: Mapping[str, Any]) -> None:
         self.model, self.method = model, method
 
-    def step(self, workload: Workload, seed: int, step: int) -> float:
-        """Add up the gradients of a step; return the mean loss of its samples."""
+    def step(self, workload: Workload, seed: int, step: int) -> None:
+        """Add up the gradients of a step."""
         raise NotImplementedError
 
     def train(self, run: TrainingRun, workload: Workload | None = None) -> dict[str, Any]:
@@ -112,23 +111,13 @@ class Training:
         workload, steps = workload or task_named(run.task).workload(), run.steps
         optimizer = make_optimizer(workload.lr)(self.model.parameters())
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-        # Curves are drawn of runs of equal steps; of others the end alone counts.
-        every = max(steps // _CURVE_POINTS, 1) if run.tiny or steps == task_named(run.task).steps else steps
-        losses: list[float] = []
-        curve: list[tuple[int, float]] = []
         for step in range(steps):
-            losses.append(self.step(workload, run.seed, step))
+            self.step(workload, run.seed, step)
             optimizer.step()
             optimizer.zero_grad()
             rate.step()
-            if (step + 1) % every == 0 or step + 1 == steps:
-                curve.append((step + 1, _heldout(self.model, workload)))
-        smoothed = [losses[k : k + _SMOOTHED] for k in range(0, steps, _SMOOTHED)]
-        return {
-            "steps": steps, "heldout": curve, "final_loss": curve[-1][1],
-            "final_accuracy": _accuracy(self.model, workload),
-            "training_losses": [sum(part) / len(part) for part in smoothed],
-        }  # fmt: skip
+        final_loss, accuracy = _heldout(self.model, workload), _accuracy(self.model, workload)
+        return {"steps": steps, "final_loss": final_loss, "final_accuracy": accuracy}
 
     def lowered(self, model: nn.Module, name: str) -> nn.Module:
         """Let a model run in the precisions of a class."""
@@ -150,15 +139,14 @@ class Training:
         batch: Batch,
         key: tuple[int, int, int],
         weight: float = 1.0,
-    ) -> float:
-        """Add the gradients of a rank's samples, weighted by their number; return their part of the loss.
+    ) -> None:
+        """Add the gradients of a rank's samples, weighted by their number.
 
         `key` is (seed, step, rank), which fixes the random numbers.
         """
         with _random_of(key):
             loss = workload.loss(called, batch) * (len(batch[0]) / sum(self.method["samples"].values()))
             (loss * weight).backward()
-        return float(loss.detach())
 
 
 class BothRanks(Training):
@@ -168,14 +156,12 @@ class BothRanks(Training):
         super().__init__(model, method)
         self._ranks = [self.lowered(tied(model, name == FAST), name) for name in method["samples"]]
 
-    def step(self, workload: Workload, seed: int, step: int) -> float:
+    def step(self, workload: Workload, seed: int, step: int) -> None:
         """Add up both ranks' gradients."""
         batches = self.dealt(workload, seed, step)
-        return sum(
-            self.part(called, workload, batch, (seed, step, rank))
-            for rank, (called, batch) in enumerate(zip(self._ranks, batches, strict=True))
-            if len(batch[0])
-        )
+        for rank, (called, batch) in enumerate(zip(self._ranks, batches, strict=True)):
+            if len(batch[0]):
+                self.part(called, workload, batch, (seed, step, rank))
 
 
 class OneRank(Training):
@@ -186,10 +172,10 @@ class OneRank(Training):
         self._rank, name = rank, list(method["samples"])[rank]
         self._parallel = in_ddp(self.lowered(tied(model, with_buffers=True), name))
 
-    def step(self, workload: Workload, seed: int, step: int) -> float:
+    def step(self, workload: Workload, seed: int, step: int) -> None:
         """Reduce the gradients of all ranks, which DDP takes the mean of."""
         weight, batch = float(len(self.method["samples"])), self.dealt(workload, seed, step)[self._rank]
-        return self.part(self._parallel, workload, batch, (seed, step, self._rank), weight)
+        self.part(self._parallel, workload, batch, (seed, step, self._rank), weight)
 
 
 def tied(model: nn.Module, with_buffers: bool) -> nn.Module:

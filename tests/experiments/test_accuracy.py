@@ -92,7 +92,7 @@ def test_each_rank_runs_in_its_own_precisions(workload):
 def test_a_run_is_a_function_of_its_seed(workload):
     runs = [training.trained(TrainingRun("digits", method("int8"), seed, 6, Path())) for seed in (0, 0, 1)]
     assert runs[0] == runs[1] and runs[0]["final_loss"] != runs[2]["final_loss"]
-    assert runs[0]["heldout"][-1] == (6, runs[0]["final_loss"]) and 0.0 < runs[0]["final_accuracy"] < 1.0
+    assert 0.0 < runs[0]["final_accuracy"] < 1.0
 
 
 @pytest.mark.dist
@@ -137,7 +137,7 @@ def task_of(seeds: int = 5, **losses: float) -> dict:
     def run(number: int, name: str, seed: int) -> dict:
         loss = losses.get(name, 1.0)
         final = loss + 1e-3 * seed + 1e-4 * ((seed * number) % 3)
-        return {"final_loss": final, "final_accuracy": 0.9, "heldout": [(10, 2.0), (20, loss)]}
+        return {"final_loss": final, "final_accuracy": 0.9}
 
     runs = {
         name: {str(seed): run(number, name, seed) for seed in range(seeds)}
