@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -39,8 +38,7 @@ from qsync.experiments.kernels.whole_steps import peer_step, training_step
 from qsync.experiments.memory.memory_runs import Choice, Trained
 from qsync.experiments.prediction.random_plans import random_plans, run_plans
 from qsync.experiments.workloads.families import Batch, family_named
-from qsync.runtime import choosers, coverage, planned_forward
-from qsync.runtime.program import Program
+from qsync.runtime import choosers, planned_forward
 
 FP32, AUTOCAST, MODES = "fp32", "autocast", ("fp32_fast", "bf16", "int8", "int8_all")
 _PROFILE_S, _TINY_PROFILE_S = 30.0, 1.0  # of steps, for a profile
@@ -81,15 +79,13 @@ def speeds(
     """Time FP32 eager, torch.autocast, these modes and (if asked) every other peer in turns.
 
     With `compiled` every mode once more under torch.compile. Of each variant: seconds by round; on GPUs the
-    bytes of a step's peak. Of each mode: its FLOPs by precision. Each variant trains a copy of the model; the
-    last ones go where memory ends.
+    bytes of a step's peak. Each variant trains a copy of the model; the last ones go where memory ends.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
-    bench, case, wrapped = Bench(where), Case("", name, FP32), {}
+    bench, case = Bench(where), Case("", name, FP32)
 
     def in_mode(mode: str) -> Callable[[], None]:
-        wrapped[mode] = qsync.wrap(copy.deepcopy(model), mode)
-        return training_step(wrapped[mode], batches)
+        return training_step(qsync.wrap(copy.deepcopy(model), mode), batches)
 
     case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
 
@@ -111,10 +107,7 @@ def speeds(
     makers |= {peer.name: partial(peer_step, bench, peer, model, batches) for peer in others}
     for of, make in makers.items():
         case.add(of, make, theirs=True)
-        if of not in case.runs:
-            wrapped.pop(of, None)  # a copy that memory had no room for would still hold some
-    samples = _measured_together(case, wrapped, rounds, where)
-    ran = tuple(mode for mode in modes if mode in samples)
+    samples = _measured_together(case, rounds, where)
     on_gpu = where.type == "cuda"
     peaks_of = {of: step_peak_bytes(case.runs[of], where) if on_gpu else None for of in samples}
     return {
@@ -122,15 +115,11 @@ def speeds(
             of: {"seconds": found.seconds, "peak_bytes": peaks_of[of]}
             for of, found in samples.items()
         },
-        "coverage": {mode: _coverage(planned_forward.program_of(wrapped[mode]), mode) for mode in ran},
-        "segments": planned_forward.program_of(wrapped[ran[0]]).graph.num_segments if ran else None,
         "unavailable": case.unavailable,
     }  # fmt: skip
 
 
-def _measured_together(
-    case: Case, wrapped: dict[str, nn.Module], rounds: int, where: torch.device
-) -> dict[str, Samples]:
+def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str, Samples]:
     """Time the variants of a case in turns; while memory runs out, without the one that was added last.
 
     Each ran when it was added, beside fewer copies. FP32 and torch.autocast stay.
@@ -146,18 +135,6 @@ def _measured_together(
             why = f"{type(error).__name__}: {shortened(error, quote=False)}"
         case.unavailable[last] = f"beside {', '.join(list(case.runs)[:-1])}: {why}"
         del case.runs[last]
-        wrapped.pop(last, None)
-
-
-def _coverage(ran: Program, mode: str) -> dict[str, Any]:
-    """Return the part of the FLOPs in each precision, and why products do not run in the mode."""
-    flops: Counter[str] = Counter()
-    found = coverage.products(ran.lowered, Precision(mode), ran.why_not)
-    for product in found:
-        flops[product.runs] += product.op.flops
-    total = max(1, flops.total())
-    because = {f"{p.op.kind}: {p.because}" for p in found if p.because}
-    return {"flops": {runs: count / total for runs, count in flops.items()}, "because": sorted(because)}
 
 
 @_or_failure

@@ -21,9 +21,8 @@ def speed(**x_autocast: float) -> dict:
         name: {"seconds": [0.5 / x, 5.0 / x, 5.0 / x]}  # the machine gets ten times slower
         for name, x in every.items()
     }
-    coverage = {name: {"flops": {name: 0.75, "fp32": 0.25}, "because": []} for name in x_autocast}
     missing = {name: "cannot be traced" for name in family_runs.MODES if name not in x_autocast}
-    return {"variants": variants, "coverage": coverage, "segments": 1, "unavailable": missing}
+    return {"variants": variants, "unavailable": missing}
 
 
 def holds(bars: list) -> dict[str, bool]:
@@ -96,7 +95,7 @@ def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch, fast_
     monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
     found = family_runs.speeds("lstm", 1, ("bf16", "fp32_fast"), False, tiny=True)
     assert added == [["fp32", "autocast", "bf16", "fp32_fast"], ["fp32", "autocast", "bf16"]]
-    assert list(found["variants"]) == list(added[1]) and list(found["coverage"]) == ["bf16"]
+    assert list(found["variants"]) == list(added[1])
     assert "OutOfMemoryError: CUDA out of memory" in found["unavailable"]["fp32_fast"]
 
 
@@ -129,7 +128,6 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     absent = set(parts["speed"]["unavailable"]) if emulation_note(torch.device("cpu")) else set()
     assert absent <= {"autocast"}
     assert set(parts["speed"]["variants"]) == {"fp32", "autocast", *family_runs.MODES} - absent
-    assert sum(parts["speed"]["coverage"]["int8"]["flops"].values()) == pytest.approx(1.0)
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {}
     assert len(content["bars"]) == 6 and report.failures(parts) == {}
