@@ -12,9 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from qsync.experiments.elastic import churn, drift, events, restarts, saving, steady, verdict
@@ -24,50 +23,45 @@ from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish
 from qsync.experiments.harness.ranks import run_on_ranks
 
 _PAGE = Page(Path("docs/results/elastic.md"), note="One thread a card.", marker="bars")
-_FP64_EVENTS, _RESTARTS, _DRIFT_STEPS = 10, 6, 120
+_EVENTS, _FP64_EVENTS, _RESTARTS, _DRIFT_STEPS, _SEED = 100, 10, 6, 120, 0
+_STEPS, _ROUNDS = 150, 3  # without events, in turns with hybrid
 Job = dict[str, Any]
 
 
 def main(
     out: Out = Path("elastic"),
-    num_events: Annotated[int, typer.Option("--events", help="Random events of the long run.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of the events.")] = 0,
-    steps: Annotated[int, typer.Option(help="Steps of a round without events.")] = 150,
-    rounds: Annotated[int, typer.Option(help="Rounds without events, in turns with hybrid.")] = 3,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run four cards through random events; compare with hybrid, with restarts and with the simulation."""
     experiment = Experiment(
-        "elastic", out, settings={"steps": steps, "rounds": rounds}, fresh=fresh, seed=seed
+        "elastic", out, settings={"steps": _STEPS, "rounds": _ROUNDS}, fresh=fresh, seed=_SEED
     )
     work = out.absolute() / "work"
     with experiment.progress() as say:
-        job = experiment.piece(
-            "events", lambda: _run(work / "events", num_events, seed, say), events=num_events
-        )
+        job = experiment.piece("events", lambda: _run(work / "events", _EVENTS, _SEED, say), events=_EVENTS)
         exact = experiment.piece(
             "gradients",
             lambda: _run(
-                work / "fp64", _FP64_EVENTS, seed + 1, say, dtype="float64", lower=False, keep_gradients=10
+                work / "fp64", _FP64_EVENTS, _SEED + 1, say, dtype="float64", lower=False, keep_gradients=10
             ),
         )
         same = experiment.piece(
             "without events",
-            lambda: steady.compare(work / "steady", steps, rounds, width=1024, timeout_s=10.0),
+            lambda: steady.compare(work / "steady", _STEPS, _ROUNDS, width=1024, timeout_s=10.0),
         )
         drifted = experiment.piece(
             "drift",
             lambda: drift.measure(work / "drift", _DRIFT_STEPS, width=1024, timeout_s=10.0, by_speed=True),
         )
-        again = experiment.piece("restarts", lambda: restarts.measure(work / "restarts", _RESTARTS, seed))
+        again = experiment.piece("restarts", lambda: restarts.measure(work / "restarts", _RESTARTS, _SEED))
         saving_settings = {"rounds": 12, "weak_share": 1.0, "folder": str(work)}
         stalls = experiment.piece("saving", lambda: run_on_ranks(
             saving.measure, saving_settings, command="elastic", timeout_s=600.0
         ))  # fmt: skip
     simulated = churn.simulate(job)
     bars = [
-        *_exactness(num_events, job, exact, same),
+        *_exactness(job, exact, same),
         *_times(job, same, again, simulated),
         *_drift(drifted),
         bar("a checkpoint every 20 steps, part of a step", stalls["stall"]["Checkpoints"], 0.05),
@@ -127,10 +121,10 @@ def _recoveries(happened: Sequence[Any], *kinds: str) -> list[float]:
     return [event["recovered"] - event["at"] for event in happened if event["kind"] in kinds]
 
 
-def _exactness(num_events: int, job: Job, exact: Job, same: Mapping[str, Any]) -> list[Bar]:
+def _exactness(job: Job, exact: Job, same: Mapping[str, Any]) -> list[Bar]:
     judged, both = job["judged"], (job, exact)
     return [
-        bar("events that the job did not get over", num_events - len(job["events"]), 0),
+        bar("events that the job did not get over", _EVENTS - len(job["events"]), 0),
         bar("steps with unequal replicas", sum(one["judged"]["replicas"] for one in both), 0),
         bar("steps with another batch", sum(one["judged"]["batch"] for one in both), 0),
         bar("samples lost or seen twice", sum(one["judged"]["samples"] for one in both), 0),

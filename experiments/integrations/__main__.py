@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, bar, run_command
 from qsync.experiments.harness.cases import SILENT, cases_table
@@ -21,18 +19,16 @@ from qsync.experiments.integrations import run_cases, sampler_waiting, token_gra
 from qsync.experiments.integrations.cases import BF16_TOLERANCE, NORM_TOLERANCE
 
 _PAGE = Page(Path("docs/results/integrations.md"), note="Two ranks, gloo.", marker="cases")
-_WEAK_SHARE = 0.5
+_WEAK_SHARE, _ROUNDS, _STEPS = 0.5, 3, 8  # rounds that take turns, and their timed steps
 
 
 def main(
     out: Out = Path("integrations"),
-    rounds: Annotated[int, typer.Option(help="Rounds of training that are timed in turns.")] = 3,
-    steps: Annotated[int, typer.Option(help="Steps of a round that are timed.")] = 8,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run every case in plain DDP and by qsync on two ranks; time the Trainer and the length sampler."""
-    settings = {"rounds": rounds, "steps": steps}
+    settings = {"rounds": _ROUNDS, "steps": _STEPS}
     experiment = Experiment("integrations", out, settings=settings, fresh=fresh, seed=0)
     on_ranks = partial(run_on_ranks, command="integrations", timeout_s=600.0)
     folder = {"folder": str((out / "work").absolute())}
@@ -44,9 +40,9 @@ def main(
             "token gradients",
             lambda: on_ranks(token_gradients.measure, {"seed": 0, "steps": 10, "weak_share": 1.0}),
         )
-        weak = {"weak_share": _WEAK_SHARE, "rounds": rounds, **folder}
+        weak = {"weak_share": _WEAK_SHARE, "rounds": _ROUNDS, **folder}
         speed = experiment.piece("trainer speed", lambda: on_ranks(
-            trainer_speed.measure, {"width": 384, "layers": 6, "steps": steps, **weak}
+            trainer_speed.measure, {"width": 384, "layers": 6, "steps": _STEPS, **weak}
         ))  # fmt: skip
         waits = experiment.piece(
             "sampler waiting", lambda: on_ranks(sampler_waiting.measure, {"sequences": 512, **weak})

@@ -57,17 +57,13 @@ TIGHT, TIGHT_SLACK = 0.95, 0.1
 
 def main(
     out: Out = Path("levers"),
-    model: Annotated[str, typer.Option(help="gpt, bert or vit.")] = "gpt",
-    turns: Annotated[int, typer.Option(help="How often each plan takes its turn.")] = 2,
-    trials: Annotated[int, typer.Option(help="Trials of the search.")] = 30,
-    weak_share: Annotated[float, typer.Option(help="Share of its core that the weak rank gets.")] = 0.5,
     tight: Annotated[bool, typer.Option("--tight", help="Plans for little memory on the weak rank.")] = False,
     base: Annotated[str, typer.Option(help="Plans above it: tf32, bf16 or fp16.")] = "fp32",
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run the plans, keep what was measured, and print it as docs/results/levers.md has it."""
-    config = {"model": model, "turns": turns, "trials": trials, "weak_share": weak_share, "tight": tight}
+    config = {"model": "gpt", "turns": 2, "trials": 30, "weak_share": 0.5, "tight": tight}
     config |= {"base": base} if parse_base(base) is not Precision.FP32 else {}
     if publish and "base" in config:
         raise QSyncError("docs/results/levers.md has no table above a base; leave --publish or --base out")

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from rich.table import Table
 
 from qsync import OpGraph, Precision, Profile, api, cost_learning
@@ -30,7 +29,7 @@ from qsync.predictor.cost_model.samples import Sample, samples_of
 from qsync.records.datasheets import DataSheet
 from qsync.replayer import ClassCosts
 
-OUT = Path("learned_costs")
+_SAMPLES, _ROUNDS = 240, 3  # single operators, and the rounds of every profile
 _PAGE = Page(Path("docs/results/prediction.md"), note="One thread.", marker="learned")
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 METHODS: dict[str, Fit] = {"roofline": Roofline, "linear": Linear, "learned": CostModel}
@@ -40,40 +39,37 @@ Measured = tuple[OpGraph, Profile]
 
 
 def main(
-    out: Out = OUT,
-    num: Annotated[int, typer.Option("--samples", min=1, help="How many single operators to measure.")] = 240,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every profile.")] = 3,
+    out: Out = Path("learned_costs"),
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Measure, hold out, predict, compare."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    settings = {"samples": num, "rounds": rounds}
-    experiment = Experiment("learned costs", out, seed=0, settings=settings, fresh=fresh)
+    experiment = Experiment("learned costs", out, seed=0, settings={"samples": _SAMPLES}, fresh=fresh)
     with experiment.progress():
-        sheet, measured = measure(experiment, num, rounds)
+        sheet, measured = measure(experiment)
     content = evaluate({"sheet": sheet}, measured)
     bars = [bar(f"beats both baselines: {name}", beats, True) for name, beats in verdicts(content).items()]
     experiment.finish(content, bars=bars, tables=[_table(content)], page=_PAGE if publish else None)
 
 
-def measure(experiment: Experiment, num: int, rounds: int) -> tuple[dict[str, Any], dict[str, Measured]]:
+def measure(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Measured]]:
     """Profile single operators (cells) and every model; return the device's peaks beside.
 
     Every profile is a piece.
     """
     device = torch.device("cpu")
     sheet = experiment.piece("sheet", lambda: cost_learning.measure_sheet(device).to_json())
-    chosen = cost_learning.choose_calls(num, DataSheet.from_json(sheet))
+    chosen = cost_learning.choose_calls(_SAMPLES, DataSheet.from_json(sheet))
     size = cost_learning.NUM_PER_PROFILE
     jobs: dict[str, Callable[[], Measured]] = {
         f"cells-{i // size}": partial(
-            cost_learning.profile_calls, chosen[i : i + size], device, PRECISIONS, rounds
+            cost_learning.profile_calls, chosen[i : i + size], device, PRECISIONS, _ROUNDS
         )
         for i in range(0, len(chosen), size)
     }
-    jobs |= {name: partial(_profiled, name, rounds) for name in NAMES}
+    jobs |= {name: partial(_profiled, name) for name in NAMES}
     found = {name: experiment.piece(name, partial(_as_json, job)) for name, job in jobs.items()}
     return sheet, {
         name: (OpGraph.from_json(graph), Profile.from_json(profile))
@@ -81,11 +77,11 @@ def measure(experiment: Experiment, num: int, rounds: int) -> tuple[dict[str, An
     }
 
 
-def _profiled(name: str, rounds: int) -> Measured:
+def _profiled(name: str) -> Measured:
     work = subject(name)
     model, batch = work.make_model(0), work.batch(0, 0, 0)
     graph = api.trace_step(model, batch, work.loss)
-    return graph, api.profile(model, batch, work.loss, precisions=PRECISIONS, rounds=rounds)
+    return graph, api.profile(model, batch, work.loss, precisions=PRECISIONS, rounds=_ROUNDS)
 
 
 def _as_json(job: Callable[[], Measured]) -> list[dict[str, Any]]:

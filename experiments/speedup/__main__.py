@@ -33,6 +33,7 @@ SHARES, MEASURED = (0.2, 0.35, 0.5, 0.7, 0.85), (0.35, 0.5, 0.7)
 MODELS = ("gpt", "bert", "resnet")
 PAIRS = (("A100", "T4"), ("H100", "L4"), ("V100", "T4"))
 _RANKS = (4, 8)
+_PROFILE_S, _TURNS, _STEPS = 30.0, 3, 8  # of each model; of each way, and the steps of a turn
 _PAGE, _PICTURE = Path("docs/results/speedup.md"), Path("docs/figures/speedup.png")
 _ABOUT = "profiles, and rows called measured; all else is simulated, and the weak rank emulated"
 
@@ -43,10 +44,6 @@ def main(
     share: Annotated[
         list[float] | None, typer.Option(help="Measure at this share of the fast card's speed; repeatable.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to profile each model at the most.")] = 30.0,
-    turns: Annotated[int, typer.Option(min=1, help="How often each way takes its turn.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 8,
-    replay_only: Annotated[bool, typer.Option("--replay-only", help="Measure no ranks.")] = False,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
@@ -59,11 +56,11 @@ def main(
         if not 0 < one <= 1:
             raise QSyncError(f"--share must lie in (0, 1], found {one}; 0.5 is half as fast")
     torch.set_num_threads(1)
-    experiment, problems = Experiment("speedup", out, settings={"seconds": seconds}, fresh=fresh), []
+    experiment, problems = Experiment("speedup", out, settings={"seconds": _PROFILE_S}, fresh=fresh), []
     with experiment.progress():
         for name in names:
             folder = out / name
-            experiment.piece(f"profile {name}", partial(measure, name, folder, seconds=seconds))
+            experiment.piece(f"profile {name}", partial(measure, name, folder, seconds=_PROFILE_S))
             for of in SHARES:
                 make = partial(_replayed, folder, of, 1)
                 problems.append(experiment.piece(f"{name} at {of}", make))
@@ -73,10 +70,9 @@ def main(
             for pair in PAIRS:
                 make = partial(_simulated, folder, pair)
                 problems.append(experiment.piece(f"{name} on {'-'.join(pair)}", make))
-        for name in () if replay_only else names:
+        for name in names:
             for of in measured:
-                make = partial(_measured, name, of, turns, steps)
-                problems.append(experiment.piece(f"{name} measured at {of}", make, turns=turns, steps=steps))
+                problems.append(experiment.piece(f"{name} measured at {of}", partial(_measured, name, of)))
     tables, bars = report.tables(problems), report.bars(problems)
     page = Page(_PAGE, _PICTURE, report.note(bars, problems)) if publish else None
     experiment.finish(
@@ -100,10 +96,10 @@ def _simulated(folder: Path, pair: tuple[str, str]) -> dict[str, Any]:
     return {"model": folder.name, "pair": " + ".join(pair), "ranks": 2, "ways": found}
 
 
-def _measured(name: str, share: float, turns: int, steps: int) -> dict[str, Any]:
+def _measured(name: str, share: float) -> dict[str, Any]:
     """Measure every way on two real ranks, the weak one with a share of its core."""
     config = {
-        "model": name, "weak_share": share, "turns": turns, "steps": steps,
+        "model": name, "weak_share": share, "turns": _TURNS, "steps": _STEPS,
         "base": str(Precision.FP32_FAST),
     }  # fmt: skip
     found = run_on_ranks(ranks.measure, config, command="speedup", timeout_s=600.0)

@@ -11,14 +11,12 @@ import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
 from qsync.experiments.harness import Experiment, Page, bar, run_command
 from qsync.experiments.harness.cases import SILENT, cases_table
-from qsync.experiments.harness.options import Fresh, Models, Out, Publish
+from qsync.experiments.harness.options import Fresh, Out, Publish
 from qsync.experiments.takeover import weak_ranks
 from qsync.experiments.takeover.base_steps import final_losses, loss_difference, step_ratios
 from qsync.experiments.takeover.cases import CASES
@@ -27,34 +25,27 @@ from qsync.experiments.workloads.subjects import NAMES
 
 _PAGE = Page(Path("docs/results/takeover.md"), note="One thread.", marker="cases")
 _SEEDS = 3
+_ROUNDS, _STEPS = 15, 60  # of steps that are timed in turns; whose losses are compared
 
 
 def main(
     out: Out = Path("takeover"),
-    precision: Annotated[
-        str, typer.Option(help="The precision that models of cases are wrapped in.")
-    ] = "int8",
-    model: Models = None,
-    rounds: Annotated[int, typer.Option(help="Rounds of steps that are timed in turns.")] = 15,
-    steps: Annotated[int, typer.Option(help="Training steps whose losses are compared.")] = 60,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run every case on a plain and a wrapped model; time and train the base bf16 alone, and on two ranks."""
-    settings = {"precision": precision, "rounds": rounds, "steps": steps}
-    experiment = Experiment("takeover", out, settings=settings, fresh=fresh)
-    names = model or NAMES
+    experiment = Experiment("takeover", out, settings={"rounds": _ROUNDS, "steps": _STEPS}, fresh=fresh)
     torch.set_num_threads(1)
     with experiment.progress():
         tasks = {f"case {re.sub('[^A-Za-z0-9]+', ' ', case.name).strip()}": case for case in CASES}
-        cases = [row for _, row in experiment.pieces(tasks, lambda case: judge(case, precision))]
-        timed = [experiment.piece(f"steps {name}", partial(step_ratios, name, rounds)) for name in names]
+        cases = [row for _, row in experiment.pieces(tasks, judge)]
+        timed = [experiment.piece(f"steps {name}", partial(step_ratios, name, _ROUNDS)) for name in NAMES]
         losses = {
             name: [
-                experiment.piece(f"losses {name} {seed}", partial(final_losses, name, seed, steps))
+                experiment.piece(f"losses {name} {seed}", partial(final_losses, name, seed, _STEPS))
                 for seed in range(_SEEDS)
             ]
-            for name in names
+            for name in NAMES
         }
         ranks = weak_ranks.measured(experiment)
     differences = {name: loss_difference(found) for name, found in losses.items()}

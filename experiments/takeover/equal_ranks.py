@@ -14,12 +14,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import typer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -27,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 import qsync
-from qsync.experiments.harness import Experiment, Fresh, Models, Out, bar, run_command, table_of
+from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of
 from qsync.experiments.harness.pairing import quartiles
 from qsync.experiments.harness.ranks import Place, run_on_ranks
 from qsync.experiments.workloads.gpt import Gpt
@@ -35,7 +34,7 @@ from qsync.experiments.workloads.resnet import ResNet
 
 # A step may take so much longer than DDP's: the larger of the two.
 MOST_PART, MOST_S = 0.01, 0.2e-3
-_WARM_UPS = 5
+_WARM_UPS, _ROUNDS = 5, 200  # steps before, and those that are timed in turns
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Subject = tuple[Callable[[], nn.Module], Callable[[], Any], Loss]
@@ -149,17 +148,15 @@ def compare(config: dict[str, Any], place: Place) -> dict[str, Any]:
 
 def main(
     out: Out = Path("equal-ranks"),
-    model: Models = None,
-    rounds: Annotated[int, typer.Option(help="Steps of each that are timed, in turns.")] = 200,
     fresh: Fresh = False,
 ) -> None:
     """Time steps of plain DDP (FSDP2) and of `qsync.hybrid` where nothing is lowered, on two ranks."""
-    experiment = Experiment("equal ranks", out, settings={"rounds": rounds}, fresh=fresh)
+    experiment = Experiment("equal ranks", out, settings={"rounds": _ROUNDS}, fresh=fresh)
     cache = str(experiment.out / "plans")
     found = {}
     with experiment.progress():
-        for name in model or SUBJECTS:
-            config = {"name": name, "rounds": rounds, "cache": cache}
+        for name in SUBJECTS:
+            config = {"name": name, "rounds": _ROUNDS, "cache": cache}
             run = partial(run_on_ranks, compare, config, command="equal_ranks")
             found[name] = experiment.piece(name, run)
     rows = [_row(name, taken) for name, taken in found.items()]

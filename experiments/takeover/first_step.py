@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +27,7 @@ from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish
 _PAGE = Page(Path("docs/results/takeover.md"), marker="first")
 # What a start may take longer than plain DDP's, until the first step.
 _FIRST_S, _FIRST_STEPS, _SECOND_S = 20.0, 40, 3.0
+_STEPS = 8  # of each start
 _PLAIN, _FIRST, _SECOND = STARTS = ("plain", "first", "second")
 _BUILD = "from qsync.backend.build_ahead import build; list(build([]))"
 
@@ -35,8 +35,6 @@ _BUILD = "from qsync.backend.build_ahead import build; list(build([]))"
 def main(
     out: Out = Path("first_step"),
     client: Annotated[list[str] | None, typer.Option(help="Only this script; repeat for several.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 1,
-    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps of each start.")] = 8,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
@@ -44,34 +42,30 @@ def main(
     for name in client or ():
         if name not in CLIENTS:
             raise FormatError(f"there is no script {name}; choose from {', '.join(CLIENTS)}")
-    experiment = Experiment("first step", out, settings={"rounds": rounds, "steps": steps}, fresh=fresh)
+    experiment = Experiment("first step", out, settings={"steps": _STEPS}, fresh=fresh)
     work = experiment.out / "work"
     with experiment.progress():
         found = {}
         for name in client or CLIENTS:
-            found[name] = experiment.piece(name, partial(_measured, CLIENTS[name], work, rounds, steps))
+            found[name] = experiment.piece(name, partial(_measured, CLIENTS[name], work))
             # An interrupted run shows what it has.
             experiment.note({"clients": found}, bars=bars(found))
     page = _PAGE if publish else None
     experiment.finish({"clients": found}, bars=bars(found), page=page)
 
 
-def _measured(client: Client, work: Path, rounds: int, steps: int) -> dict[str, Any]:
-    """Return the medians over rounds of each kind of start, on the rank that is later."""
+def _measured(client: Client, work: Path) -> dict[str, Any]:
+    """Return the seconds of each kind of start, on the rank that is later."""
     caches = work / "caches"
     environment = {"QSYNC_CACHE_DIR": str(caches), "XDG_CACHE_HOME": str(caches / client.name)}
     subprocess.run([sys.executable, "-c", _BUILD], check=True, env={**os.environ, **environment})
-    starts: dict[str, list[dict[str, float]]] = {kind: [] for kind in STARTS}
-    for _ in range(rounds):
-        shutil.rmtree(caches / client.name, ignore_errors=True)
-        for kind in STARTS:
-            folder = work / client.name / kind
-            ranks = run_client(client, folder, qsync=kind != _PLAIN, steps=steps, environment=environment)
-            starts[kind].append(_of_start(ranks))
-    return {
-        "lines_changed": client.lines_changed(),
-        **{kind: {key: median(one[key] for one in ones) for key in ones[0]} for kind, ones in starts.items()},
-    }
+    shutil.rmtree(caches / client.name, ignore_errors=True)
+    found: dict[str, Any] = {"lines_changed": client.lines_changed()}
+    for kind in STARTS:
+        folder = work / client.name / kind
+        ranks = run_client(client, folder, qsync=kind != _PLAIN, steps=_STEPS, environment=environment)
+        found[kind] = _of_start(ranks)
+    return found
 
 
 def _of_start(ranks: list[ObservedRank]) -> dict[str, float]:
