@@ -60,11 +60,12 @@ def main(
     tasks = {name: found for name in chosen if (found := _task(experiment, name, seeds, tiny))}
     on_ranks = [found for name, method in real if (found := _real(experiment, name, method, tiny))]
     experiment.check_measured()
-    tables, bars = report.tables(tasks), report.bars(tasks, on_ranks)
+    bars = report.bars(tasks, on_ranks)
     missing = [name for name in chosen if name not in tasks or not tasks[name]["runs"][report.STEPS]]
-    page = replace(_PAGE.beside() if beside else _PAGE, note=report.note(bars, missing))
+    page = replace(_PAGE.beside() if beside else _PAGE, note=report.note(bars, tasks, missing))
     experiment.finish(
-        {"tasks": tasks, "real_ranks": on_ranks, "not_finished": missing}, bars=bars, tables=tables,
+        {"tasks": tasks, "real_ranks": on_ranks, "not_finished": missing}, bars=bars,
+        tables=[report.table(tasks)],
         measured="losses are measured; plans and seconds are simulated from a data sheet",
         page=page if publish else None,
     )  # fmt: skip

@@ -91,12 +91,16 @@ def bars(tasks: Mapping[str, Mapping[str, Any]], real: Sequence[Mapping[str, Any
     ]
 
 
-def note(bars: Sequence[Bar], missing: Sequence[str]) -> str:
-    """Say below the tables which tasks and comparisons the promises count, and what is not finished."""
+def note(bars: Sequence[Bar], tasks: Mapping[str, Mapping[str, Any]], missing: Sequence[str]) -> str:
+    """Say below the table what the tasks are, which of them the promises count, and what is not finished."""
+    about = [
+        f"{name}: {task['description']}; {task['steps']} steps, {len(losses(task, DDP))} seeds."
+        for name, task in tasks.items() if name not in missing
+    ]  # fmt: skip
     counted = [f"{one['name']}: {', '.join(one['which'])}." for one in bars if one.get("which")]
     left = [f"Not finished: {', '.join(missing)}."] if missing else []
-    about = "Intervals are of one comparison each: of twenty true zeros, one looks like a difference."
-    return "\n".join([about, *counted, *left])
+    about.append("Intervals are of one comparison each: of twenty true zeros, one looks like a difference.")
+    return "\n".join([*about, *counted, *left])
 
 
 def difference_of(task: Mapping[str, Any], one: str, other: str, at: str = STEPS) -> Difference:
@@ -104,40 +108,33 @@ def difference_of(task: Mapping[str, Any], one: str, other: str, at: str = STEPS
     return difference(losses(task, one, at), losses(task, other, at))
 
 
-def tables(tasks: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    """Return a table per task: each method's step, loss, and difference from FP32."""
-    return [_table(name, task) for name, task in tasks.items() if task["runs"][STEPS]]
-
-
-def _table(name: str, task: Mapping[str, Any]) -> Table:
-    slowest, fp32 = task["methods"][DDP]["step_s"], statistics.fmean(losses(task, DDP))
-    decimals, rows = max(4, 3 - math.floor(math.log10(fp32))), []  # four digits of a small loss
-    for method in METHODS:
-        cells = [
-            NAMES[method],
-            f"{task['methods'][method]['step_s'] / slowest:.2f}",
-            f"{task['methods'][method]['added_variance']:.1e}",
-        ]
-        for at in (STEPS, SECONDS):
-            if method not in task["runs"].get(at, {}):
-                cells += ["-", "-"]
-                continue
-            paired, counted = difference_of(task, method, DDP, at), len(losses(task, method, at))
-            fewer = f" ({counted} seeds)" if 1 < counted < len(losses(task, DDP)) else ""
-            cells += [
-                f"{statistics.fmean(losses(task, method, at)):.{decimals}f}",
-                _percent(paired, statistics.fmean(losses(task, DDP, at))) + fewer if method != DDP else "",
-            ]
-        accuracies = [run["final_accuracy"] for run in task["runs"][STEPS][method].values()]
-        cells.append(f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-")
-        rows.append(cells)
-    seeds = len(losses(task, DDP))
-    return table_of(
-        f"{name}: {task['description']}; {task['steps']} steps, {seeds} seeds",
-        ("", "step / FP32's (simulated)", "added variance", "loss, equal steps", "above FP32's",
-         "loss, equal seconds", "above FP32's",
-         "accuracy, equal steps"), rows,
+def table(tasks: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return each method's step, loss, and difference from FP32, by task."""
+    headings = (
+        "", "", "step / FP32's (simulated)", "added variance", "loss, equal steps", "above FP32's",
+        "loss, equal seconds", "above FP32's", "accuracy, equal steps",
     )  # fmt: skip
+    done = [(name, task) for name, task in tasks.items() if task["runs"][STEPS]]
+    rows = [[name, NAMES[method], *_cells(task, method)] for name, task in done for method in METHODS]
+    return table_of("Final held-out losses", headings, rows, left=2)
+
+
+def _cells(task: Mapping[str, Any], method: str) -> list[str]:
+    of, fp32 = task["methods"], statistics.fmean(losses(task, DDP))
+    decimals = max(4, 3 - math.floor(math.log10(fp32)))  # four digits of a small loss
+    cells = [f"{of[method]['step_s'] / of[DDP]['step_s']:.2f}", f"{of[method]['added_variance']:.1e}"]
+    for at in (STEPS, SECONDS):
+        if method not in task["runs"].get(at, {}):
+            cells += ["-", "-"]
+            continue
+        paired, counted = difference_of(task, method, DDP, at), len(losses(task, method, at))
+        fewer = f" ({counted} seeds)" if 1 < counted < len(losses(task, DDP)) else ""
+        cells += [
+            f"{statistics.fmean(losses(task, method, at)):.{decimals}f}",
+            _percent(paired, statistics.fmean(losses(task, DDP, at))) + fewer if method != DDP else "",
+        ]
+    accuracies = [run["final_accuracy"] for run in task["runs"][STEPS][method].values()]
+    return [*cells, f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-"]
 
 
 def _percent(found: Difference, fp32: float) -> str:

@@ -73,10 +73,15 @@ def main(
         for name in names:
             for of in measured:
                 problems.append(experiment.piece(f"{name} measured at {of}", partial(_measured, name, of)))
-    tables, bars = report.tables(problems), report.bars(problems)
+    bars = report.bars(problems)
     page = Page(_PAGE, _PICTURE, report.note(bars, problems)) if publish else None
     experiment.finish(
-        {"problems": problems}, bars=bars, tables=tables, measured=_ABOUT, picture=report.draw, page=page
+        {"problems": problems},
+        bars=bars,
+        tables=[report.table(problems)],
+        measured=_ABOUT,
+        picture=report.draw,
+        page=page,
     )
 
 

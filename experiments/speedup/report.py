@@ -103,20 +103,22 @@ def note(bars: Sequence[Bar], problems: Sequence[Problem]) -> str:
     return "\n".join(["", picture, "gloo, one thread a rank.", *named])
 
 
-def tables(problems: Sequence[Problem]) -> list[Table]:
-    """Return a table a model: samples per second of every way, with the variance that it adds."""
-    return [
-        table_of(
-            f"{model}: samples per second against the fast cards alone (added variance)",
-            ("", *(title(one) for one in problems if one["model"] == model)),
-            [
-                [TITLES[way], *(_cell(one, way) for one in problems if one["model"] == model)]
-                for way in TITLES
-            ],
-            bold=[list(TITLES).index(QSYNC)],
-        )
-        for model in dict.fromkeys(one["model"] for one in problems)
+def table(problems: Sequence[Problem]) -> Table:
+    """Return samples per second of every way, with the variance that it adds, by model and problem."""
+    found = {(one["model"], title(one)): one for one in problems}
+    models, columns = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    rows = [
+        [
+            model,
+            TITLES[way],
+            *(_cell(found[model, at], way) if (model, at) in found else "-" for at in columns),
+        ]
+        for model in models
+        for way in TITLES
     ]
+    own = [number for number, row in enumerate(rows) if row[1] == TITLES[QSYNC]]
+    about = "Samples per second against the fast cards alone (added variance)"
+    return table_of(about, ("", "", *columns), rows, left=2, bold=own)
 
 
 def _cell(problem: Problem, way: str) -> str:
