@@ -167,24 +167,15 @@ def _shares(arm: Arm, accumulation: int, passes: int) -> Outcome:
     return Outcome([norm(model)], model)
 
 
-@case(_GROUP, "a plan with shares, one pass")
-def _(arm: Arm) -> Outcome:
-    return _shares(arm, 1, 1)
-
-
-@case(_GROUP, "a plan with shares and as many passes as `gradient_accumulation_steps`", tested=True)
-def _(arm: Arm) -> Outcome:
-    return _shares(arm, 2, 2)
-
-
-@case(
-    _GROUP,
-    "a plan with shares and other passes than `gradient_accumulation_steps`",
-    refused="give Accelerator(",
-    tested=True,
-)
-def _(arm: Arm) -> Outcome:
-    return _shares(arm, 2, 4)
+cases(_GROUP, _shares, {
+    "a plan with shares, one pass": {"accumulation": 1, "passes": 1},
+    "a plan with shares and as many passes as `gradient_accumulation_steps`": {
+        "accumulation": 2, "passes": 2, "tested": True,
+    },
+    "a plan with shares and other passes than `gradient_accumulation_steps`": {
+        "accumulation": 2, "passes": 4, "refused": "give Accelerator(", "tested": True,
+    },
+})  # fmt: skip
 
 
 @case(_GROUP, "`qsync.token_mean` in Accelerate's own DDP, accumulation 2", tested=True)

@@ -88,7 +88,7 @@ CASES = Cases()
 
 def case(
     group: str, name: str, tolerance: float = NORM_TOLERANCE, **verdict: Any
-) -> Callable[[Callable[[Arm], Outcome]], Callable[[Arm], Outcome]]:  # fmt: skip
+) -> Callable[[Callable[[Arm], Outcome]], Callable[[Arm], Outcome]]:
     """List a function as a case, with what `Cases.case` takes."""
     return CASES.case(group, name, tolerance, **verdict)
 

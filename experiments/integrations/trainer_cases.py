@@ -114,6 +114,9 @@ cases(_GROUP, _outcome, {
     "`label_smoothing_factor=0.1`": {"label_smoothing_factor": 0.1},
     "`gradient_checkpointing=True`": {"gradient_checkpointing": True},
     "`max_grad_norm=0.1`": {"max_grad_norm": 0.1},
+    "`QSyncMixin` before `Seq2SeqTrainer`": {
+        "kind": transformers.Seq2SeqTrainer, "arguments_kind": transformers.Seq2SeqTrainingArguments,
+    },
     "`ddp_find_unused_parameters=False`, `ddp_bucket_cap_mb=1`": {
         "ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 1,
     },
@@ -212,12 +215,6 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, made.model, facts(same=same_state(loaded.state_dict(), made.model.state_dict())))
 
 
-@case(_GROUP, "`QSyncMixin` before `Seq2SeqTrainer`")
-def _(arm: Arm) -> Outcome:
-    arguments_kind = transformers.Seq2SeqTrainingArguments
-    return _outcome(arm, kind=transformers.Seq2SeqTrainer, arguments_kind=arguments_kind)
-
-
 def _plain_trainer(arm: Arm, **given: Any) -> Outcome:
     """Give the library's own Trainer a hybrid model."""
     model = gpt()
@@ -226,18 +223,12 @@ def _plain_trainer(arm: Arm, **given: Any) -> Outcome:
     return Outcome(found.norms, model)
 
 
-@case(_GROUP, "`Trainer(model=qsync.hybrid(...))`, `remove_unused_columns=False`")
-def _(arm: Arm) -> Outcome:
-    return _plain_trainer(arm, gradient_accumulation_steps=2)
-
-
-@case(
-    _GROUP,
-    "`Trainer(model=qsync.hybrid(...))`, `bf16=True`, of another base",
-    refused='give base="bf16" to qsync.hybrid',
-)
-def _(arm: Arm) -> Outcome:
-    return _plain_trainer(arm, bf16=True)
+cases(_GROUP, _plain_trainer, {
+    "`Trainer(model=qsync.hybrid(...))`, `remove_unused_columns=False`": {"gradient_accumulation_steps": 2},
+    "`Trainer(model=qsync.hybrid(...))`, `bf16=True`, of another base": {
+        "bf16": True, "refused": 'give base="bf16" to qsync.hybrid',
+    },
+})  # fmt: skip
 
 
 @case(
