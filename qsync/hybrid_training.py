@@ -49,7 +49,7 @@ from qsync.records.levers import SAVE_LESS, ClassLevers
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
-from qsync.replayer import Sized, profiles_under_levers
+from qsync.replayer import Recapture, profiles_under_levers
 from qsync.runtime.coverage import say_once
 from qsync.runtime.wrapping import check_plan_base, swap_plan, wrapping_of
 from qsync.tracing.held_state import undisturbed
@@ -378,7 +378,7 @@ def _write_report(file: Path, plan: Plan, folder: Path) -> None:
     try:
         basis = Basis.load(folder)
         profiles = profiles_under_levers(
-            basis.graph, basis.profiles, basis.cluster, plan.levers, Sized.load(folder)
+            basis.graph, basis.profiles, basis.cluster, plan.levers, Recapture.load(folder)
         )
         page.write(file, plan, replace(basis, profiles=profiles))
     except (OSError, QSyncError) as error:  # as where a full disk took neither profiles nor page
@@ -440,7 +440,7 @@ def _profile_and_plan(
         chosen = able.intersection(profiling.precisions or able)
         options = {**options, "base": str(default_base(graph, chosen))}
     other = options.get("other")
-    named = {**options, "other": other.graph.shapes_hash} if isinstance(other, Sized) else options
+    named = {**options, "other": other.graph.shapes_hash} if isinstance(other, Recapture) else options
     folder = plans / cache_key(graph, formed[0], {
         "precisions": profiling.precisions, "optimizer": profiling.make_optimizer, "loss": step.loss_fn,
         "cap": profiling.bucket_cap_bytes,
@@ -480,7 +480,11 @@ def _plan_and_save(
 
 
 def save_with_warnings(
-    folder: Path, plan: Plan, basis: Basis, budgets: Mapping[str, int] | None, other: Sized | None = None
+    folder: Path,
+    plan: Plan,
+    basis: Basis,
+    budgets: Mapping[str, int] | None,
+    other: Recapture | None = None,
 ) -> Plan:
     """Write a plan beside its basis, and log the reasons to doubt it, or why it is not kept.
 

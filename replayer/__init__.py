@@ -23,7 +23,7 @@ from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_
 from qsync.replayer.costs.class_costs import ClassCosts, cast_cost, run_cost
 from qsync.replayer.explanation.critical_path import CriticalPath, find_critical_path
 from qsync.replayer.levers.apply import profiles_under_levers
-from qsync.replayer.levers.batch_size import Sized
+from qsync.replayer.levers.batch_size import Recapture
 from qsync.replayer.memory_breakdown import Peak, peaks
 from qsync.replayer.simulate import changed_since_planned, replay
 from qsync.replayer.slowdown import slowed
@@ -39,7 +39,7 @@ __all__ = [
     "Event",
     "GradientExchange",
     "Peak",
-    "Sized",
+    "Recapture",
     "Timeline",
     "Variation",
     "Work",

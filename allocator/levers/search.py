@@ -53,7 +53,7 @@ from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.record_json import as_json
 from qsync.replayer.levers.apply import profiles_under_levers
-from qsync.replayer.levers.batch_size import Sized, check_other
+from qsync.replayer.levers.batch_size import Recapture, check_other
 
 # Objectives beyond any variance (given as a multiple of the plan's without levers): too slow, and infeasible.
 _TOO_SLOW, _INFEASIBLE = 1e6, 1e12
@@ -67,7 +67,7 @@ class Search:
     """
 
     def __init__(
-        self, basis: Basis, levers: Sequence[str], other: Sized | None, options: Mapping[str, Any]
+        self, basis: Basis, levers: Sequence[str], other: Recapture | None, options: Mapping[str, Any]
     ) -> None:
         _check_levers(basis, levers, other, options)
         self.basis, self.levers, self.other, self.options = basis, tuple(levers), other, dict(options)
@@ -189,13 +189,14 @@ def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
         raise FormatError(f"{alone[0]} is an option of a search over levers; name levers, too")
     if options.get("other") is None and not {SHARE, ACCUMULATE}.isdisjoint(levers):
         raise MismatchError(
-            "shares and passes take other numbers of samples than the batch; give other=qsync.replayer.Sized("
-            "qsync.capture(model, another_batch), {}), or leave share and accumulate out"
+            "shares and passes take other numbers of samples than the batch; give "
+            "other=qsync.replayer.Recapture(qsync.capture(model, another_batch), {}), or "
+            "leave share and accumulate out"
         )
     storage = options.get("storage")
     if storage is not None and not isinstance(storage, (str, Path)):
         raise FormatError(f"storage must be the path of a file of trials, found {shortened(storage)}")
-    check_kind(options.get("other"), (Sized, NoneType), "other", "qsync.replayer.Sized")
+    check_kind(options.get("other"), (Recapture, NoneType), "other", "qsync.replayer.Recapture")
     try:
         Options(**{name: value for name, value in options.items() if name in of_planner}).check()
     except TypeError as error:
@@ -211,7 +212,7 @@ def search(
     cluster: Cluster,
     *,
     levers: Sequence[str] | None = None,
-    other: Sized | None = None,
+    other: Recapture | None = None,
     trials: int = 40,
     storage: str | Path | None = None,
     seed: int = 0,
@@ -374,7 +375,7 @@ def _setting(attributes: Mapping[str, Any]) -> LeverSetting:
 
 
 def _check_levers(
-    basis: Basis, levers: Sequence[str], other: Sized | None, options: Mapping[str, Any]
+    basis: Basis, levers: Sequence[str], other: Recapture | None, options: Mapping[str, Any]
 ) -> None:
     """Raise FormatError for unknown levers, MismatchError for levers that lack what they need."""
     _check_names(levers)

@@ -24,7 +24,7 @@ from qsync.records.levers import (
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
 from qsync.replayer.communication import gradient_bytes
-from qsync.replayer.levers.batch_size import Sized, reach
+from qsync.replayer.levers.batch_size import Recapture, reach
 from qsync.replayer.levers.recomputation import blocks
 
 PASSES = (1, 2, 4, 8)
@@ -72,7 +72,7 @@ class Space:
     profiles: Mapping[str, Profile]
     cluster: Cluster
     levers: Sequence[str]
-    other: Sized | None = None
+    other: Recapture | None = None
     base: str | None = None
 
     def suggest(self, trial: Any) -> LeverSetting | None:

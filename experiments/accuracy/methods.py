@@ -29,7 +29,7 @@ from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.datasheets import datasheet
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
-from qsync.replayer import Sized
+from qsync.replayer import Recapture
 
 QSYNC_DEPTH, QSYNC_INT8 = "qsync_depth", "qsync_int8"
 NAMES = {
@@ -77,7 +77,7 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
     costs = learned_from(graph, profile)
     cluster, profiles = _on_cards(fill(profile, large, costs, measured_on=graph), large, costs)
     at = (large, profiles)
-    plans = ways(Basis(large, cluster, profiles, by_variance), Sized(graph, {}), _BASE)
+    plans = ways(Basis(large, cluster, profiles, by_variance), Recapture(graph, {}), _BASE)
     # QSync's own rule: operators recover by its indicator.
     own = plans[QSYNC]
     assert own.target_s is not None

@@ -14,7 +14,7 @@ from qsync.experiments.speedup.ways import every_share, has_int8_all, shared_by_
 from qsync.records.levers import SHARE
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
-from qsync.replayer import Sized, Timeline, profiles_under_levers, replay
+from qsync.replayer import Recapture, Timeline, profiles_under_levers, replay
 
 # In a base of 16 bits "weak_int8_all" stands in the place of "weak_bf16", which is that of plain DDP.
 # Where 16 bits are no faster than FP32, it stands beside it.
@@ -49,7 +49,7 @@ def planned_runs(
     basis: Basis,
     bucket_cap_bytes: int | None = None,
     base: Precision = Precision.FP32,
-    other: Sized | None = None,
+    other: Recapture | None = None,
     num_steps: int = 0,
 ) -> dict[str, Planned]:
     """Plan every run of the demo. Without a base of 16 bits the strong rank runs in FP32, plain or fast.
@@ -104,7 +104,7 @@ def replayed(
     planned: Mapping[str, Planned],
     basis: Basis,
     bucket_cap_bytes: int | None = None,
-    other: Sized | None = None,
+    other: Recapture | None = None,
 ) -> dict[str, Timeline]:
     """Replay the same plans from the profile and link of the whole training."""
     return {
@@ -116,7 +116,7 @@ def replayed(
     }  # fmt: skip
 
 
-def _priced(basis: Basis, plan: Plan, other: Sized | None) -> Mapping[str, Profile]:
+def _priced(basis: Basis, plan: Plan, other: Recapture | None) -> Mapping[str, Profile]:
     """Return the profiles with as many samples as the plan gives each class."""
     if plan.levers is None:
         return basis.profiles

@@ -40,7 +40,7 @@ from qsync.experiments.workloads.workload import Workload, evaluate, make_optimi
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.records.plan_folder import Basis, save_plan
-from qsync.replayer import Sized
+from qsync.replayer import Recapture
 from qsync.runtime import planned_forward
 from qsync.runtime.program import Program
 
@@ -107,12 +107,12 @@ class Measuring:
         self._rank = job.detect_rank(self._model, place.measured_share(), name)
         self._own = self._rank.device_class
         self._graph = job.form_graph(job.TrainingStep(self._model, self._batch, self._loss_fn))
-        self.smaller: Sized | None = None
+        self.smaller: Recapture | None = None
         if (half := len(inputs) // 2) > 0:
             torch._dynamo.reset()
             part = tuple(tensor[:half] for tensor in self._batch)
             step = job.TrainingStep(self._model, part, self._loss_fn)
-            self.smaller = Sized(job.form_graph(step), {})
+            self.smaller = Recapture(job.form_graph(step), {})
             torch._dynamo.reset()
         profiled = PROFILED_BELOW.get(base, PROFILED_BELOW_16BIT)
         if Precision.INT8_ALL in offered_precisions(place.device):

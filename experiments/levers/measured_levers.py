@@ -38,7 +38,7 @@ from qsync.records.base import parse_base
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
-from qsync.replayer import Sized, profiles_under_levers
+from qsync.replayer import Recapture, profiles_under_levers
 from qsync.replayer.levers.recomputation import blocks
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -106,7 +106,7 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     else:
         smaller = tuple(t[: len(t) // 2] for t in batch)
         half = _basis(job.TrainingStep(model, smaller, loss), own, precisions)
-        other = Sized(half.graph, half.profiles)
+        other = Recapture(half.graph, half.profiles)
         base = config.get("base")
         make = partial(_plans_above, base=base) if base else _plans
         plans = plans_of_first_rank(lambda: make(whole, other, trials))
@@ -141,7 +141,7 @@ def _basis(
     return form_basis(step, rank, graph, job.form_cluster(rank), options)
 
 
-def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Plan]:
+def _plans(basis: Basis, other: Recapture, trials: int) -> dict[str, Plan]:
     """Return plans in FP32 with one lever each, then with precisions: without levers, and as searched."""
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
     captured, slow = basis.graph.batch_shapes[0][0], 1e3  # so long a target is always reached
@@ -166,7 +166,7 @@ def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Plan]:
     }  # fmt: skip
 
 
-def _plans_above(basis: Basis, other: Sized, trials: int, base: str) -> dict[str, Plan]:
+def _plans_above(basis: Basis, other: Recapture, trials: int, base: str) -> dict[str, Plan]:
     """Return plans above a base: nothing lowered, shares by speed, precisions alone, and both.
 
     Shares by speed are those of the least predicted step. The target of both is the least step that any

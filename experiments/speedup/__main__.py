@@ -27,7 +27,7 @@ from qsync.experiments.speedup.ways import ways
 from qsync.experiments.workloads.subjects import NAMES
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.replayer import Sized
+from qsync.replayer import Recapture
 
 SHARES, MEASURED = (0.2, 0.35, 0.5, 0.7, 0.85), (0.35, 0.5, 0.7)
 MODELS = ("gpt", "bert", "resnet")
@@ -89,7 +89,7 @@ def _replayed(folder: Path, share: float, count: int) -> dict[str, Any]:
     """Replay every way for so many ranks of this machine and as many of a share of it."""
     model = MeasuredModel.load(folder)
     basis = model.beside_share(share, count)
-    found = _rows(ways(basis, Sized(model.large, {}), Precision.FP32_FAST), basis)
+    found = _rows(ways(basis, Recapture(model.large, {}), Precision.FP32_FAST), basis)
     return {"model": folder.name, "share": share, "ranks": 2 * count, "ways": found}
 
 
@@ -97,7 +97,7 @@ def _simulated(folder: Path, pair: tuple[str, str]) -> dict[str, Any]:
     """Replay every way for two GPUs as their data sheets have them."""
     model = MeasuredModel.load(folder)
     basis = model.on_cards(pair)
-    found = _rows(ways(basis, Sized(model.graph, {}), Precision.FP32), basis)
+    found = _rows(ways(basis, Recapture(model.graph, {}), Precision.FP32), basis)
     return {"model": folder.name, "pair": " + ".join(pair), "ranks": 2, "ways": found}
 
 

@@ -19,7 +19,7 @@ from qsync.experiments.speedup.report import row
 from qsync.experiments.speedup.ways import ALONE, first_alike, ways
 from qsync.experiments.workloads.subjects import subject
 from qsync.experiments.workloads.workload import make_optimizer
-from qsync.replayer import Sized
+from qsync.replayer import Recapture
 
 _WARM = 2  # steps of a turn that are left out
 
@@ -44,7 +44,7 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     # Small batches cost more than in proportion: shares are priced between two profiles.
     half = replace(step, batch=tuple(t[: len(t) // 2] for t in batch))
     smaller = job.form_graph(half)
-    other = Sized(smaller, form_basis(half, own, smaller, formed, options).profiles)
+    other = Recapture(smaller, form_basis(half, own, smaller, formed, options).profiles)
     base = Precision.parse(config["base"])
     plans = plans_of_first_rank(lambda: ways(basis, other, base))
     taken_by = {way: first_alike(way, plans) for way in plans}

@@ -16,7 +16,7 @@ from qsync.experiments.harness.ranks import MARGIN
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
-from qsync.replayer import Sized, profiles_under_levers
+from qsync.replayer import Recapture, profiles_under_levers
 from qsync.replayer.levers.batch_size import reach
 
 ALONE, DDP, LB_BSP = "alone", "ddp", "lb_bsp"
@@ -38,7 +38,7 @@ TITLES: Mapping[str, str] = {
 _SLACK, _ROUNDING, _MOST_SHARES = 0.02, 1e-6, 30
 
 
-def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
+def ways(basis: Basis, other: Recapture, base: Precision) -> dict[str, Plan]:
     """Return each way as a plan; the basis has two classes, the fast one first.
 
     `other` is the model captured with another number of samples. 16 bits are BF16, or FP16 where that is
@@ -111,7 +111,7 @@ def _step_s(plan: Plan) -> float:
     return plan.step_s
 
 
-def every_share(basis: Basis, other: Sized) -> Iterator[dict[str, Profile]]:
+def every_share(basis: Basis, other: Recapture) -> Iterator[dict[str, Profile]]:
     """Yield the profiles of two classes at the shares of the batch that their costs reach, equal ones first.
 
     The samples of all ranks together stay the same. Of many shares, 30 or so are taken, evenly.

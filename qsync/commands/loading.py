@@ -14,7 +14,7 @@ from qsync.records.levers import Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
-from qsync.replayer import Sized, changed_since_planned, profiles_under_levers
+from qsync.replayer import Recapture, changed_since_planned, profiles_under_levers
 
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
 
@@ -35,7 +35,7 @@ def load_plan(
     folder = folder or plan_file.parent
     basis = load_basis(folder, cluster, force=force)
     plan.check_graph(basis.graph)
-    found = under_levers(basis, plan.levers, Sized.load(folder))
+    found = under_levers(basis, plan.levers, Recapture.load(folder))
     if cluster is None and not force:
         doubt = changed_since_planned(found.graph, plan, found.profiles, found.cluster)
         if doubt:
@@ -79,7 +79,7 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: 
     return replace(basis, profiles={**basis.profiles, **simulated})
 
 
-def under_levers(basis: Basis, levers: Levers | None, other: Sized | None) -> Basis:
+def under_levers(basis: Basis, levers: Levers | None, other: Recapture | None) -> Basis:
     """Return the basis with its profiles adapted to the levers of a plan."""
     return replace(
         basis, profiles=profiles_under_levers(basis.graph, basis.profiles, basis.cluster, levers, other)

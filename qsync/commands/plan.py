@@ -223,9 +223,9 @@ def _search_levers(
 ) -> tuple[Basis, Plan]:
     from qsync.allocator import search as search_levers
     from qsync.commands.loading import under_levers
-    from qsync.replayer import Sized
+    from qsync.replayer import Recapture
 
-    other = Sized.load(folder)
+    other = Recapture.load(folder)
     named = [name.strip() for name in (search.levers or "").split(",") if name.strip()]
     with working("searching levers") as progress:
         chosen = search_levers(

@@ -16,7 +16,7 @@ from qsync.records.levers import CarriedTo, ClassLevers, Levers, samples_of
 from qsync.records.precision import keeps_weight_casts
 from qsync.records.profiles import Profile
 from qsync.replayer.levers.accumulation import in_passes, with_other_passes
-from qsync.replayer.levers.batch_size import Sized, at_samples, resized
+from qsync.replayer.levers.batch_size import Recapture, at_samples, resized
 from qsync.replayer.levers.recomputation import mark_recomputed, with_recomputation
 
 
@@ -25,7 +25,7 @@ def profiles_under_levers(
     profiles: Mapping[str, Profile],
     cluster: Cluster,
     levers: Levers | None,
-    other: Sized | None = None,
+    other: Recapture | None = None,
     known: dict[tuple[str, ClassLevers], Profile] | None = None,
 ) -> dict[str, Profile]:
     """Return the profiles of the cluster's classes under these levers.
@@ -69,7 +69,7 @@ def profiles_under_levers(
 
 
 def _of_class(
-    graph: OpGraph, profile: Profile, levers: ClassLevers, other: Sized | None, device: str
+    graph: OpGraph, profile: Profile, levers: ClassLevers, other: Recapture | None, device: str
 ) -> Profile:
     captured = samples_of(graph)
     samples = levers.samples or captured

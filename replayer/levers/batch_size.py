@@ -30,10 +30,10 @@ REACH_ALONE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class Recapture:
     """One model captured once more, with another number of samples, and the profiles made with it, if any.
 
-    >>> Sized(qsync.capture(model, smaller_batch), {"infer": qsync.profile(model, smaller_batch)})
+    >>> Recapture(qsync.capture(model, smaller_batch), {"infer": qsync.profile(model, smaller_batch)})
     """
 
     graph: OpGraph
@@ -46,7 +46,7 @@ class Sized:
             profile.save(folder / OTHER / f"profile-{name}.json")
 
     @classmethod
-    def load(cls, folder: Path) -> Sized | None:
+    def load(cls, folder: Path) -> Recapture | None:
         """Return the model with another number of samples; None where FOLDER/other has no graph.json.
 
         Shares of the batch and passes are planned with it. Profiles beside that graph are read as well.
@@ -145,10 +145,10 @@ def check_other(graph: OpGraph, other: OpGraph) -> None:
         )
 
 
-def reach(profile: Profile, graph: OpGraph, other: Sized | None) -> tuple[int, int]:
+def reach(profile: Profile, graph: OpGraph, other: Recapture | None) -> tuple[int, int]:
     """Return the least and the most samples in one pass for which a class's costs hold.
 
-    >>> reach(profile, graph, Sized(smaller, {}))
+    >>> reach(profile, graph, Recapture(smaller, {}))
     """
     sizes, factor = [samples_of(graph)], REACH_ALONE
     if other is not None and profile.device_class in other.profiles:
@@ -157,14 +157,19 @@ def reach(profile: Profile, graph: OpGraph, other: Sized | None) -> tuple[int, i
 
 
 def at_samples(
-    profile: Profile, graph: OpGraph, other: Sized, samples: int, at: OpGraph, loaded: int | None = None
+    profile: Profile,
+    graph: OpGraph,
+    other: Recapture,
+    samples: int,
+    at: OpGraph,
+    loaded: int | None = None,
 ) -> Profile:
     """Return a profile at another number of samples; `at` is the graph with this number.
 
     `loaded` is the number of samples that the loader supplies per step, if it differs from `samples`. Raises
     FormatError for a number too far from the profiled ones.
 
-    >>> at_samples(profile, graph, Sized(smaller, {"infer": its}), 6, resized(graph, smaller, 6))
+    >>> at_samples(profile, graph, Recapture(smaller, {"infer": its}), 6, resized(graph, smaller, 6))
     """
     first, loaded = samples_of(graph), loaded or samples
     second = other.profiles.get(profile.device_class)
@@ -195,7 +200,7 @@ def at_samples(
     )  # fmt: skip
 
 
-def _check_reach(profile: Profile, graph: OpGraph, other: Sized, samples: int) -> None:
+def _check_reach(profile: Profile, graph: OpGraph, other: Recapture, samples: int) -> None:
     least, most = reach(profile, graph, other)
     if not least <= samples <= most:
         known = str(samples_of(graph))

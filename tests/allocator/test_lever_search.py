@@ -27,7 +27,7 @@ from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer import Sized, profiles_under_levers
+from qsync.replayer import Recapture, profiles_under_levers
 
 GRAPH, SMALLER = encoder(2, rows=32), encoder(2, rows=16)
 SLOW = {"train": 1.0, "infer": 3.0}
@@ -37,7 +37,7 @@ def profiles_of(graph):
     return {n: profile_of(graph, n, slow=slow, latency_s=1e-8, cast_s=1e-11) for n, slow in SLOW.items()}
 
 
-PROFILES, OTHER = profiles_of(GRAPH), Sized(SMALLER, profiles_of(SMALLER))
+PROFILES, OTHER = profiles_of(GRAPH), Recapture(SMALLER, profiles_of(SMALLER))
 CLUSTER, SENSITIVITY = cluster_of(), sensitivity_of(GRAPH)
 PARTS = (GRAPH, PROFILES, SENSITIVITY, CLUSTER)
 FAST = {"slack": 0.3}
@@ -80,7 +80,7 @@ def in_fp32_alone(counts: dict[str, int] | None = None, **cluster):
         {n: profile_of(g, n, slow=s, latency_s=1e-8, **offered) for n, s in SLOW.items()}
         for g in (GRAPH, SMALLER)
     )
-    machines, other = cluster_of(counts, **offered, **cluster), Sized(SMALLER, smaller)
+    machines, other = cluster_of(counts, **offered, **cluster), Recapture(SMALLER, smaller)
     parts = (GRAPH, profiles, SENSITIVITY, machines)
     strong, weak = (c.count for c in machines.classes)
 
@@ -166,7 +166,7 @@ def test_without_a_target_that_can_be_reached_the_step_is_named():
 def test_a_second_capture_of_another_model_is_refused_before_the_search():
     for other, why in ((encoder(3, rows=16), "not of the same operators"), (GRAPH, "both captures .* have")):
         with pytest.raises(MismatchError, match=why):
-            search(*PARTS, levers=["share"], other=Sized(other, {}), trials=2, **FAST)
+            search(*PARTS, levers=["share"], other=Recapture(other, {}), trials=2, **FAST)
 
 
 def test_inputs_of_a_second_capture_may_have_other_names():
@@ -181,8 +181,8 @@ def test_inputs_of_a_second_capture_may_have_other_names():
         ops=tuple(replace(op, inputs=theirs(op.inputs), kept=theirs(op.kept)) for op in SMALLER.ops),
     )
     assert names and renamed.hash == SMALLER.hash
-    expected = search(*PARTS, levers=["share"], other=Sized(SMALLER, {}), trials=4, **FAST)
-    found = search(*PARTS, levers=["share"], other=Sized(renamed, {}), trials=4, **FAST)
+    expected = search(*PARTS, levers=["share"], other=Recapture(SMALLER, {}), trials=4, **FAST)
+    found = search(*PARTS, levers=["share"], other=Recapture(renamed, {}), trials=4, **FAST)
     assert found.levers == expected.levers and found.step_s == expected.step_s
 
 
@@ -264,7 +264,7 @@ def test_shares_keep_the_batch_and_stay_within_what_was_profiled(counts, parts):
     cluster = cluster_of({f"class{i}": count for i, count in enumerate(counts)})
     one = profile_of(GRAPH, "any")
     profiles = {c.name: replace(one, device_class=c.name) for c in cluster.classes}
-    space = Space(GRAPH, profiles, cluster, ["share"], Sized(SMALLER, {}))
+    space = Space(GRAPH, profiles, cluster, ["share"], Recapture(SMALLER, {}))
     drawn = iter(parts)
     shares = space._shared(lambda name, low, high: next(drawn))
     assert sum(c.count * shares[c.name] for c in cluster.classes) == 32 * cluster.num_ranks

@@ -36,7 +36,7 @@ from qsync.records.levers import Levers
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.save_less import ops_that_save_less
-from qsync.replayer import Sized, replay
+from qsync.replayer import Recapture, replay
 
 FP32, BF16, INT8 = Precision.FP32, Precision.BF16, Precision.INT8
 
@@ -292,7 +292,7 @@ def test_without_times_of_it_the_lever_is_left_out_and_the_plan_says_so():
     profiles = pair(GRAPH)
     parts = (GRAPH, profiles, SENSITIVITY, CLUSTER)
     smaller = encoder(2, width=16, rows=128)
-    plan = search(*parts, other=Sized(smaller, {}), trials=2, slack=0.1)
+    plan = search(*parts, other=Recapture(smaller, {}), trials=2, slack=0.1)
     assert "profile with save_less=True" in plan.levers.untried["save_less"]
     assert Levers.from_json(plan.levers.to_json()) == plan.levers
     assert any(line.startswith("save_less was not tried: no profile has") for line in lever_lines(plan))

@@ -13,7 +13,7 @@ from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer import Sized, profiles_under_levers, replay, slowed
+from qsync.replayer import Recapture, profiles_under_levers, replay, slowed
 
 GRAPH = encoder(2)
 PROFILES = {
@@ -149,7 +149,7 @@ def test_a_card_takes_as_many_samples_as_its_class():
     graph, smaller = mlp(3, rows=16), mlp(3, rows=8)
     levers = Levers({"train": ClassLevers(24), "infer": ClassLevers(8)})
     profiles = {"train": profile_of(graph, "train"), "infer": profile_of(graph, "infer", slow=2.0)}
-    profiles = profiles_under_levers(graph, profiles, cluster_of(), levers, Sized(smaller, {}))
+    profiles = profiles_under_levers(graph, profiles, cluster_of(), levers, Recapture(smaller, {}))
     base = {op.name: Precision.FP32 for op in graph.adjustable}
     plan = Plan(graph.model, graph.hash, {name: ClassPlan(base) for name in profiles}, levers=levers)
     found = what_ifs(graph, plan, profiles, sensitivity_of(graph), cluster_of())

@@ -24,7 +24,7 @@ from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
-from qsync.replayer import Sized
+from qsync.replayer import Recapture
 
 CLUSTER_TOML = """
 [[classes]]
@@ -259,7 +259,7 @@ def test_a_plan_with_levers_is_replayed_and_explained_under_them(qsync, refused,
     other.save(folder / "other" / "graph.json")
     basis = Basis.load(folder)
     levers = Levers({"train": ClassLevers(44), "infer": ClassLevers(20, passes=2)})
-    under = under_levers(basis, levers, Sized.load(folder))
+    under = under_levers(basis, levers, Recapture.load(folder))
     plan = allocate(under.graph, under.profiles, under.sensitivity, under.cluster)
     plan.save(folder / "plan.json")
     code, out, _ = qsync("replay", folder / "plan.json", "--json")

@@ -168,7 +168,7 @@ def test_shares_are_planned_with_a_second_capture_and_predicted_again_after_a_re
     body = """
 from pathlib import Path
 from qsync.distributed.monitoring import drift_monitor
-from qsync.replayer import Sized
+from qsync.replayer import Recapture
 
 form_basis, formed = ddp_profiling.form_basis, []
 
@@ -189,7 +189,7 @@ dist.broadcast_object_list(step)
 for start in ("first", "second"):
     # a second capture is named by who makes it: the model is called by position, or by name
     half = batch(size=128, width=512)[0] if start == "first" else {"x": batch(size=128, width=512)[0]}
-    other = Sized(qsync.capture(make(width=512), half), {})
+    other = Recapture(qsync.capture(make(width=512), half), {})
     model = qsync.hybrid(
         make(width=512), large, **options, levers=["share"], other=other, trials=6, target_s=0.8 * step[0]
     )
@@ -197,7 +197,7 @@ for start in ("first", "second"):
     plans = {file: qsync.Plan.load(file) for file in Path(cache).glob("*/plan.json")}
     (folder, plan) = next((file.parent, plan) for file, plan in plans.items() if plan.levers)
     total = sum(plan.levers[of].samples for of in ("strong", "weak"))
-    say(f"{start}: {predicted is not None} {len(plans)} {total} {Sized.load(folder) is not None}")
+    say(f"{start}: {predicted is not None} {len(plans)} {total} {Recapture.load(folder) is not None}")
     loss_fn(model, batch(size=plan.levers[name].samples, width=512)).backward()
 say(f"profiled: {len(formed)}")
 dist.destroy_process_group()

@@ -24,7 +24,7 @@ from qsync.experiments.harness.ranks import ALONE, FAST, WEAK
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
-from qsync.replayer import Sized
+from qsync.replayer import Recapture
 
 WEAK_SHARE = 0.35
 BELOW_FP32 = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
@@ -250,7 +250,7 @@ def test_samples_by_speed_round_nothing_and_are_faster_than_equal_ones():
     speeds = ((ALONE, 1.0), (FAST, 1.0), (WEAK, 3.0))
     profiles = {name: profile_of(graph, name, slow=slow) for name, slow in speeds}
     basis = Basis(graph, cluster_of({FAST: 1, WEAK: 1}), profiles, sensitivity_of(graph))
-    planned = planned_runs(basis, other=Sized(other, {}))
+    planned = planned_runs(basis, other=Recapture(other, {}))
     assert tuple(planned) == NAMES
     plan = planned["lb_bsp"].plan
     samples = [plan.levers[name].samples for name in (FAST, WEAK)]
@@ -259,7 +259,7 @@ def test_samples_by_speed_round_nothing_and_are_faster_than_equal_ones():
     own, shared = planned["qsync"], planned["qsync_share"]
     assert shared.timeline.step_s <= 1.001 * min(own.timeline.step_s, planned["lb_bsp"].timeline.step_s)
     assert shared.plan.added_variance < own.plan.added_variance
-    again = replayed(planned, basis, other=Sized(other, {}))
+    again = replayed(planned, basis, other=Recapture(other, {}))
     for name in ("lb_bsp", "qsync_share"):
         assert again[name].step_s == pytest.approx(planned[name].timeline.step_s)
 

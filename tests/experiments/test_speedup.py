@@ -35,7 +35,7 @@ from qsync.experiments.speedup.ways import (
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
-from qsync.replayer import Sized, replay
+from qsync.replayer import Recapture, replay
 
 ROWS = 16
 
@@ -46,7 +46,7 @@ def basis_of(slow: float = 2.0, counts: dict[str, int] | None = None) -> Basis:
     return Basis(graph, cluster_of(counts), profiles, sensitivity_of(graph))
 
 
-OTHER = Sized(mlp(4, width=64, rows=ROWS // 2), {})
+OTHER = Recapture(mlp(4, width=64, rows=ROWS // 2), {})
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,9 @@ def test_shares_are_tried_evenly_and_the_equal_one_among_them(monkeypatch, rows,
         "qsync.experiments.speedup.ways.profiles_under_levers",
         lambda graph, profiles, cluster, levers, other: levers["infer"].samples,
     )
-    sizes = list(every_share(Basis(graph, cluster_of(), profiles, sensitivity_of(graph)), Sized(other, {})))
+    sizes = list(
+        every_share(Basis(graph, cluster_of(), profiles, sensitivity_of(graph)), Recapture(other, {}))
+    )
     assert sizes[0] == rows and len(set(sizes)) == len(sizes) and least <= len(sizes) <= 32
     gaps = {b - a for a, b in itertools.pairwise(sizes[1:]) if b > a}
     assert max(gaps) <= 2 * min(gaps)

@@ -23,7 +23,7 @@ from qsync.predictor.profiling.memory_trace import StepBytes, TimeMarks, residua
 from qsync.records.memory_residuals import MemoryResiduals, Residual
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile
-from qsync.replayer import Sized, replay
+from qsync.replayer import Recapture, replay
 from qsync.replayer.levers.batch_size import at_samples, resized
 from qsync.replayer.memory_breakdown import peaks
 from qsync.runtime import choosers, planned_forward
@@ -217,7 +217,7 @@ def test_residuals_follow_the_samples_and_leave_with_the_model():
     name = large.ops[0].name
     residuals = MemoryResiduals({name: {"fp32": Residual(1000, 10, -20)}}, Residual(forward=30))
     profile = replace(profile_of(large), memory_residuals=residuals)
-    half = at_samples(profile, large, Sized(small, {}), 8, resized(large, small, 8))
+    half = at_samples(profile, large, Recapture(small, {}), 8, resized(large, small, 8))
     assert half.memory_residuals.of(name, "fp32") == Residual(500, 5, -10)
     assert half.memory_residuals.loss.forward == 15
     assert not profile.what_if(small).memory_residuals

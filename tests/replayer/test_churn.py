@@ -27,7 +27,7 @@ from qsync.replayer.churn import (
     read_events,
 )
 from qsync.replayer.churn.trace import check_events
-from qsync.replayer.levers.batch_size import Sized
+from qsync.replayer.levers.batch_size import Recapture
 
 RANKS = {"a": 1, "b": 2}
 COSTS = ChurnCosts(2.0, 4.0, 1.0, 3.0, 1.0, 2.0, release_s=0.0)
@@ -311,7 +311,7 @@ def test_the_planned_membership_takes_the_replayed_step():
 def test_levers_are_kept_and_their_shares_in_proportion():
     levers = Levers({"train": ClassLevers(44, passes=2), "infer": ClassLevers(20, passes=2)})
     cluster = cluster_of({"train": 1, "infer": 1})
-    profiles = profiles_under_levers(GRAPH, PROFILES, cluster, levers, Sized(encoder(2, rows=16), {}))
+    profiles = profiles_under_levers(GRAPH, PROFILES, cluster, levers, Recapture(encoder(2, rows=16), {}))
     steps, plan = steps_of(cluster, profiles)
     ranks = {"train": 1, "infer": 1}
     assert steps.shares(ranks) == {"train": 44, "infer": 20}

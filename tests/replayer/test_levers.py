@@ -19,7 +19,7 @@ from qsync.records.levers import ClassLevers, Levers, Without, samples_of
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer import GradientExchange, Sized, profiles_under_levers, replay
+from qsync.replayer import GradientExchange, Recapture, profiles_under_levers, replay
 from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 from qsync.replayer.levers.accumulation import with_other_passes
 from qsync.replayer.levers.batch_size import at_samples, resized
@@ -36,8 +36,8 @@ def profiles_of(graph, **changes):
 
 
 GRAPH, SMALLER = mlp(3, rows=16), mlp(3, rows=8)
-PROFILES, OTHER = profiles_of(GRAPH), Sized(SMALLER, profiles_of(SMALLER))
-ALONE = Sized(SMALLER, {})
+PROFILES, OTHER = profiles_of(GRAPH), Recapture(SMALLER, profiles_of(SMALLER))
+ALONE = Recapture(SMALLER, {})
 CLUSTER, SENSITIVITY = cluster_of(), sensitivity_of(GRAPH)
 
 
@@ -91,7 +91,7 @@ def test_a_step_of_several_whole_passes_waits_for_all_its_samples():
 
 
 def test_below_both_profiles_the_smaller_one_is_the_nearer():
-    other = Sized(mlp(3, rows=20), profiles_of(mlp(3, rows=20)))
+    other = Recapture(mlp(3, rows=20), profiles_of(mlp(3, rows=20)))
     fits = {name: replace(p, cast_fit=dict(list(p.cast_fit.items())[:1])) for name, p in PROFILES.items()}
     at = resized(GRAPH, other.graph, 12)
     found = at_samples(fits["infer"], GRAPH, other, 12, at)
@@ -111,7 +111,7 @@ def test_between_two_profiles_costs_lie_on_the_line_through_them():
     casts = {("x", "fp32", "bf16"): Cost(1.0)}, {("x", "fp32", "bf16"): Cost(0.5)}
     one = replace(PROFILES["infer"], host_s=3e-5, outside=Cost(2e-6, 4e-6), casts=casts[0])
     two = replace(OTHER.profiles["infer"], host_s=1e-5, outside=Cost(1e-6, 2e-6), casts=casts[1])
-    found = at_samples(one, GRAPH, Sized(SMALLER, {"infer": two}), 12, at)
+    found = at_samples(one, GRAPH, Recapture(SMALLER, {"infer": two}), 12, at)
     assert (found.host_s, found.outside.total_s) == pytest.approx((2e-5, 4.5e-6))
     assert found.casts["x", "fp32", "bf16"].forward_s == pytest.approx(0.75)
 
@@ -144,7 +144,7 @@ def test_passes_cost_their_sum_but_for_weights_that_are_cast_once(device):
     half = replace(profile_of(SMALLER, "infer", **costs), machine={"device": device})
     of_device = replace(PROFILES["infer"], machine={"device": device}, bucket_s_per_byte=1e-12)
     whole, cluster = {**PROFILES, "infer": of_device}, cluster_of(device=device)
-    twice = levered(Sized(SMALLER, {"infer": half}), whole, cluster, infer=ClassLevers(passes=2))["infer"]
+    twice = levered(Recapture(SMALLER, {"infer": half}), whole, cluster, infer=ClassLevers(passes=2))["infer"]
 
     def work(profile, graph):
         costs = vectorized_costs_of(Tabulated(graph, {"fc1": BF16}, "bf16"), profile)
@@ -172,7 +172,7 @@ def test_passes_save_what_waits_for_backward_and_pay_with_a_second_gradient():
     profiles = profiles_of(wide)
     whole, half = memory(wide, profiles), memory(narrow, profiles_of(narrow))
     found = profiles_under_levers(
-        wide, profiles, cluster, Levers({"infer": ClassLevers(passes=2)}), Sized(narrow, {})
+        wide, profiles, cluster, Levers({"infer": ClassLevers(passes=2)}), Recapture(narrow, {})
     )
     gradients, rest = 4 * 3 * (16 * 16 + 16), 4 * 512 * 16
     assert memory(wide, found) == half + gradients + rest < whole
@@ -192,7 +192,7 @@ def test_an_absent_gpu_casts_its_weights_in_every_pass():
             name: replace(profile, machine={}, origin="simulated")
             for name, profile in profiles_of(graph).items()
         }
-        found = profiles_under_levers(graph, absent, cluster, levers, Sized(smaller, {}))
+        found = profiles_under_levers(graph, absent, cluster, levers, Recapture(smaller, {}))
         return replay(graph, plan, found, cluster)["infer"].compute_s
 
     assert compute_s("cuda") > compute_s("cpu")
@@ -220,7 +220,8 @@ def test_under_levers_the_exact_solver_is_exact():
     graph, smaller = mlp(3, rows=16), mlp(3, rows=8)
     profiles = profiles_under_levers(
         graph, profiles_of(graph), CLUSTER,
-        Levers({"train": ClassLevers(20, passes=2), "infer": ClassLevers(12, passes=2)}), Sized(smaller, {}),
+        Levers({"train": ClassLevers(20, passes=2), "infer": ClassLevers(12, passes=2)}),
+        Recapture(smaller, {}),
     )  # fmt: skip
     plan = allocate(graph, profiles, SENSITIVITY, CLUSTER, slack=0.1, gap=0.0)
     names, problem = [op.name for op in graph.adjustable], make_problem(graph, profiles, SENSITIVITY, CLUSTER)
@@ -289,7 +290,7 @@ def test_batch_norm_under_unequal_shares_is_doubted():
     graph, smaller = images(2, rows=16), images(2, rows=8)
     for levers, expected in (({"infer": ClassLevers(passes=2)}, 1), ({}, 0)):
         profiles = profiles_under_levers(
-            graph, profiles_of(graph), CLUSTER, Levers(levers), Sized(smaller, {})
+            graph, profiles_of(graph), CLUSTER, Levers(levers), Recapture(smaller, {})
         )
         plan = allocate(graph, profiles, sensitivity_of(graph), CLUSTER)
         found = [text for text in find_warnings(graph, plan, profiles, CLUSTER) if "batch norms" in text]

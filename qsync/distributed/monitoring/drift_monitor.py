@@ -39,7 +39,7 @@ from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.replayer import Sized, profiles_under_levers, replay
+from qsync.replayer import Recapture, profiles_under_levers, replay
 from qsync.replayer.costs.sequence_costs import SequenceCost, sequence_costs
 from qsync.replayer.explanation.phases import (
     TOLERANCE,
@@ -78,7 +78,7 @@ class Prediction:
             try:
                 basis = Basis.load(folder)
                 profiles = profiles_under_levers(
-                    basis.graph, basis.profiles, basis.cluster, plan.levers, Sized.load(folder)
+                    basis.graph, basis.profiles, basis.cluster, plan.levers, Recapture.load(folder)
                 )
                 timeline = replay(
                     basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes

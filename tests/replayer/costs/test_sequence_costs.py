@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import qsync
 from qsync.errors import FormatError
 from qsync.records.levers import ClassLevers, Levers
-from qsync.replayer import Sized, profiles_under_levers, replay
+from qsync.replayer import Recapture, profiles_under_levers, replay
 from qsync.replayer.costs.sequence_costs import (
     SequenceCost,
     hand_out,
@@ -127,7 +127,7 @@ def test_a_class_with_its_own_share_has_the_costs_of_its_own_sequences():
     graph, half = (qsync.capture(Attention(True), torch.randn(num, 24, 16)) for num in (8, 4))
     profiles = {name: profile_of(graph, name, slow=slow) for name, slow in (("train", 1.0), ("infer", 2.0))}
     levers = Levers({"train": ClassLevers(12), "infer": ClassLevers(4)})
-    profiles = profiles_under_levers(graph, profiles, cluster_of(), levers, Sized(half, {}))
+    profiles = profiles_under_levers(graph, profiles, cluster_of(), levers, Recapture(half, {}))
     timeline = replay(graph, {"train": {}, "infer": {}}, profiles, cluster_of())
     for name, cost in sequence_costs(graph, timeline, profiles).items():
         own = {"train": 12, "infer": 4}[name]
