@@ -48,6 +48,7 @@ def test_a_processor_without_any_of_them_has_its_plain_name(monkeypatch, tmp_pat
     assert name_with(monkeypatch, tmp_path, "sse2") == "EPYC 25.17"
 
 
+@pytest.mark.deep  # half a minute of LLVM; the next one is quick, and fails on what is not told
 @pytest.mark.skipif(not processor.granted_flags() & {"avx2"}, reason="needs an x86 processor's flags")
 def test_casts_use_no_instruction_set_that_is_withheld():
     """LLVM knows a Zen 4 by its model, and takes AVX-512 for granted, which a hypervisor may withhold."""

@@ -96,6 +96,7 @@ def test_a_run_is_a_function_of_its_seed(workload):
 
 
 @pytest.mark.dist
+@pytest.mark.deep
 def test_real_ranks_compute_what_one_process_does(tmp_path):
     assignments = {FAST: {}, WEAK: {"blocks.0.mlp.fc": "int8"}}
     run = TrainingRun("gpt", {"assignments": assignments, "samples": {FAST: 10, WEAK: 6}}, 0, 3, tmp_path)

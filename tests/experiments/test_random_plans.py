@@ -49,7 +49,7 @@ def test_the_ends_of_the_interval_lie_inside():
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.deep
 def test_two_unequal_ranks_are_judged(tmp_path):
     runs = run_subject("vgg", 2, tmp_path, num_plans=2, turns=1)
     assert {name for run in runs for name in run.assignments} == {"train", "infer"}
