@@ -460,7 +460,7 @@ def edited(tmp_path, plan: Plan, change) -> Plan:
 
 def test_a_hand_edited_plan_with_an_unknown_precision_does_not_load(tmp_path):
     plan = plan_for(*build("mlp"))
-    with pytest.raises(FormatError, match="'infer', operator 'fc1': unknown precision 'int7'"):
+    with pytest.raises(FormatError, match="classes, infer, assignment, fc1: unknown precision 'int7'"):
         edited(tmp_path, plan, lambda assignment: assignment.update(fc1="int7"))
 
 
