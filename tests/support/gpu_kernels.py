@@ -14,7 +14,7 @@ from qsync import backend
 from qsync.backend.casts import cast_ops
 from qsync.backend.compressed_saves import deferred_flags
 from qsync.backend.cutlass import products
-from qsync.backend.cutlass.tuning import Setting
+from qsync.backend.cutlass.tuning import LaunchSetting
 from qsync.backend.selection.kernel_candidates import candidates
 from qsync.backend.selection.kernel_selection import Kernels
 from qsync.errors import UnsupportedError
@@ -82,7 +82,7 @@ def pretend_gpu(monkeypatch, which):
     monkeypatch.setattr("qsync.backend.cutlass.compiled_products.unavailable", lambda *_: None)
     monkeypatch.setattr(products, "_on", lambda device: nullcontext())
     monkeypatch.setattr(products, "_stream", lambda device: 0)
-    monkeypatch.setattr(products, "_setting", lambda call, inner: Setting("128x128x64/4", 1))
+    monkeypatch.setattr(products, "_setting", lambda call, inner: LaunchSetting("128x128x64/4", 1))
     kernels = OfAGpu(which)
     monkeypatch.setattr(backend, "select", lambda device: kernels, raising=False)
     return kernels
