@@ -415,8 +415,11 @@ class Program:
     def _tracing_shown(self) -> Iterator[None]:
         """Show that torch traces the model anew, which takes seconds, as long as it does."""
         with ExitStack() as shown:
-            title = f"qsync: tracing {self.name} anew, for inputs unlike those before"
-            begin = cache(lambda: shown.enter_context(shown_on_rank_zero(title)))
+
+            @cache
+            def begin() -> None:
+                title = f"qsync: tracing {self.name} anew, for inputs unlike those before"
+                shown.enter_context(shown_on_rank_zero(title))
 
             def show(_: CallbackArgs) -> None:
                 if self._has_run:

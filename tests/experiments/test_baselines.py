@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from probed_models import linear, mixed, summed
 from torch import nn
 
 import qsync
@@ -13,30 +14,6 @@ from qsync.experiments.sensitivity.baselines import BASELINES, sensitivity_by
 from qsync.records.precision import Precision
 
 BF16, INT8 = Precision.BF16, Precision.INT8
-
-
-def summed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().sum()
-
-
-def linear() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 16)), torch.randn(8, 32)
-
-
-def mixed() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.second(F.gelu(self.first(x)))
-            return torch.matmul(y, y.mT)
-
-    return Mixed(), torch.randn(2, 8, 16)
 
 
 def test_fisher_is_the_squared_change_of_the_loss_by_independent_errors():

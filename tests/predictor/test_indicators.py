@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from probed_models import linear, mixed, summed
 from torch import nn
 
 import qsync
@@ -14,30 +15,6 @@ from qsync.backend.encoding import Operand, encode
 from qsync.errors import CalibrationError, UnsupportedError
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
 from qsync.records.precision import Precision
-
-
-def summed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().sum()
-
-
-def linear() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 16)), torch.randn(8, 32)
-
-
-def mixed() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.second(F.gelu(self.first(x)))
-            return torch.matmul(y, y.mT)
-
-    return Mixed(), torch.randn(2, 8, 16)
 
 
 def test_the_truth_of_a_linear_layer_is_the_difference_that_its_kernel_makes():
