@@ -31,7 +31,9 @@ REACH_ALONE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Recapture:
-    """One model captured once more, with another number of samples, and the profiles made with it, if any.
+    """One model captured once more, with another number of samples, and profiles made with other numbers.
+
+    Each class may have been profiled with a number of its own.
 
     >>> Recapture(qsync.capture(model, smaller_batch), {"infer": qsync.profile(model, smaller_batch)})
     """
@@ -59,6 +61,14 @@ class Recapture:
             return None
         found = [Profile.load(path) for path in sorted(other.glob("profile-*.json"))]
         return cls(OpGraph.load(other / "graph.json"), {profile.device_class: profile for profile in found})
+
+    def second_of(self, device_class: str, first: int) -> tuple[Profile, int] | None:
+        """Return a class's second profile and its number of samples; None if that is also the first's."""
+        found = self.profiles.get(device_class)
+        if found is None:
+            return None
+        samples = next((shape[0] for shape in found.batch if shape), samples_of(self.graph))
+        return (found, samples) if samples != first else None
 
 
 def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
@@ -150,10 +160,17 @@ def reach(profile: Profile, graph: OpGraph, other: Recapture | None) -> tuple[in
 
     >>> reach(profile, graph, Recapture(smaller, {}))
     """
-    sizes, factor = [samples_of(graph)], REACH_ALONE
-    if other is not None and profile.device_class in other.profiles:
-        sizes, factor = [*sizes, samples_of(other.graph)], REACH
+    sizes, factor = _sizes(profile, graph, other), REACH
+    if len(sizes) == 1:
+        factor = REACH_ALONE
     return math.ceil(min(sizes) / factor), int(max(sizes) * factor)
+
+
+def _sizes(profile: Profile, graph: OpGraph, other: Recapture | None) -> list[int]:
+    """Return the numbers of samples that a class was profiled with: one, or two."""
+    first = samples_of(graph)
+    second = other.second_of(profile.device_class, first) if other is not None else None
+    return [first, second[1]] if second else [first]
 
 
 def at_samples(
@@ -172,7 +189,7 @@ def at_samples(
     >>> at_samples(profile, graph, Recapture(smaller, {"infer": its}), 6, resized(graph, smaller, 6))
     """
     first, loaded = samples_of(graph), loaded or samples
-    second = other.profiles.get(profile.device_class)
+    second = other.second_of(profile.device_class, first)
     if samples == first and loaded == first:
         return profile
     has_samples = {
@@ -185,13 +202,13 @@ def at_samples(
     if second is None:
         found = _in_proportion(profile, graph, has_samples, samples / first, loaded / first)
     else:
-        second.check_graph(other.graph)
-        apart = samples_of(other.graph) - first
+        theirs, apart = second[0], second[1] - first
+        theirs.check_graph(resized(graph, other.graph, second[1]))
         part, part_loaded = ((s - first) / apart for s in (samples, loaded))
         pairs = zip(other.graph.inputs, graph.inputs, strict=True)
-        names = {theirs.name: mine.name for theirs, mine in pairs}
-        casts = {(names.get(value, value), a, b): cost for (value, a, b), cost in second.casts.items()}
-        found = _between(profile, replace(second, casts=casts), part, part_loaded)
+        names = {value.name: mine.name for value, mine in pairs}
+        casts = {(names.get(value, value), a, b): cost for (value, a, b), cost in theirs.casts.items()}
+        found = _between(profile, replace(theirs, casts=casts), part, part_loaded)
     law = PROPORTIONAL if second is None else INTERPOLATED
     return replace(
         found, shapes_hash=at.shapes_hash, batch=at.batch_shapes, step_s={},
@@ -203,9 +220,7 @@ def at_samples(
 def _check_reach(profile: Profile, graph: OpGraph, other: Recapture, samples: int) -> None:
     least, most = reach(profile, graph, other)
     if not least <= samples <= most:
-        known = str(samples_of(graph))
-        if profile.device_class in other.profiles:
-            known += f" and {samples_of(other.graph)}"
+        known = " and ".join(map(str, _sizes(profile, graph, other)))
         raise FormatError(
             f"{samples} samples in one pass are too far from the {known} that {profile.device_class} was "
             f"profiled with; choose {least} to {most}, or profile it with more or fewer"
