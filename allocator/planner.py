@@ -122,9 +122,7 @@ def allocate(
     check_base(base_of_graph(graph, given.base), known)
     with _without_garbage_collection():
         state = State(make_problem(graph, profiles, sensitivity, cluster, given))
-        lowerable = _lowerable(state, given.lower_all)
-        state.late = dict.fromkeys(lowerable, given.margin)
-        fastest_starts(state, lowerable)
+        lowerable = fastest_state(state, given)
         target_s = _target_s(state, lowerable, given.slack) if given.target_s is None else given.target_s
         _check_reachable(state, lowerable, target_s, given.lower_all)
         state.late = dict.fromkeys(lowerable, _affordable_margin(state, lowerable, target_s, given.margin))
@@ -143,6 +141,17 @@ def allocate(
         pins={pattern: Precision.parse(text) for pattern, text in (given.pins or {}).items()},
         budgets=given.budgets or {}, together=tuple(tuple(patterns) for patterns in given.together),
     )  # fmt: skip
+
+
+def fastest_state(state: State, given: Options) -> list[str]:
+    """Bring the classes that may be lowered to their fastest starts, and return their names.
+
+    Raises InfeasibleError where a class fits in its memory in no way.
+    """
+    lowerable = _lowerable(state, given.lower_all)
+    state.late = dict.fromkeys(lowerable, given.margin)
+    fastest_starts(state, lowerable)
+    return lowerable
 
 
 def _at_base(plan: Plan, hidden: str, graph: OpGraph, *records: Any) -> Plan:
@@ -252,8 +261,13 @@ def as_plan(
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:
-    """Return the weak classes: all but the class of the fastest FP32 step, if FP32 fits in its memory."""
-    strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
+    """Return the weak classes: all but the class that takes least for a sample, if the base fits there."""
+
+    def seconds_a_sample(name: str) -> float:
+        setting = state.classes[name].part.profile.setting
+        return state.classes[name].work.total_s / (setting.samples if setting else 1)
+
+    strongest = min(state.classes, key=seconds_a_sample)
     return [name for name, one in state.classes.items() if lower_all or name != strongest or not one.fits()]
 
 

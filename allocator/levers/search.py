@@ -5,9 +5,8 @@ the target has its least step time as objective, and counts as worse than every 
 A trial that does not fit in memory is worst. If there is no target, and no plan without levers to take one
 from, the objective of every trial is its least step time.
 
-Shares alone may be faster than precisions alone, and add no variance. If shares may change, the target is
-therefore the shorter step of two plans: the one without levers, and the one that lowers nothing at shares by
-speed (LB-BSP).
+If shares may change, the target is the least step of shares and precisions together (`shares`), and that plan
+is the first one known. If nothing else may change but passes, it is the plan: nothing is left to try.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import Any
 
 from qsync.allocator.levers.save_less_steps import save_less_steps
 from qsync.allocator.levers.search_space import LeverSetting, Space
+from qsync.allocator.levers.shares import BatchShares
 from qsync.allocator.planner import Options, allocate
-from qsync.allocator.uniform import uniform
 from qsync.errors import (
     FormatError,
     InfeasibleError,
@@ -67,7 +66,12 @@ class Search:
     """
 
     def __init__(
-        self, basis: Basis, levers: Sequence[str], other: Recapture | None, options: Mapping[str, Any]
+        self,
+        basis: Basis,
+        levers: Sequence[str],
+        other: Recapture | None,
+        options: Mapping[str, Any],
+        least_samples: int = 1,
     ) -> None:
         _check_levers(basis, levers, other, options)
         self.basis, self.levers, self.other, self.options = basis, tuple(levers), other, dict(options)
@@ -79,30 +83,27 @@ class Search:
         self.target_s: float | None = options.get("target_s")
         # The setting that the target is from, and the most that its objective can be.
         self.known, self.known_value = LeverSetting(Levers({})), math.inf
-        try:
+        with suppress(InfeasibleError):
             self.plain = self.solve(self.known)
-        except InfeasibleError:
-            return
-        self.target_s = self.plain.target_s
-        self.known_value = float((self.plain.added_variance or 0.0) > 0.0)
-        if SHARE in self.levers and options.get("target_s") is None:
-            self._aim_at_shares()
+            self.target_s = self.plain.target_s
+            self.known_value = float((self.plain.added_variance or 0.0) > 0.0)
+        if SHARE in self.levers and other is not None:
+            self._share(other, least_samples)
 
-    def _aim_at_shares(self) -> None:
-        """Shorten the target to the step that shares by speed reach, if they reach a shorter one."""
-        basis, steps = self.basis, list[tuple[float, int, LeverSetting]]()
-        given: dict[str, Any] = {key: self.options.get(key) for key in ("base", "bucket_cap_bytes")}
-        for setting in self.space.shares_by_speed():
-            profiles = self._profiles_at(setting)
-            plan = uniform(basis.graph, profiles, basis.cluster, {}, **given)
-            steps.append((plan.step_s or math.inf, len(steps), setting))
-        least_s, _, setting = min(steps, default=(math.inf, 0, self.known))
-        target_s = (1 + (self.options.get("slack") or 0.0)) * least_s
-        if self.target_s is None or target_s >= self.target_s:
-            return
-        with suppress(InfeasibleError):  # more samples may not fit, and pins may forbid the base
-            plan = self.solve(setting, target_s=target_s, slack=None)
-            self.target_s, self.known, self.known_value = target_s, setting, self._relative(plan)
+    def _share(self, other: Recapture, least_samples: int) -> None:
+        """Take the target from the best shares, and these as the first setting known."""
+        shares = BatchShares(
+            self.basis, other, self.levers, self.options, least_samples, known=self._profiles
+        )
+        with suppress(InfeasibleError):  # as where recomputation alone makes the model fit
+            plan = shares.plan()
+            self.target_s, self.known_value = plan.target_s, self._relative(plan)
+            self.known = LeverSetting(replace(plan.levers or Levers({}), without={}))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether shares, which are chosen at once, are all that may change beside passes for memory."""
+        return SHARE in self.levers and {SHARE, ACCUMULATE}.issuperset(self.levers)
 
     def _relative(self, plan: Plan) -> float:
         """Return the added variance of a plan, as a multiple of that of the plan without levers.
@@ -177,7 +178,8 @@ def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     for name in options:
         if name not in (*own, *of_planner):
             raise FormatError(unknown_name(name, (*also, *own, *of_planner)))
-    for name, (least, most) in {"trials": (1, 10**6), "seed": (0, 2**32 - 1)}.items():
+    ranges = {"trials": (1, 10**6), "seed": (0, 2**32 - 1), "least_samples": (1, 10**9)}
+    for name, (least, most) in ranges.items():
         number = options.get(name, least)
         if type(number) is not int or not least <= number <= most:
             raise FormatError(
@@ -216,6 +218,7 @@ def search(
     trials: int = 40,
     storage: str | Path | None = None,
     seed: int = 0,
+    least_samples: int = 1,
     progress: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> Plan:
@@ -237,9 +240,10 @@ def search(
         trials: Number of trials in all.
         storage: A file of trials. The same search continues from it, and several processes may share it.
         seed: Seed of the sampler.
+        least_samples: Fewest samples of a pass that a share leaves a rank, as BatchNorm wants them.
         progress: Called with a line of text before each trial.
         **options: Those of `allocate`. The default target is that of the plan without levers, or with "share"
-            the step of shares by speed in which nothing is lowered, if that is shorter.
+            the least step that shares and precisions reach together.
 
     Returns:
         The best plan.
@@ -256,19 +260,8 @@ def search(
     basis = Basis(graph, cluster, profiles, sensitivity)
     timed = levers is not None or _saving_is_timed(basis)
     named = levers if levers is not None else LEVERS if timed else [x for x in LEVERS if x != SAVE_LESS]
-    problem = Search(basis, named, other, options)
-    with _quiet() as optuna:
-        study = _study(optuna, problem.key, Path(storage) if storage is not None else None)
-        # Another process, or a continued search, draws other settings.
-        study.sampler = optuna.samplers.TPESampler(
-            seed=seed + len(study.trials), multivariate=True, constant_liar=True
-        )
-        for start in problem.space.starts(problem.plain is None) if not study.trials else ():
-            study.enqueue_trial(start)
-        while (num := len(_finished(study))) < trials:
-            progress(f"trial {num + 1} of {trials}")
-            study.optimize(lambda trial: _trial(problem, trial, study), n_trials=1)
-        best = _best(_finished(study))
+    problem = Search(basis, named, other, options, least_samples)
+    best = None if problem.is_settled else _searched(problem, trials, storage, seed, progress)
     # What the target is from may be as good, though its trial was killed.
     setting = problem.known
     if best is not None and _rounded(best.value) <= _rounded(problem.known_value):
@@ -283,6 +276,24 @@ def search(
     if timed:
         return plan
     return replace(plan, levers=replace(plan.levers or Levers({}), untried={SAVE_LESS: _NOT_TIMED}))
+
+
+def _searched(
+    problem: Search, trials: int, storage: str | Path | None, seed: int, progress: Callable[[str], None]
+) -> Any | None:
+    """Return the best of so many trials; None if none fits in memory."""
+    with _quiet() as optuna:
+        study = _study(optuna, problem.key, Path(storage) if storage is not None else None)
+        # Another process, or a continued search, draws other settings.
+        study.sampler = optuna.samplers.TPESampler(
+            seed=seed + len(study.trials), multivariate=True, constant_liar=True
+        )
+        for start in problem.space.starts(problem.plain is None) if not study.trials else ():
+            study.enqueue_trial(start)
+        while (num := len(_finished(study))) < trials:
+            progress(f"trial {num + 1} of {trials}")
+            study.optimize(lambda trial: _trial(problem, trial, study), n_trials=1)
+        return _best(_finished(study))
 
 
 def _fewest_saving(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
+from qsync.allocator.levers.shares import PASSES
 from qsync.allocator.uniform import uniform
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
@@ -26,10 +27,6 @@ from qsync.records.profiles import Profile
 from qsync.replayer.communication import gradient_bytes
 from qsync.replayer.levers.batch_size import Recapture, reach
 from qsync.replayer.levers.recomputation import blocks
-
-PASSES = (1, 2, 4, 8)
-# How far towards equal compute times shares are tried: a step also has costs that no share changes.
-_TOWARDS = (0.5, 0.75, 1.0, 1.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +153,6 @@ class Space:
         if SHARE in self.levers:
             parts = (0.5, 1.0, *((-0.125, -0.25, -0.5) if relieving else ()))
             yield from (self._start(self._towards_equal_times(part)) for part in parts)
-
-    def shares_by_speed(self) -> Iterator[LeverSetting]:
-        """Yield settings of shares alone about those of equal compute times in the base, no two alike."""
-        whole = self.cluster.num_ranks * samples_of(self.graph)
-        found = [self._nearest(self._towards_equal_times(part))[0] for part in _TOWARDS]
-        for number, samples in enumerate(found):
-            kept = sum(c.count * samples[c.name] for c in self.cluster.classes) == whole
-            if kept and samples not in found[:number] and all(map(self._reaches, samples, samples.values())):
-                yield LeverSetting(Levers({name: ClassLevers(own) for name, own in samples.items()}))
-
-    def _reaches(self, name: str, samples: int) -> bool:
-        least, most = reach(self.profiles[name], self.graph, self.other)
-        return least <= samples <= most
 
     def _towards_equal_times(self, part: float) -> dict[str, float]:
         """Return samples by class: at 0 equally many, at 1 those of equal compute times in the base."""

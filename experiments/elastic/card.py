@@ -161,7 +161,7 @@ def _keep_gradients(folder: Path, step: int, model: nn.Module) -> None:
 
 def gradient_errors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[int, float]]:
     """Yield of every step that was kept how far its gradient is from that of one process, by its norm."""
-    from qsync.elastic_training.shares import SampleOrder
+    from qsync.distributed.shares import SampleOrder
 
     dtype = getattr(torch, config["dtype"])
     rows, order = Rows(dtype), SampleOrder(NUM_SAMPLES, config["seed"])

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync.elastic_training.shares import SampleOrder
+from qsync.distributed.shares import SampleOrder
 from qsync.errors import QSyncError
 from qsync.experiments.elastic.card import NUM_SAMPLES, Log, Rows, Slowed, loss_of, model_of
 from qsync.experiments.elastic.cluster import DEFAULTS

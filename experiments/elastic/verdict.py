@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from qsync.elastic_training.shares import SampleOrder
+from qsync.distributed.shares import SampleOrder
 from qsync.errors import QSyncError
 from qsync.records.graph import digest
 

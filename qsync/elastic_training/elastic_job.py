@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from qsync.backend.devices.device_detection import device_of
 from qsync.distributed.job import backend_for
+from qsync.distributed.shares import Share, num_passes, share_out
 from qsync.elastic_training.card_plan import CardPlan
 from qsync.elastic_training.elastic_ddp import ElasticDDP, MembershipGroup
 from qsync.elastic_training.healing import Server, decode, encode, fetch
 from qsync.elastic_training.plan_book import PlanBook, membership_of, shown
 from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous, in_background
 from qsync.elastic_training.share_loader import Options, ShareLoader
-from qsync.elastic_training.shares import Share, num_passes, share_out
 from qsync.elastic_training.training_state import Hyperparameters, TrainingState
 from qsync.elastic_training.waiting import Waiting
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened

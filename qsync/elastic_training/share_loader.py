@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from qsync.elastic_training.shares import SampleOrder, Share
+from qsync.distributed.shares import SampleOrder, Share
 
 
 @dataclass(frozen=True, slots=True)

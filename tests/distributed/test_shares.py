@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from qsync.elastic_training.card_plan import CardPlan
 from qsync.elastic_training.rendezvous import Card
 from qsync.elastic_training.share_loader import Options, ShareLoader
-from qsync.elastic_training.shares import SampleOrder, Share, num_passes, share_out
+from qsync.distributed.shares import SampleOrder, Share, num_passes, share_out
 
 
 @st.composite

@@ -1,0 +1,298 @@
+"""Shares of the batch, chosen together with precisions: least step first, then least variance.
+
+A class takes a_c + b_c s seconds for s samples, at the precisions that make it fastest. Shares of equal times
+
+    a_c + b_c s_c = T,   sum over classes of n_c s_c = B
+
+make the least step. The lines come from the shares tried so far, until no new ones are found. Of the shares
+that reach the step, or come as near to it as profiles can tell, those of the least variance are taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qsync.allocator.planner import Options, allocate, fastest_state
+from qsync.allocator.problem import make_problem
+from qsync.allocator.search_state import State
+from qsync.errors import InfeasibleError
+from qsync.records.levers import ACCUMULATE, ClassLevers, Levers, samples_of
+from qsync.records.plan_folder import Basis
+from qsync.records.plans import Plan
+from qsync.records.profiles import Profile
+from qsync.replayer.levers.apply import profiles_under_levers
+from qsync.replayer.levers.batch_size import Recapture, reach
+
+PASSES = (1, 2, 4, 8)
+_MAX_TRIED = 12  # shares that are replayed for one step
+_ROUNDING = 1e-9
+_HALVINGS = 60  # of the interval in which the step of equal times lies
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Samples and passes by class, with the least step that they reach and each class's own seconds in it.
+
+    The step is infinite where a class is `crowded`: it has more samples than fit in its memory.
+    """
+
+    levers: Levers
+    step_s: float
+    own_s: Mapping[str, float]
+    is_lowered: Mapping[str, bool]  # whether the class's precisions were free
+    crowded: Sequence[str] = ()
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """Return the samples of a step that each rank of a class takes."""
+        return {name: entry.samples or 0 for name, entry in self.levers.classes.items()}
+
+
+class BatchShares:
+    """The shares of one problem: which of them make the least step, and with which the variance is least.
+
+    `options` are those of `allocate`. No rank takes fewer than `least_samples` in a pass, unless equal shares
+    are smaller. With "accumulate" among the levers a class that does not fit takes several passes.
+
+    >>> shares = BatchShares(basis, other, ["share"], {"base": "bf16"})
+    >>> plan = shares.plan()
+    """
+
+    def __init__(
+        self,
+        basis: Basis,
+        other: Recapture,
+        levers: Sequence[str],
+        options: Mapping[str, Any],
+        least_samples: int = 1,
+        known: dict[tuple[str, ClassLevers], Profile] | None = None,
+    ) -> None:
+        self.basis, self.other, self.options = basis, other, dict(options)
+        self.equal = samples_of(basis.graph)
+        self._given = Options(**{**options, "target_s": None, "slack": None})
+        self._passes = PASSES if ACCUMULATE in levers else PASSES[:1]
+        self._least = min(least_samples, self.equal)
+        self._profiles = {} if known is None else known
+        self._best: dict[bool, Shared] = {}
+        self._strongest: list[str] | None = None  # what stays in the base with equal shares, tried first
+
+    def best(self, lower: bool = True) -> Shared:
+        """Return the shares of the least step: with the fastest precisions, or with none lowered (LB-BSP).
+
+        Raises InfeasibleError where no shares fit in memory.
+        """
+        if lower not in self._best:
+            self._best[lower] = self._search(lower)
+        return self._best[lower]
+
+    def plan(self) -> Plan:
+        """Return the plan of the least step over shares and precisions, and of the least variance at it.
+
+        With a target, that of the least variance at the target. Raises as `allocate` does.
+        """
+        best, target_s = self.best(), self.options.get("target_s")
+        if target_s is None:
+            slack = self.options.get("slack")
+            target_s = best.step_s * (1 + (self._error(best) if slack is None else slack))
+        tried = [best, *self._relieving(best, target_s)]
+        with suppress(InfeasibleError):
+            tried.append(self.best(lower=False))
+        found, refused = list[Plan](), InfeasibleError("no shares were tried")
+        for levers in {str(one.levers.classes): one.levers for one in tried}.values():
+            try:
+                found.append(self.allocate(levers, target_s))
+            except InfeasibleError as error:
+                refused = error
+        if not found:
+            raise refused
+        return min(found, key=lambda plan: (f"{plan.added_variance:.6e}", plan.step_s))
+
+    def allocate(self, levers: Levers, target_s: float) -> Plan:
+        """Return the plan of least variance at these shares. Raises as `allocate` does."""
+        basis, options = self.basis, {**self.options, "slack": None, "target_s": target_s * (1 + _ROUNDING)}
+        plan = allocate(basis.graph, self._at(levers), basis.sensitivity, basis.cluster, **options)
+        return replace(plan, target_s=target_s)
+
+    def _error(self, shared: Shared) -> float:
+        """Return how far the profiles of lowered classes may be wrong, as a part of the step."""
+        profiles = self.basis.profiles
+        return max(
+            (profiles[name].error for name, is_free in shared.is_lowered.items() if is_free), default=0
+        )
+
+    def _at(self, levers: Levers) -> dict[str, Profile]:
+        basis = self.basis
+        return profiles_under_levers(
+            basis.graph, basis.profiles, basis.cluster, levers, self.other, self._profiles
+        )
+
+    def _search(self, lower: bool) -> Shared:
+        tried: dict[tuple[int, ...], Shared] = {}
+        following: dict[str, int] | None = dict.fromkeys(self.basis.profiles, self.equal)
+        crowded: dict[str, int] = {}  # by class the fewest samples that did not fit
+        while following is not None and len(tried) < _MAX_TRIED:
+            one = tried[tuple(following.values())] = self._timed(following, lower)
+            best = min(tried.values(), key=lambda each: each.step_s)
+            crowded |= {name: one.samples[name] for name in one.crowded}
+            fitting = {name: self._fitting(name, tried.values()) for name in crowded}
+            most = {name: (fitting[name] + own) // 2 for name, own in crowded.items()}
+            following = self._exact(_equal_times(self.basis, list(tried.values()), self._ends, most), most)
+            if following is None or tuple(following.values()) in tried:
+                # Sizes are whole: relieve the slowest class by one sample.
+                slowest = max(best.own_s, key=lambda name: best.own_s[name])
+                fewer = {**most, slowest: best.samples[slowest] - 1}
+                following = self._exact({name: float(own) for name, own in best.samples.items()}, fewer)
+            if following is not None and tuple(following.values()) in tried:
+                following = None
+        if math.isinf(best.step_s):
+            raise InfeasibleError(
+                f"no share of the batch fits in the memory of {', '.join(best.crowded)}; give a smaller "
+                'batch, or levers that save memory ("accumulate", "recompute")'
+            )
+        return best
+
+    def _fitting(self, name: str, tried: Iterable[Shared]) -> int:
+        """Return the most samples of a class that were tried and fit; its fewest where none did."""
+        return max([self._ends(name)[0], *(one.samples[name] for one in tried if name not in one.crowded)])
+
+    def _relieving(self, best: Shared, target_s: float) -> list[Shared]:
+        """Return shares that give classes in the base as much as the target allows, or half of that more."""
+        spare = {
+            name: best.samples[name] * (target_s / own_s - 1.0)
+            for name, own_s in best.own_s.items()
+            if not best.is_lowered[name] and 0.0 < own_s < target_s
+        }
+        found = []
+        for part in (0.5, 1.0):
+            ideal = {name: own + part * spare.get(name, 0.0) for name, own in best.samples.items()}
+            least = {name: int(ideal[name]) for name in spare}
+            samples = self._exact(ideal, least=least)
+            if samples is not None and samples != best.samples:
+                found.append(self._timed(samples, True))
+        return found
+
+    def _timed(self, samples: Mapping[str, int], lower: bool) -> Shared:
+        """Return the least step at these shares; infinite where they do not fit in memory."""
+        levers = Levers({name: ClassLevers(own) for name, own in samples.items()})
+        for more in self._passes:
+            profiles = self._at(levers)
+            problem = make_problem(
+                self.basis.graph, profiles, self.basis.sensitivity, self.basis.cluster, self._given
+            )
+            state = State(problem)
+            tight = [name for name, one in state.classes.items() if one.is_tight]
+            following = {
+                name: replace(entry, passes=self._more_passes(name, samples[name], more))
+                if name in tight else entry
+                for name, entry in levers.classes.items()
+            }  # fmt: skip
+            if following == levers.classes:
+                break
+            levers = Levers(following)
+        is_lowered = dict.fromkeys(state.classes, False)
+        try:
+            if lower:
+                lowerable = fastest_state(state, self._given)
+                is_lowered = {name: name in lowerable for name in state.classes}
+        except InfeasibleError:
+            pass  # some class does not fit below
+        crowded = [name for name, one in state.classes.items() if not one.fits()]
+        if lower:
+            if self._strongest is None:
+                self._strongest = [name for name, is_free in is_lowered.items() if not is_free]
+            # It is lowered for its memory's sake only where equal shares are too large, too.
+            crowded += [name for name in tight if name in self._strongest and name not in crowded]
+        own_s = {name: one.work.total_s for name, one in state.classes.items()}
+        return Shared(levers, math.inf if crowded else state.step_s(), own_s, is_lowered, crowded)
+
+    def _more_passes(self, name: str, samples: int, more: int) -> int:
+        """Return the next number of passes in which a class may take so many samples, or `more`."""
+        least, _ = self._ends(name)
+        able = (k for k in self._passes if k > more and samples % k == 0 and samples // k >= least)
+        return next(able, more)
+
+    def _ends(self, name: str) -> tuple[int, int]:
+        """Return the fewest and the most samples that a rank of a class may take."""
+        least, most = reach(self.basis.profiles[name], self.basis.graph, self.other)
+        return max(least, self._least), most
+
+    def _exact(
+        self,
+        ideal: Mapping[str, float],
+        most: Mapping[str, int] | None = None,
+        least: Mapping[str, int] | None = None,
+    ) -> dict[str, int] | None:
+        """Return whole samples by class, nearest to the ideal, that make up the batch; None if none do.
+
+        minimise    sum over classes c of n_c d_c
+        such that   d_c >= |s_c - ideal_c|,  sum over classes of n_c s_c = B
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        classes = self.basis.cluster.classes
+        num, counts = len(classes), [c.count for c in classes]
+        ends = [self._ends(c.name) for c in classes]
+        low = [max(end[0], (least or {}).get(c.name, 0)) for c, end in zip(classes, ends, strict=True)]
+        high = [min(end[1], (most or {}).get(c.name, end[1])) for c, end in zip(classes, ends, strict=True)]
+        if any(a > b for a, b in zip(low, high, strict=True)):
+            return None
+        rows, limits = [[*counts, *[0] * num]], [(self._batch, self._batch)]
+        for i, c in enumerate(classes):
+            for sign in (1, -1):
+                row = [0] * (2 * num)
+                row[i], row[num + i] = sign, -1
+                rows.append(row)
+                limits.append((-math.inf, sign * ideal[c.name]))
+        solved = milp(
+            [*[0] * num, *counts], integrality=[1] * num + [0] * num,
+            bounds=Bounds([*low, *[0] * num], [*high, *[math.inf] * num]),
+            constraints=LinearConstraint(rows, *zip(*limits, strict=True)),
+        )  # fmt: skip
+        if not solved.success:
+            return None
+        return {c.name: round(solved.x[i]) for i, c in enumerate(classes)}
+
+    @property
+    def _batch(self) -> int:
+        return self.basis.cluster.num_ranks * self.equal
+
+
+def _equal_times(
+    basis: Basis, tried: Sequence[Shared], ends: Any, most: Mapping[str, int]
+) -> dict[str, float]:
+    """Return the samples by class, not yet whole, at which all classes take equally long."""
+    lines = {name: _line(name, tried) for name in basis.profiles}
+    bounds = {name: (ends(name)[0], most.get(name, ends(name)[1])) for name in lines}
+    batch = basis.cluster.num_ranks * samples_of(basis.graph)
+
+    def at(step_s: float) -> dict[str, float]:
+        return {
+            name: min(max((step_s - fixed_s) / each_s, bounds[name][0]), bounds[name][1])
+            for name, (fixed_s, each_s) in lines.items()
+        }
+
+    low, high = 0.0, max(fixed_s + each_s * bounds[name][1] for name, (fixed_s, each_s) in lines.items())
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        taken = at(middle)
+        if sum(c.count * taken[c.name] for c in basis.cluster.classes) < batch:
+            low = middle
+        else:
+            high = middle
+    return at(high)
+
+
+def _line(name: str, tried: Sequence[Shared]) -> tuple[float, float]:
+    """Return a class's seconds at no sample, and for each more: through the last two shares that differ."""
+    last = tried[-1]
+    samples, own_s = last.samples[name], last.own_s[name]
+    for one in reversed(tried[:-1]):
+        apart = samples - one.samples[name]
+        if apart and (own_s - one.own_s[name]) / apart > 0.0:
+            each_s = (own_s - one.own_s[name]) / apart
+            return own_s - samples * each_s, each_s
+    return 0.0, own_s / samples
