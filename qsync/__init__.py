@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers: the names below, imported
     from qsync.distributed.gradient_weighting import token_mean as token_mean
     from qsync.distributed.gradient_weighting import weigh_gradients as weigh_gradients
     from qsync.distributed.length_sampler import LengthSampler as LengthSampler
+    from qsync.distributed.share_sampler import ShareSampler as ShareSampler
     from qsync.elastic_training.start_job import elastic as elastic
     from qsync.errors import QSyncError as QSyncError
     from qsync.expansion.apply.lr_schedule import ExpandedSchedule as ExpandedSchedule
@@ -69,6 +70,7 @@ _PUBLIC = {
     "micro_batches": "qsync.distributed.gradient_weighting",
     "token_mean": "qsync.distributed.gradient_weighting",
     "LengthSampler": "qsync.distributed.length_sampler",
+    "ShareSampler": "qsync.distributed.share_sampler",
     "save": "qsync.checkpoints.writer",
     "load": "qsync.checkpoints.reader",
     "Checkpoints": "qsync.checkpoints.periodic",

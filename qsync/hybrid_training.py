@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 from qsync import api
 from qsync.allocator import check_options, find_warnings
 from qsync.backend.devices.device_detection import device_of
+from qsync.batch_shares import Batches, hand_out_shares, recaptured, takes_samples, that_can_be, with_shares
 from qsync.distributed import accelerate_state, ddp_profiling, job
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp, settled_options
@@ -38,9 +38,9 @@ from qsync.distributed.monitoring.first_steps import Measured, check_first_steps
 from qsync.distributed.monitoring.step_log import StepLog, new_log
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan, make_folder
+from qsync.distributed.share_sampler import ShareSampler, sampler_of
 from qsync.errors import FormatError, NoGradientError, NothingToLowerError, QSyncError, shortened
 from qsync.planning import plan as choose_plan
-from qsync.predictor.profiling.loader_wait import first_batch, undrawn
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import default_base, measured_base, parse_base
 from qsync.records.graph import digest
@@ -95,8 +95,9 @@ def hybrid(
     named by one that waits for it. If steps of a job of several ranks stay a tenth longer than predicted for
     30 seconds, rank 0 logs (logger "qsync") which rank and phase is to blame.
 
-    Under a plan with levers gradients are weighed by samples; the loop then takes
-    `plan.levers[CLASS].samples` a step, in `.passes` of them (`qsync.micro_batches`).
+    With a `loader` of a `qsync.ShareSampler` the plan also says which part of each global batch a rank takes,
+    and in how many passes where memory asks for several. The sampler hands out the samples, the loop cuts
+    them into passes by `qsync.micro_batches(model, batch)`, and gradients are weighed by samples.
 
     Args:
         model: the same on every rank; DDP gives all ranks the values of the first.
@@ -119,7 +120,7 @@ def hybrid(
         timeout_s: seconds of silence after which a rank counts as dead; at least 1.
         join_timeout_s: seconds to wait for a rank that has not come yet. From the tenth on a line names it.
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
-            and planned with.
+            and planned with. Of a `qsync.ShareSampler`: batches of two sizes are drawn and profiled.
         base: "fp32", "fp32_fast", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast
             would, and what the others are lowered from. Without it the type of the torch.autocast that is on
             here, or of Accelerate's mixed precision, else "fp32_fast" where the strong class's steps are
@@ -139,7 +140,11 @@ def hybrid(
             3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
             number of optimizer steps. Not with a `plan` or `levers`.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`
-            and their `other`). Where operators may save less, profiling takes twice as many steps.
+            and their `other`). With a `qsync.ShareSampler` the levers are "share" and "accumulate" unless
+            others are given; `levers=()` keeps equal batches. Where ranks take other numbers of samples, and
+            no `other` is given, a part of the batch is profiled, too. With BatchNorm a share keeps 16 samples
+            a pass, unless `least_samples` says otherwise. Where operators may save less, profiling takes
+            twice as many steps.
 
     Returns:
         The model in DistributedDataParallel. With `ddp=False`, and without a job (plain `python script.py`),
@@ -157,7 +162,7 @@ def hybrid(
     Example:
         >>> model = qsync.hybrid(model, batch, lambda model, batch: loss(model(batch["x"]), batch["y"]))
     """
-    device = device_of(model)
+    device, sampler = device_of(model), None
     base = base or autocast_type(device) or accelerate_state.mixed_precision()
     job.join_job(device, silence_s=timeout_s, join_timeout_s=join_timeout_s)
     if job.world_size() > 1:
@@ -165,6 +170,9 @@ def hybrid(
     ddp_options = ddp_options if ddp_options is not None else {}
 
     def check_arguments() -> None:
+        nonlocal sampler, options
+        sampler = sampler_of(loader)
+        options = with_shares(options, sampler, model)
         _check_options(model, options, ddp, ddp_options, bucket_cap_mb)
         _check_first_steps_option(check, plan, options)
         _check_report_option(report, plan)
@@ -177,6 +185,7 @@ def hybrid(
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none", "the base": base,
+        "the global batch of the loader": sampler.global_batch if sampler is not None else 0,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
         "the training mode": model.training, "ddp": ddp, "check": check,
         "a report": report is not None,
@@ -190,9 +199,8 @@ def hybrid(
     folder = program = None
     if plan is None:
         _warn_of_wrapping(model)
-        if example_batch is None and loader is not None:
-            example_batch = agree_locally("making the example batch", lambda: _batch_of(loader, model))
-        step = job.TrainingStep(model, example_batch, loss_fn)
+        batches = Batches(model, example_batch, loader, sampler)
+        step = job.TrainingStep(model, agree_locally("making the example batch", batches.first), loss_fn)
         options |= {"base": str(parse_base(base))} if base is not None else {}
         with ExitStack() as stack, without_autocast(device):
             progress = stack.enter_context(shown_on_rank_zero("qsync: planning"))
@@ -206,7 +214,7 @@ def hybrid(
             measuring = api.running(model, loss, dynamic=False)
             program = agree_locally("running the model", lambda: stack.enter_context(measuring))
             try:
-                plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
+                plan, folder = _profile_and_plan(step, rank, batches, profiling, cache_dir, options)
             except (NothingToLowerError, NoGradientError) as error:  # the same one on every rank
                 _warn_of_no_plan(error)
     else:
@@ -217,10 +225,12 @@ def hybrid(
     is_first = job.is_first_of(own)
     if plan is not None:
         agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, is_first, program))
+    if sampler is not None and plan is not None:
+        hand_out_shares(sampler, model, plan, own)
     if report is not None and plan is not None and folder is not None:
         from_rank_zero("writing the report", partial(_write_report, Path(report), plan, folder))
     prediction = Prediction.of(plan, folder) if plan is not None and folder is not None else None
-    planned = _PlannedRank(plan, own, prediction, folder, options)
+    planned = _PlannedRank(plan, own, prediction, folder, options, sampler)
     if prediction is not None:
         note_prediction(model, prediction, own)
     attend = partial(_attend, planned=planned, check=check, log=log)
@@ -291,6 +301,7 @@ class _PlannedRank:
     prediction: Prediction | None  # of plans that were made here and can be replayed
     folder: Path | None  # None for a plan that was given
     options: Mapping[str, Any]
+    sampler: ShareSampler | None = None
 
     def plan_again(self, measured: Measured) -> Plan:
         """Return the plan of profiles corrected by the first steps; it replaces the cached one."""
@@ -326,6 +337,8 @@ def _attend(
     """
     plan, device_class, prediction = planned.plan, planned.device_class, planned.prediction
     share = plan.levers_of(device_class) if plan is not None else ClassLevers()
+    if planned.sampler is not None and dist.is_initialized():
+        share = replace(share, samples=planned.sampler.share.samples)
     if share.samples is not None and dist.is_initialized():
         set_share(called, share.samples, share.passes)
         if planned.folder is None:  # a plan that was made here has said so
@@ -411,13 +424,6 @@ def _in_training_mode(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _batch_of(loader: Iterable[Any], model: torch.nn.Module) -> Any:
-    """Return a loader's first batch on the model's device, and leave nothing drawn."""
-    with undisturbed(model), undrawn(loader):
-        found = first_batch(loader)
-    return tree_map(lambda part: part.to(device_of(model)) if hasattr(part, "to") else part, found)
-
-
 def _may_save_less(options: Mapping[str, Any]) -> bool:
     return bool(options.get("saving_less")) or SAVE_LESS in (options.get("levers") or ())
 
@@ -425,6 +431,7 @@ def _may_save_less(options: Mapping[str, Any]) -> bool:
 def _profile_and_plan(
     step: job.TrainingStep,
     rank: job.Rank,
+    batches: Batches,
     profiling: ProfileOptions,
     cache_dir: str | Path | None,
     options: Mapping[str, Any],
@@ -433,7 +440,9 @@ def _profile_and_plan(
     # Rank 0 alone reads and writes plans.
     plans = Path(from_rank_zero("a folder for the plan", lambda: str(cache_folder(cache_dir))))
     graph = job.form_graph(step)
+    agree_locally("reading the batch", lambda: batches.check(graph))
     formed = job.form_cluster(rank, profiling.progress)
+    options = that_can_be(options, formed[0])
     is_asked = "base" in options
     if not is_asked:
         able = {p for device_class in formed[0].classes for p in device_class.precisions}
@@ -456,6 +465,9 @@ def _profile_and_plan(
         basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
         if not is_asked:
             options = {**options, "base": str(measured_base(Precision(options["base"]), basis.profiles))}
+        if takes_samples(options) and options.get("other") is None:
+            profiling.progress("another number of samples")
+            options |= {"other": recaptured(step, rank, batches, basis, formed[1], profiling, options)}
         profiling.progress("allocation")
         plan = Plan.from_json(from_rank_zero(
             "planning", lambda: _plan_and_save(basis, folder, profiling.bucket_cap_bytes, options).to_json()

@@ -169,9 +169,8 @@ class Search:
 def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     """Raise FormatError for options of `qsync.plan` that do not exist or are out of their range.
 
-    `also` are more names that the caller has, to suggest for a misspelt one. Where `levers` are among the
-    options, they are checked as far as they can be without a basis: MismatchError for a lack of `other`.
-    Without them there is no search to have options.
+    `also` are more names that the caller has, to suggest for a misspelt one. Without `levers` there is no
+    search to have options.
     """
     own = [p.name for p in inspect.signature(search).parameters.values() if p.kind is p.KEYWORD_ONLY]
     of_planner = [field.name for field in fields(Options)]
@@ -189,12 +188,6 @@ def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     alone = [name for name in own if name in options and name != "levers" and options[name] is not None]
     if alone and not levers:
         raise FormatError(f"{alone[0]} is an option of a search over levers; name levers, too")
-    if options.get("other") is None and not {SHARE, ACCUMULATE}.isdisjoint(levers):
-        raise MismatchError(
-            "shares and passes take other numbers of samples than the batch; give "
-            "other=qsync.replayer.Recapture(qsync.capture(model, another_batch), {}), or "
-            "leave share and accumulate out"
-        )
     storage = options.get("storage")
     if storage is not None and not isinstance(storage, (str, Path)):
         raise FormatError(f"storage must be the path of a file of trials, found {shortened(storage)}")

@@ -19,6 +19,7 @@ from typing import Any
 from qsync.allocator.planner import Options, allocate, fastest_state
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
+from qsync.allocator.uniform import uniform
 from qsync.errors import InfeasibleError
 from qsync.records.levers import ACCUMULATE, ClassLevers, Levers, samples_of
 from qsync.records.plan_folder import Basis
@@ -30,6 +31,7 @@ from qsync.replayer.levers.batch_size import Recapture, reach
 PASSES = (1, 2, 4, 8)
 _MAX_TRIED = 12  # shares that are replayed for one step
 _ROUNDING = 1e-9
+_LEAST_APART = 0.25  # of the first profile's samples, between the two that make a line
 _HALVINGS = 60  # of the interval in which the step of equal times lies
 
 
@@ -65,7 +67,7 @@ class BatchShares:
     def __init__(
         self,
         basis: Basis,
-        other: Recapture,
+        other: Recapture | None,
         levers: Sequence[str],
         options: Mapping[str, Any],
         least_samples: int = 1,
@@ -88,6 +90,24 @@ class BatchShares:
         if lower not in self._best:
             self._best[lower] = self._search(lower)
         return self._best[lower]
+
+    def guess(self) -> dict[str, int]:
+        """Return the shares to profile next, from one profile: those near which the best ones will lie.
+
+        A line through two profiles needs them apart, and a batch that is to be measured must fit in memory.
+        """
+        equal = self._timed(dict.fromkeys(self.basis.profiles, self.equal), True)
+        ideal = _equal_times(self.basis, [equal], self._ends, {})
+        basis, budgets = self.basis, self.options.get("budgets") or {}
+        plain = uniform(basis.graph, basis.profiles, basis.cluster, {}, base=self.options.get("base"))
+        found = {}
+        for c in basis.cluster.classes:
+            predicted, apart = plain[c.name].predicted, max(1, math.ceil(_LEAST_APART * self.equal))
+            room = budgets.get(c.name, c.memory_bytes) / (predicted.memory_bytes if predicted else 1)
+            most, samples = int(self.equal * room), round(ideal[c.name])
+            more, fewer = max(samples, self.equal + apart), max(1, min(samples, self.equal - apart))
+            found[c.name] = min(more, most) if samples >= self.equal and most > self.equal else fewer
+        return found
 
     def plan(self) -> Plan:
         """Return the plan of the least step over shares and precisions, and of the least variance at it.
@@ -240,7 +260,7 @@ class BatchShares:
         high = [min(end[1], (most or {}).get(c.name, end[1])) for c, end in zip(classes, ends, strict=True)]
         if any(a > b for a, b in zip(low, high, strict=True)):
             return None
-        rows, limits = [[*counts, *[0] * num]], [(self._batch, self._batch)]
+        rows, limits = [[*counts, *[0] * num]], [(float(self._batch), float(self._batch))]
         for i, c in enumerate(classes):
             for sign in (1, -1):
                 row = [0] * (2 * num)

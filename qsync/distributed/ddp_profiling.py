@@ -43,6 +43,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity, shown_shapes
+from qsync.replayer import Recapture
 from qsync.replayer.exchange_calibration import MeasuredStep, with_exchange_in_use
 from qsync.runtime.program import Program
 
@@ -53,6 +54,7 @@ PROFILE_S_VARIABLE = "QSYNC_PROFILE_S"  # of the environment: a bound in the pla
 # How long ranks wait for the gradients of a rank that failed in the midst of a step: the longer of so many
 # seconds and so many steps.
 MIN_PATIENCE_S, PATIENCE_STEPS = 60.0, 20
+_SECOND_PART = 0.4  # of the time of the first profile, for that with another number of samples
 _NEVER = 1e6  # the cost of a pair of steps that is not to be
 
 
@@ -66,7 +68,8 @@ class ProfileOptions:
     With `save_less` following operators are also timed in their forms that save less for backward, which
     takes twice as many steps.
     A plan's `base` is profiled even where it is not worth choosing. Planning began at `began_s`
-    (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times.
+    (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times. `part` is the part
+    of the time that planning takes otherwise.
     """
 
     precisions: Sequence[Precision | str] | None = None
@@ -79,11 +82,13 @@ class ProfileOptions:
     base: Precision | None = None
     began_s: float = field(default_factory=time.perf_counter)
     briefly: bool = False
+    part: float = 1.0
 
     def until_s(self, step_s: float) -> float:
         """Return when planning shall end, if a step takes so long. FormatError for an unusable bound."""
         asked = bool(os.environ.get(PROFILE_S_VARIABLE))
-        return self.began_s + (profile_seconds() if asked else max(PROFILE_S, PROFILE_STEPS * step_s))
+        whole_s = profile_seconds() if asked else max(PROFILE_S, PROFILE_STEPS * step_s)
+        return self.began_s + self.part * whole_s
 
     @property
     def bucket_cap_bytes(self) -> int | None:
@@ -123,6 +128,20 @@ def form_basis(
     return Basis(graph, cluster, profiles, mean_sensitivity(found))
 
 
+def recapture(
+    step: job.TrainingStep, rank: job.Rank, link: LinkMeasurement, options: ProfileOptions
+) -> Recapture:
+    """Capture and profile the model once more, on a batch whose number of samples goes by class.
+
+    All ranks step together, as for the first profile, in a part of its time. The graph is this rank's own.
+    """
+    graph = job.form_graph(step, alike=False)
+    options = replace(options, began_s=time.perf_counter(), part=_SECOND_PART)
+    profiles = _stepping(step, rank, options, lambda profiler: profiler.gathered(link))
+    agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
+    return Recapture(graph, profiles)
+
+
 def profile_seconds() -> float:
     """Return the longest time to plan for. FormatError for a variable that is no such time."""
     text = os.environ.get(PROFILE_S_VARIABLE)
@@ -146,18 +165,31 @@ def _profile_together(
     options: ProfileOptions,
 ) -> tuple[Cluster, dict[str, Profile]]:
     """Return cluster and profiles of all classes, with the exchange as it is in steps of the job."""
+    found: tuple[Cluster, dict[str, Profile]] = _stepping(
+        step, rank, options, lambda profiler: profiler.priced(graph, cluster, link)
+    )
+    return found
+
+
+def _stepping(
+    step: job.TrainingStep,
+    rank: job.Rank,
+    options: ProfileOptions,
+    read: Callable[[DdpProfiler], Any],
+) -> Any:
+    """Take as many steps as the options say, and return what `read` takes from their profiler."""
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
     running = api.running(step.model, step.loss(), dynamic=False)
     with undrawn(options.loader), running as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(-math.inf if options.briefly else options.until_s(profiler.step_s))
-        cluster, profiles = profiler.priced(graph, cluster, link)
+        found = read(profiler)
     group = profiler.group
     del profiler
     gc.collect()  # a DDP that is gone takes its hooks along
     if group is not None:
         dist.destroy_process_group(group)
-    return cluster, profiles
+    return found
 
 
 def _check_stateless(graph: OpGraph, profile: Profile) -> None:
@@ -283,6 +315,10 @@ class DdpProfiler:
         Both are the same on every rank. `drift` is the factor by which the machine was slow at each sample,
         if the caller knows it. Through DDP, copies to buckets are in the operators' backward times.
         """
+        return self.in_use(graph, self.gathered(link, drift), replace(cluster, link=link.link))
+
+    def gathered(self, link: LinkMeasurement, drift: Sequence[float] | None = None) -> dict[str, Profile]:
+        """Return the profiles of all classes, with the tolls of the link as measured between barriers."""
         own = self._rank.device_class
         found = self.profiler.profile(own.name, machine(self._rank.device), own.emulated_share, drift)
         found = replace(
@@ -296,7 +332,7 @@ class DdpProfiler:
         for entry in agree("gathering profiles", found.to_json):
             profile = Profile.from_json(entry)
             profiles.setdefault(profile.device_class, profile)  # the first rank's stands for its class
-        return self.in_use(graph, profiles, replace(cluster, link=link.link))
+        return profiles
 
     def in_use(
         self, graph: OpGraph, profiles: dict[str, Profile], cluster: Cluster

@@ -200,6 +200,14 @@ def set_share(model: torch.nn.Module, samples: int, passes: int) -> None:
     weights.samples, weights.passes = samples, passes
 
 
+def share_of(model: torch.nn.Module) -> tuple[int, int]:
+    """Return the samples that this rank takes a step, and in how many passes; 1 and 1 if none were set."""
+    parallel = ddp_of(model)
+    hooks = [state for _, state in parallel._comm_hooks] if parallel is not None else []
+    weights = next((state for state in hooks if isinstance(state, GradientHook)), None)
+    return (weights.samples, weights.passes) if weights is not None else (1, 1)
+
+
 def _in_ddp(model: torch.nn.Module) -> DistributedDataParallel:
     parallel = ddp_of(model)
     if parallel is None:
@@ -263,7 +271,7 @@ def check_share(samples: int, passes: int = 1) -> None:
         )
 
 
-def micro_batches(model: torch.nn.Module, batch: Any, passes: int) -> Iterator[Any]:
+def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None) -> Iterator[Any]:
     """Yield the parts of a batch, one pass each; gradients are exchanged in the last one alone.
 
     Run forward AND backward of a part before taking the next one, with a loss that is a mean over the part's
@@ -273,7 +281,7 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int) -> Iterator[A
         model: in DistributedDataParallel.
         batch: a tensor, or tuples, lists, mappings and dataclasses of them. Each tensor is cut along its
             first dimension; tensors without dimensions and all else go into every part.
-        passes: the number of parts.
+        passes: the number of parts; without it as many as the plan gives this rank.
 
     Yields:
         The parts, in order, of the batch's own type.
@@ -283,11 +291,16 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int) -> Iterator[A
         UnsupportedError: the model is not in DistributedDataParallel.
 
     Example:
-        >>> for part in qsync.micro_batches(model, batch, passes=4):
+        >>> for part in qsync.micro_batches(model, batch):
         ...     loss_fn(model, part).backward()
         >>> optimizer.step()
     """
     parallel = ddp_of(model)
+    if passes is None:
+        passes = share_of(model)[1]
+    if parallel is None and passes == 1:  # one process alone
+        yield batch
+        return
     if parallel is None:
         raise UnsupportedError(
             f"passes are told apart by DDP: give the model in DistributedDataParallel, found "
@@ -302,6 +315,11 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int) -> Iterator[A
     for k in range(passes):
         with nullcontext() if k == passes - 1 else parallel.no_sync():
             yield _part(batch, k, passes)
+
+
+def first_part(batch: Any, samples: int) -> Any:
+    """Return the first half of a batch of so many samples, or the first of the fewest equal parts."""
+    return _part(batch, 0, next((k for k in range(2, samples + 1) if samples % k == 0), 1))
 
 
 def _part(batch: Any, k: int, passes: int) -> Any:
@@ -361,13 +379,17 @@ def average_bucket(weights: GradientHook, bucket):  # type: ignore[no-untyped-de
     return weights.reduce(bucket.buffer(), bucket.index() == 0)
 
 
-def warn_of_batch_norm(model: torch.nn.Module) -> None:
-    """Warn where the model holds BatchNorm: its statistics change with shares and passes."""
-    norms = [
+def batch_norms(model: torch.nn.Module) -> list[str]:
+    """Return the paths of the BatchNorms whose statistics are those of one rank and pass."""
+    return [
         name for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
     ]  # fmt: skip
-    if norms:
+
+
+def warn_of_batch_norm(model: torch.nn.Module) -> None:
+    """Warn where the model holds BatchNorm: its statistics change with shares and passes."""
+    if norms := batch_norms(model):
         warnings.warn(
             f"the model has {len(norms)} BatchNorm ({norms[0].removeprefix('module.')}), whose statistics "
             "are those of the samples of one rank and pass, and so change with shares and passes; use "

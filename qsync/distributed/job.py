@@ -203,10 +203,15 @@ def is_first_of(device_class: str) -> bool:
     return not dist.is_initialized() or dist.get_rank() == first
 
 
-def form_graph(step: TrainingStep) -> OpGraph:
-    """Return the graph of this rank's step. Raises MismatchError unless all ranks have the same one."""
+def form_graph(step: TrainingStep, alike: bool = True) -> OpGraph:
+    """Return the graph of this rank's step. Raises MismatchError unless all ranks have the same one.
+
+    Unless `alike`, batches may have other numbers of samples.
+    """
     graph = agree_locally("tracing the model", lambda: api.trace_step(step.model, step.batch, step.loss_fn))
-    check_same({"the traced graph": graph.hash, "the batch's shapes": graph.shapes_hash})
+    check_same(
+        {"the traced graph": graph.hash, **({"the batch's shapes": graph.shapes_hash} if alike else {})}
+    )
     return graph
 
 

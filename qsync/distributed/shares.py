@@ -87,14 +87,21 @@ class SampleOrder:
 
     num_samples: int
     seed: int
+    shuffle: bool = True
+
+    def first_step(self, epoch: int, batch_size: int) -> int:
+        """Return the first step that begins in an epoch; the one before reaches into it if batches do."""
+        return -(-epoch * self.num_samples // batch_size)
 
     def indices(self, start: int, count: int) -> list[int]:
         """Return the indices of the samples at the places [start, start + count) of the stream."""
         found: list[int] = []
         while count > 0:
             epoch, place = divmod(start, self.num_samples)
-            part = _permutation(self.num_samples, self.seed, epoch)[place : place + count]
-            found += part.tolist()
+            every = _permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
+            end = min(place + count, self.num_samples)
+            part = list(range(place, end)) if every is None else every[place:end].tolist()
+            found += part
             start, count = start + len(part), count - len(part)
         return found
 

@@ -13,15 +13,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 
 from qsync.distributed.monitoring.gradient_hooks import GradientHooks
+from qsync.distributed.monitoring.loader_batches import ignore, listen
 from qsync.distributed.monitoring.positions import AFTER_BACKWARD, BACKWARD, Position
 from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
 from qsync.replayer.explanation.phases import Phases
@@ -82,7 +82,6 @@ class PhaseTimer:
         self._when_ended = _weakly(self._backward_ended)
         self._gradients = GradientHooks(parameters, _weakly(self._gradient))
         self._hooks = [
-            _LoaderHook(self),
             CallHook(model, _weakly(self._forward)),
             *([] if trained is model else [CallHook(trained, _weakly(self._forward_inside))]),
             CallHook(trained, _weakly(self._returned_from_forward), after=True),
@@ -90,6 +89,7 @@ class PhaseTimer:
             *self._optimizer_hooks(),
         ]
         self._running.add(self)
+        listen(self)
 
     def _reset(self) -> None:
         """Forget the step under way."""
@@ -119,6 +119,7 @@ class PhaseTimer:
 
     def stop(self) -> None:
         """Time no more steps, and remove all hooks."""
+        ignore(self)
         self._running.discard(self)
         for hook in self._hooks:
             hook.remove()
@@ -157,7 +158,7 @@ class PhaseTimer:
         self.others.clear()
 
     @contextmanager
-    def fetching(self) -> Iterator[None]:
+    def fetching(self, batches: Any = None) -> Iterator[None]:
         """Count the time inside as the wait for the next batch.
 
         The time counts in the loop's own thread alone, since threads that load ahead keep nobody waiting. If
@@ -287,39 +288,6 @@ class _Marks:
     num_calls: int
     number: int
     optimizer_cpu_s: float
-
-
-class _LoaderHook:
-    """A hook that notifies a timer of every batch that any DataLoader of this process is asked for.
-
-    The iterators of all loaders share one `__next__`; removing the last hook restores it.
-    """
-
-    _timers: ClassVar[weakref.WeakSet[PhaseTimer]] = weakref.WeakSet()
-
-    def __init__(self, timer: PhaseTimer) -> None:
-        self._timer = weakref.ref(timer)
-        self._timers.add(timer)
-        if _LoaderIterator.__next__ is _next_batch:
-            _LoaderIterator.__next__ = _timed_next_batch  # type: ignore[assignment, method-assign]
-
-    def remove(self) -> None:
-        """Notify the timer no more."""
-        timer = self._timer()
-        if timer is not None:
-            self._timers.discard(timer)
-        if not self._timers and _LoaderIterator.__next__ is _timed_next_batch:
-            _LoaderIterator.__next__ = _next_batch  # type: ignore[method-assign]
-
-
-_next_batch = _LoaderIterator.__next__
-
-
-def _timed_next_batch(batches: Any) -> Any:
-    with ExitStack() as fetching:
-        for timer in list(_LoaderHook._timers):
-            fetching.enter_context(timer.fetching())
-        return _next_batch(batches)
 
 
 class CallHook:

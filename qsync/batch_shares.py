@@ -1,0 +1,134 @@
+"""Shares of the batch in `hybrid`: the batches that are profiled, and who takes how many samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from qsync.allocator.levers.shares import BatchShares
+from qsync.allocator.planner import Options
+from qsync.backend.devices.device_detection import device_of
+from qsync.distributed import ddp_profiling, job
+from qsync.distributed.agreement import agree, agree_locally, from_rank_zero
+from qsync.distributed.ddp_profiling import ProfileOptions
+from qsync.distributed.gradient_weighting import batch_norms, first_part
+from qsync.distributed.share_sampler import ShareSampler
+from qsync.errors import CalibrationError
+from qsync.predictor.profiling.link_benchmark import LinkMeasurement
+from qsync.predictor.profiling.loader_wait import first_batch, undrawn
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.levers import ACCUMULATE, SHARE, samples_of
+from qsync.records.plan_folder import Basis
+from qsync.records.plans import Plan
+from qsync.replayer import Recapture
+from qsync.tracing.held_state import undisturbed
+
+_LEAST_WITH_BATCH_NORM = 16  # samples of a pass
+_OF_PLANNER = {field.name for field in fields(Options)}
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batches that a rank is profiled on: the caller's example, or drawn from the loader."""
+
+    model: torch.nn.Module
+    example: Any
+    loader: Iterable[Any] | None
+    sampler: ShareSampler | None
+
+    @property
+    def equal(self) -> int | None:
+        """The samples of an equal share, if a sampler hands them out."""
+        return self.sampler.global_batch // job.world_size() if self.sampler is not None else None
+
+    def first(self) -> Any:
+        """Return the batch that a plan is for: the example, or the loader's first of an equal share."""
+        return self.example if self.example is not None else self._drawn(self.equal)
+
+    def second(self, samples: int, captured: int) -> Any:
+        """Return a batch of so many samples; of an example alone its first part of equal parts."""
+        if self.sampler is not None:
+            return self._drawn(samples)
+        return first_part(self.example, captured)
+
+    def check(self, graph: OpGraph) -> None:
+        """Raise CalibrationError where the batch of a sampler does not begin with its samples."""
+        if self.equal is not None and (found := samples_of(graph)) != self.equal:
+            raise CalibrationError(
+                f"the first tensor of a batch of {self.equal} samples has a first dimension of {found}; let "
+                "the loader's collate_fn put samples first, and give no example_batch of another size"
+            )
+
+    def _drawn(self, samples: int | None) -> Any:
+        """Return the loader's first batch on the model's device, and leave nothing drawn."""
+        if self.loader is None:
+            return None
+        drawing = self.sampler.drawing(samples) if self.sampler is not None and samples else nullcontext()
+        with undisturbed(self.model), undrawn(self.loader), drawing:
+            found = first_batch(self.loader)
+        device = device_of(self.model)
+        return tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, found)
+
+
+def with_shares(
+    options: Mapping[str, Any], sampler: ShareSampler | None, model: torch.nn.Module
+) -> dict[str, Any]:
+    """Return the options with the levers that a ShareSampler stands for, where none are given."""
+    found = dict(options)
+    if sampler is not None:
+        sampler.check_free(model)
+        found = {"levers": (SHARE, ACCUMULATE), **found}
+    if takes_samples(found) and batch_norms(model):
+        found = {"least_samples": _LEAST_WITH_BATCH_NORM, **found}
+    return found
+
+
+def takes_samples(options: Mapping[str, Any]) -> bool:
+    """Return whether ranks may take other numbers of samples than their batch has."""
+    return not {SHARE, ACCUMULATE}.isdisjoint(options.get("levers") or ())
+
+
+def that_can_be(options: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
+    """Return the options without a ShareSampler's levers where all ranks are of one class."""
+    is_default = options.get("levers") == (SHARE, ACCUMULATE)
+    dropped = ("levers", "least_samples") if is_default and len(cluster.classes) == 1 else ()
+    return {name: value for name, value in options.items() if name not in dropped}
+
+
+def recaptured(
+    step: job.TrainingStep,
+    rank: job.Rank,
+    batches: Batches,
+    basis: Basis,
+    link: LinkMeasurement,
+    profiling: ProfileOptions,
+    options: Mapping[str, Any],
+) -> Recapture:
+    """Return the model captured and profiled with about as many samples as each class will take."""
+
+    def guess() -> dict[str, int]:
+        known = {name: value for name, value in options.items() if name in _OF_PLANNER}
+        least = options.get("least_samples", 1)
+        return BatchShares(basis, None, options["levers"], known, least).guess()
+
+    samples = from_rank_zero("sharing the batch", guess)[rank.device_class.name]
+    captured = samples_of(basis.graph)
+    batch = agree_locally("making a second batch", lambda: batches.second(samples, captured))
+    return ddp_profiling.recapture(replace(step, batch=batch), rank, link, profiling)
+
+
+def hand_out_shares(sampler: ShareSampler, model: torch.nn.Module, plan: Plan, device_class: str) -> None:
+    """Let the sampler of every rank hand out what the plan gives its class."""
+
+    def own() -> tuple[int, int]:
+        levers = plan.levers_of(device_class)
+        return levers.samples or sampler.global_batch // job.world_size(), levers.passes
+
+    samples, passes = zip(*agree("sharing the batch", own), strict=True)
+    agree_locally("sharing the batch", lambda: sampler.take_shares(model, samples, passes))
