@@ -7,6 +7,7 @@
 `solvers/`            fastest start, the exact solver, recovery
 `pareto`              plans from the least step to the least variance
 `uniform`             one precision wherever possible, to compare with
+`verdict`             what a plan makes beside other ways to use the cards
 `levers/`             search over batch shares, passes, buckets, recomputation and saving less
 `explanation/`        certificates, reasons, shadow prices, what-ifs, warnings, unsupported precisions
 """
@@ -23,10 +24,11 @@ from qsync.allocator.op_groups import matched_groups
 from qsync.allocator.pareto import fastest_within, frontier
 from qsync.allocator.planner import allocate
 from qsync.allocator.uniform import uniform
+from qsync.allocator.verdict import find_verdict
 
 __all__ = [
     "Alternative", "Certificate", "Reason", "ShadowPrice", "UnsupportedPrecision", "WhatIf", "allocate",
-    "check_options", "check_plan", "explain", "fastest_within", "find_warnings", "frontier",
+    "check_options", "check_plan", "explain", "fastest_within", "find_verdict", "find_warnings", "frontier",
     "matched_groups", "search", "shadow_prices", "uniform", "unsupported_precisions",
     "what_ifs",
 ]  # fmt: skip

@@ -58,6 +58,12 @@ class Options(Constraints):
     gap: float = GAP
     time_limit_s: float = TIME_LIMIT_S
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether something but time asks for lowered operators."""
+        is_timed = self.target_s is not None or self.slack is not None
+        return bool(self.lower_all or is_timed or self.pins)
+
     def check(self) -> None:
         """Raise FormatError for a value of another kind, or out of its range."""
         self.check_kinds()
@@ -132,8 +138,7 @@ def allocate(
         )
         late = {name: replace(one, margin=state.late.get(name, 0.0)) for name, one in plan.classes.items()}
         plan = replace(plan, classes=late)
-        is_forced = given.lower_all or given.target_s is not None or given.slack is not None or given.pins
-        if not is_forced and (hidden := hidden_by_noise(graph, plan, profiles, cluster, given.budgets)):
+        if not given.is_forced and (hidden := hidden_by_noise(graph, plan, profiles, cluster, given.budgets)):
             plan = _at_base(plan, hidden, graph, profiles, cluster, given, sensitivity)
             solution = replace(solution, bound=min(solution.bound, plan.added_variance or 0.0))
     return replace(
@@ -159,10 +164,15 @@ def _at_base(plan: Plan, hidden: str, graph: OpGraph, *records: Any) -> Plan:
     profiles, cluster, given, sensitivity = records
     base = {c.name: at_base(graph, plan[c.name], profiles[c.name]) for c in cluster.classes}
     plan = as_plan(graph, base, profiles, cluster, given, sensitivity=sensitivity)
-    return replace(plan, target_s=plan.step_s, kept_base=(
+    return replace(plan, target_s=plan.step_s, kept_base=kept_base(hidden, plan))
+
+
+def kept_base(hidden: str, plan: Plan) -> str:
+    """Return why a plan lowers nothing: `hidden` says by how little lowering would be faster."""
+    return (
         f"{hidden}: it is not used, and every operator runs in {plan.base}; {AGAIN} on a quieter machine "
         "or for longer (QSYNC_PROFILE_S=120), or give slack=0 for the fastest plan"
-    ))  # fmt: skip
+    )
 
 
 def _target_s(state: State, lowerable: list[str], slack: float | None) -> float:

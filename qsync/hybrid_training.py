@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from qsync import api
-from qsync.allocator import check_options, find_warnings
+from qsync.allocator import check_options, find_verdict, find_warnings
 from qsync.backend.devices.device_detection import device_of
-from qsync.batch_shares import Batches, hand_out_shares, recaptured, takes_samples, that_can_be, with_shares
 from qsync.distributed import accelerate_state, ddp_profiling, job
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp, settled_options
@@ -35,10 +34,19 @@ from qsync.distributed.monitoring.drift_monitor import (
     note_prediction,
 )
 from qsync.distributed.monitoring.first_steps import Measured, check_first_steps, corrected
+from qsync.distributed.monitoring.reached_rate import ReachedRate
 from qsync.distributed.monitoring.step_log import StepLog, new_log
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan, make_folder
 from qsync.distributed.share_sampler import ShareSampler, sampler_of
+from qsync.distributed.shared_batches import (
+    Batches,
+    hand_out_shares,
+    recaptured,
+    takes_samples,
+    that_can_be,
+    with_shares,
+)
 from qsync.errors import FormatError, NoGradientError, NothingToLowerError, QSyncError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
@@ -233,6 +241,9 @@ def hybrid(
     planned = _PlannedRank(plan, own, prediction, folder, options, sampler)
     if prediction is not None:
         note_prediction(model, prediction, own)
+    if plan is not None and plan.verdict is not None and plan.step_s and job.is_rank_zero():
+        rate = plan.verdict.ways[-1].samples_per_s
+        ReachedRate(model, round(rate * plan.step_s), plan.step_s)
     attend = partial(_attend, planned=planned, check=check, log=log)
     if not dist.is_initialized():
         attend(model, model)
@@ -478,6 +489,8 @@ def _profile_and_plan(
     check_same({"the plan": digest(plan.to_json())})
     if job.is_rank_zero() and (folder / "plan.json").is_file():
         say_once(f"{graph.model}: the plan and its profiles are in {folder}", True)
+    if job.is_rank_zero() and plan.verdict is not None:
+        say_once("\n".join(f"{graph.model}: {line}" for line in plan.verdict.lines()), True)
     return plan, folder
 
 
@@ -488,6 +501,7 @@ def _plan_and_save(
         basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
         bucket_cap_bytes=bucket_cap_bytes, **options,
     )  # fmt: skip
+    plan = replace(plan, verdict=find_verdict(basis, plan, options.get("other"), options))
     return save_with_warnings(folder, plan, basis, options.get("budgets"), options.get("other"))
 
 

@@ -134,11 +134,13 @@ def hidden_by_noise(
     profiles: Mapping[str, Profile],
     cluster: Cluster,
     budgets: Mapping[str, int] | None = None,
+    plain_s: float | None = None,
 ) -> str:
     """Say that lowering saves less than the uncertainty of the predicted step; empty where it saves more.
 
-    A drift of the machine slows both steps alike, and does not count. Empty also where no step in the base
-    was measured, where the base does not fit in memory, and for profiles that state no error.
+    `plain_s` is the step without lowering, where that has other shares of the batch. A drift of the machine
+    slows both steps alike, and does not count. Empty also where no step in the base was measured, where the
+    base does not fit in memory, and for profiles that state no error.
     """
     fp32 = all(
         Precision.FP32 in profiles[c.name].precisions_of(op.name)
@@ -155,11 +157,12 @@ def hidden_by_noise(
     limits = {c.name: (budgets or {}).get(c.name, c.memory_bytes) for c in cluster.classes}
     if planned.interval_s is None or any(plain[name].memory_bytes > limit for name, limit in limits.items()):
         return ""
-    saved, half = plain.step_s - planned.step_s, (planned.interval_s[1] - planned.interval_s[0]) / 2
+    plain_s = plain.step_s if plain_s is None else plain_s
+    saved, half = plain_s - planned.step_s, (planned.interval_s[1] - planned.interval_s[0]) / 2
     if saved >= half:
         return ""
     return (
-        f"the plan saves {saved * 1e3:.3g} ms of a step of {plain.step_s * 1e3:.4g} ms, and its step is only "
+        f"the plan saves {saved * 1e3:.3g} ms of a step of {plain_s * 1e3:.4g} ms, and its step is only "
         f"known to within {half * 1e3:.3g} ms"
     )
 

@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qsync.allocator.planner import Options, allocate, fastest_state
+from qsync.allocator.explanation.plan_warnings import hidden_by_noise
+from qsync.allocator.planner import Options, allocate, fastest_state, kept_base
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.uniform import uniform
@@ -109,6 +110,14 @@ class BatchShares:
             found[c.name] = min(more, most) if samples >= self.equal and most > self.equal else fewer
         return found
 
+    def about(self) -> float:
+        """Return about how many samples per second the best shares make, from one profile alone.
+
+        Every class is taken to be as fast by the sample as with equal shares, and nobody to wait.
+        """
+        equal = self._timed(dict.fromkeys(self.basis.profiles, self.equal), True)
+        return sum(c.count * self.equal / equal.own_s[c.name] for c in self.basis.cluster.classes)
+
     def plan(self) -> Plan:
         """Return the plan of the least step over shares and precisions, and of the least variance at it.
 
@@ -129,7 +138,23 @@ class BatchShares:
                 refused = error
         if not found:
             raise refused
-        return min(found, key=lambda plan: (f"{plan.added_variance:.6e}", plan.step_s))
+        return self._unless_hidden(min(found, key=lambda plan: (plan.added_variance, plan.step_s)))
+
+    def _unless_hidden(self, plan: Plan) -> Plan:
+        """Return the plan, or shares by speed in the base where profiles cannot tell their steps apart."""
+        try:
+            plain = self.best(lower=False)
+        except InfeasibleError:
+            return plan
+        if Options(**self.options).is_forced:
+            return plan
+        basis, profiles = self.basis, self._at(plan.levers or Levers({}))
+        budgets = self.options.get("budgets")
+        hidden = hidden_by_noise(basis.graph, plan, profiles, basis.cluster, budgets, plain.step_s)
+        if not hidden:
+            return plan
+        found = self.allocate(plain.levers, plain.step_s)
+        return replace(found, kept_base=kept_base(hidden, found))
 
     def allocate(self, levers: Levers, target_s: float) -> Plan:
         """Return the plan of least variance at these shares. Raises as `allocate` does."""

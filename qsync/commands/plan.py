@@ -134,8 +134,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Choose the precision of every operator on every device class."""
-    from qsync.allocator import find_warnings
+    from qsync.allocator import find_verdict, find_warnings
     from qsync.commands.loading import load_basis
+    from qsync.replayer import Recapture
 
     goal = _Goal(target_step, slack, max_variance, pareto)
     if levers is None and (trials is not None or storage is not None):
@@ -161,16 +162,19 @@ def plan(
             _check_by_replay(basis, one, options["budgets"])
         pareto_plans.write(plans, into, as_json)
         return
+    measured = basis
     basis, chosen = _choose(basis, goal, search, folder, options)
+    verdict = find_verdict(measured, chosen, Recapture.load(folder), options)
     _check_by_replay(basis, chosen, options["budgets"])
     found = find_warnings(basis.graph, chosen, basis.profiles, basis.cluster, options["budgets"])
-    chosen = replace(chosen, warnings=tuple(found))
+    chosen = replace(chosen, warnings=tuple(found), verdict=verdict)
     chosen.save(out)
     if as_json:
         print_json(chosen.to_json())
         return
     console.print(tables.plan_table(chosen))
     print_lines(*tables.lever_lines(chosen), *tables.base_lines(chosen), *tables.gap_lines(chosen))
+    print_lines(*(chosen.verdict.lines() if chosen.verdict is not None else ()))
     for warning in chosen.warnings:
         console.print(Text.assemble(("Warning:", "yellow"), f" {warning}"), soft_wrap=True)
     print_lines(f"written to {out}; checked by full replay (simulated)")

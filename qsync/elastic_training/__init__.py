@@ -4,7 +4,6 @@
 `elastic_job`       what a training loop holds: steps, shares, leaving, healing
 `rendezvous`        the cards of a step, from torchft's lighthouse
 `elastic_ddp`       DDP over a process group that changes
-`shares`            which card takes which samples
 `share_loader`      the samples of this card's share, loaded
 `plan_book`         profiles by class and plans by membership, made ahead
 `planning_process`  a plan, made in a process of its own

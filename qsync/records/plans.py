@@ -14,6 +14,7 @@ from qsync.records.levers import ClassLevers, Levers
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.record_json import Count, FileRecord, Number
 from qsync.records.save_less import can_save_less, ops_that_save_less
+from qsync.records.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class ClassPlan:
 class Plan(FileRecord):
     """Precisions per device class. Keyed by class, never by rank.
 
-    Predictions and warnings are of the plan as it was made: `pin` and `save_less` drop them.
+    Predictions, warnings and verdict are of the plan as it was made: `pin` and `save_less` drop them.
 
     >>> plan = qsync.Plan.load("plan.json").pin("encoder.layer.0.*", "fp32")
     >>> plan.save("pinned.json")
@@ -86,6 +87,7 @@ class Plan(FileRecord):
     batch: tuple[tuple[Count, ...], ...] = ()  # the shapes of a rank's batch that it was planned for
     kept_base: str = ""  # why nothing is lowered though lowering was predicted to save time
     warnings: tuple[str, ...] = ()  # reasons to doubt it, found when it was made
+    verdict: Verdict | None = None  # what it makes beside other ways to use the same cards
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -184,7 +186,7 @@ class Plan(FileRecord):
             )
             for name, class_plan in self.classes.items()
         }
-        return replace(self, classes=classes, step_s=None, bound=None, warnings=())
+        return replace(self, classes=classes, step_s=None, bound=None, warnings=(), verdict=None)
 
     def save_less(self, pattern: str = "*", device_class: str | None = None) -> Plan:
         """Return a plan in which the following operators that match save less for backward.
@@ -205,7 +207,9 @@ class Plan(FileRecord):
             )
             for name in chosen
         }
-        return replace(self, classes={**self.classes, **changed}, step_s=None, bound=None, warnings=())
+        return replace(
+            self, classes={**self.classes, **changed}, step_s=None, bound=None, warnings=(), verdict=None
+        )
 
     def diff(self, other: Plan) -> str:
         """Return the differences to another plan, one a line; empty if the plans run alike.

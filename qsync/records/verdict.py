@@ -1,0 +1,60 @@
+"""Verdict: what the cards of a job make together, way by way, and what each class adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qsync.records.record_json import Number, Record
+
+PLAN = "this plan"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Samples per second that one way of using the cards makes; nine medians in ten lie within `interval`."""
+
+    name: str
+    samples_per_s: Number
+    interval: tuple[Number, Number] | None = None  # None for profiles that state no error
+
+    @property
+    def least(self) -> float:
+        """Return the lower end of the interval, or what is predicted where there is none."""
+        return self.interval[0] if self.interval else self.samples_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Record):
+    r"""Ways to train on a cluster, the strongest class alone first and the plan last. Simulated.
+
+    `times` is by class how many times as fast the plan is as the best one without that class; a class in
+    `leave_out` adds nothing beyond the interval. `with_shares` is about what shares of the batch would make
+    where the plan has none; None where they were planned, or cannot be.
+
+    >>> print("\n".join(plan.verdict.lines()))
+    """
+
+    ways: tuple[Way, ...]
+    times: Mapping[str, Number] = field(default_factory=dict)
+    leave_out: tuple[str, ...] = ()
+    with_shares: Number | None = None
+
+    def lines(self) -> list[str]:
+        """Return the verdict as lines of text: a way each, and what each class adds."""
+        alone = self.ways[0].samples_per_s
+        wide = max(len(way.name) for way in self.ways)
+        found = ["samples per second, predicted:"]
+        for way in self.ways:
+            low_high = "  ({:.4g} to {:.4g})".format(*way.interval) if way.interval else ""
+            rate = f"{way.samples_per_s:>8.4g}  {way.samples_per_s / alone:.2f}x"
+            found.append(f"  {way.name:<{wide}}  {rate}{low_high}")
+        for name, times in self.times.items():
+            says = ", no gain that the profiles can tell: leave it out" if name in self.leave_out else ""
+            found.append(f"{name}: {times - 1.0:+.0%}{says}")
+        if self.with_shares is not None:
+            found.append(
+                f"shares of the batch would make about {self.with_shares / alone:.2f}x instead of "
+                f"{self.ways[-1].samples_per_s / alone:.2f}x: give a loader of a qsync.ShareSampler"
+            )
+        return found
