@@ -89,10 +89,9 @@ def _way(name: str, basis: Basis, plan: Plan, other: Recapture | None = None) ->
         profiles = profiles_under_levers(basis.graph, profiles, basis.cluster, plan.levers, other)
     timeline = replay(basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes)
     samples = basis.cluster.num_ranks * (samples_of(basis.graph) if _has_samples(basis) else 1)
-    ends = timeline.interval_s
-    return Way(
-        name, samples / timeline.step_s, (samples / ends[1], samples / ends[0]) if ends else None
-    )  # fmt: skip
+    rate, ends = samples / timeline.step_s, timeline.interval_s
+    half = (ends[1] - ends[0]) / 2 / timeline.step_s if ends else 0.0
+    return Way(name, rate, (rate / (1 + half), rate * (1 + half)) if ends else None)
 
 
 def _without(name: str, basis: Basis, other: Recapture | None, given: Mapping[str, Any]) -> Way | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers: the names below, imported
     from qsync.checkpoints.reader import load as load
     from qsync.checkpoints.writer import save as save
     from qsync.distributed.gradient_weighting import micro_batches as micro_batches
+    from qsync.distributed.gradient_weighting import samples_of as samples_of
     from qsync.distributed.gradient_weighting import token_mean as token_mean
     from qsync.distributed.gradient_weighting import weigh_gradients as weigh_gradients
     from qsync.distributed.length_sampler import LengthSampler as LengthSampler
@@ -68,6 +69,7 @@ _PUBLIC = {
     "elastic": "qsync.elastic_training.start_job",
     "weigh_gradients": "qsync.distributed.gradient_weighting",
     "micro_batches": "qsync.distributed.gradient_weighting",
+    "samples_of": "qsync.distributed.gradient_weighting",
     "token_mean": "qsync.distributed.gradient_weighting",
     "LengthSampler": "qsync.distributed.length_sampler",
     "ShareSampler": "qsync.distributed.share_sampler",

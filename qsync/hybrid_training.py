@@ -24,7 +24,7 @@ from qsync.distributed.agreement import agree_locally, check_same, from_rank_zer
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp, settled_options
 from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.framework_ddp import FirstCall
-from qsync.distributed.gradient_weighting import set_share, warn_of_batch_norm
+from qsync.distributed.gradient_weighting import note_share, set_share, warn_of_batch_norm
 from qsync.distributed.monitoring import liveness
 from qsync.distributed.monitoring.drift_monitor import (
     STEPS_PER_COMPARISON,
@@ -348,8 +348,11 @@ def _attend(
     """
     plan, device_class, prediction = planned.plan, planned.device_class, planned.prediction
     share = plan.levers_of(device_class) if plan is not None else ClassLevers()
-    if planned.sampler is not None and dist.is_initialized():
+    if planned.sampler is not None and not planned.sampler.is_equal:
         share = replace(share, samples=planned.sampler.share.samples)
+    captured = next((shape[0] for shape in plan.batch if shape), None) if plan is not None else None
+    if captured is not None:
+        note_share(called, planned.sampler.share.samples if planned.sampler is not None else captured)
     if share.samples is not None and dist.is_initialized():
         set_share(called, share.samples, share.passes)
         if planned.folder is None:  # a plan that was made here has said so

@@ -92,13 +92,17 @@ def first_batch(loader: Iterable[Any]) -> Any:
 
 @contextmanager
 def undrawn(loader: object) -> Iterator[None]:
-    """Fetch from a loader inside; the generators that shuffle it are as before afterwards."""
+    """Fetch from a loader inside; afterwards its generators and its samplers are as before."""
     batches = getattr(loader, "batch_sampler", None)
     places = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(place, "generator", None) for place in places]
     states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
+    samplers: list[Any] = [one for one in places[1:] if hasattr(one, "load_state_dict")]
+    positions = [one.state_dict() for one in samplers]
     try:
         yield
     finally:
         for one, state in states:
             one.set_state(state)
+        for sampler, position in zip(samplers, positions, strict=True):
+            sampler.load_state_dict(position)

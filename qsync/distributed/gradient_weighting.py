@@ -13,6 +13,7 @@ tokens that `token_mean` counts.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
@@ -29,6 +30,7 @@ from qsync.distributed import accelerate_state
 from qsync.distributed.agreement import agree, check_same
 from qsync.distributed.data_parallel import HybridDDP, comm_hook_of, ddp_of, one_hook
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
+from qsync.runtime.wrapping import wrapped_module
 from qsync.tracing.replaced_forward import untraced
 
 
@@ -198,14 +200,37 @@ def set_share(model: torch.nn.Module, samples: int, passes: int) -> None:
     """Weigh the gradients of this rank by its samples. The same on every rank, as of a plan."""
     weights = _weights_of(_in_ddp(model))
     weights.samples, weights.passes = samples, passes
+    note_share(model, samples, passes)
 
 
-def share_of(model: torch.nn.Module) -> tuple[int, int]:
-    """Return the samples that this rank takes a step, and in how many passes; 1 and 1 if none were set."""
-    parallel = ddp_of(model)
-    hooks = [state for _, state in parallel._comm_hooks] if parallel is not None else []
-    weights = next((state for state in hooks if isinstance(state, GradientHook)), None)
-    return (weights.samples, weights.passes) if weights is not None else (1, 1)
+# The samples that this rank takes a step, and in how many passes, by model.
+_shares: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def note_share(model: torch.nn.Module, samples: int, passes: int = 1) -> None:
+    """Remember what this rank takes a step, of a model or of the one in DDP."""
+    _shares[wrapped_module(model)] = (samples, passes)
+
+
+def samples_of(model: torch.nn.Module) -> int:
+    """Return how many samples this rank takes a step, of a model that `qsync.hybrid` planned.
+
+    For loops that draw them themselves, as from a dataset without a length; others have a
+    `qsync.ShareSampler`.
+
+    Raises:
+        MismatchError: nothing was planned for the model, nor set by `weigh_gradients`.
+
+    Example:
+        >>> batch = torch.stack([next(stream) for _ in range(qsync.samples_of(model))])
+    """
+    found = _shares.get(wrapped_module(model))
+    if found is None:
+        raise MismatchError(
+            f"nothing says how many samples {type(model).__name__} takes a step; give what qsync.hybrid "
+            "returned, or call qsync.weigh_gradients"
+        )
+    return found[0]
 
 
 def _in_ddp(model: torch.nn.Module) -> DistributedDataParallel:
@@ -297,7 +322,7 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None)
     """
     parallel = ddp_of(model)
     if passes is None:
-        passes = share_of(model)[1]
+        passes = _shares.get(wrapped_module(model), (1, 1))[1]
     if parallel is None and passes == 1:  # one process alone
         yield batch
         return

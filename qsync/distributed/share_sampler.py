@@ -115,6 +115,13 @@ class ShareSampler(Sampler[list[int]]):
             )
         return shares[rank]
 
+    @property
+    def is_equal(self) -> bool:
+        """Whether all ranks take equally many samples, in one pass."""
+        return self._shares is None or {(one.samples, one.passes) for one in self._shares} == {
+            (self._shares[0].samples, 1)
+        }
+
     def check_free(self, model: torch.nn.Module) -> None:
         """Raise FormatError where another model's plan has chosen the shares."""
         if self._model() not in (None, model):
@@ -168,8 +175,8 @@ class ShareSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, int]:
         """Return where the loop stands: the step of the next batch. Batches loaded ahead do not count."""
-        if self._start is not None:
-            return {"step": self._start}
+        if self._start is not None or self._is_set:
+            return {"step": self._next()[1]}
         return {"step": self._begun + (self._num_yielded if self._num_fetched is None else self._num_fetched)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -208,12 +215,11 @@ class ShareSampler(Sampler[list[int]]):
                 f"the dataset has {self._length()} samples, and had {self._order.num_samples} when its "
                 "ShareSampler was made; make a new one"
             )
+        # A loader asks for iterators that it does not use: one begins with its first batch.
         self._epoch, self._begun = self._next()
         self._start, self._is_set = None, False
         self._num_yielded, self._num_fetched = 0, None
-        return self._batches(self.share, self._changes)
-
-    def _batches(self, own: Share, changes: int) -> Iterator[list[int]]:
+        own, changes = self.share, self._changes
         for step in range(self._begun, self._first(self._epoch + 1)):
             if changes != self._changes:
                 raise MismatchError(

@@ -120,7 +120,9 @@ def recaptured(
     samples = from_rank_zero("sharing the batch", guess)[rank.device_class.name]
     captured = samples_of(basis.graph)
     batch = agree_locally("making a second batch", lambda: batches.second(samples, captured))
-    return ddp_profiling.recapture(replace(step, batch=batch), rank, link, profiling)
+    found = ddp_profiling.recapture(replace(step, batch=batch), rank, link, profiling)
+    job.form_graph(step)  # training goes on from the planned batch
+    return found
 
 
 def hand_out_shares(sampler: ShareSampler, model: torch.nn.Module, plan: Plan, device_class: str) -> None:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qsync.distributed.shares import SampleOrder, Share, num_passes, share_out
 from qsync.elastic_training.card_plan import CardPlan
 from qsync.elastic_training.rendezvous import Card
 from qsync.elastic_training.share_loader import Options, ShareLoader
-from qsync.distributed.shares import SampleOrder, Share, num_passes, share_out
 
 
 @st.composite
