@@ -7,16 +7,19 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
-from qsync.allocator.levers.shares import BatchShares
+from qsync.allocator.levers.shares import PASSES, BatchShares
 from qsync.allocator.planner import Options, allocate
 from qsync.allocator.uniform import uniform
 from qsync.errors import InfeasibleError, QSyncError
-from qsync.records.levers import ACCUMULATE, SHARE, samples_of
+from qsync.records.cluster import Cluster
+from qsync.records.levers import ACCUMULATE, SHARE, ClassLevers, samples_of
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
 from qsync.records.verdict import PLAN, Verdict, Way
 from qsync.replayer import Recapture, profiles_under_levers, replay
+from qsync.replayer.levers.apply import profile_under
+from qsync.replayer.levers.batch_size import reach
 
 _WORTH_SAYING = 1.03  # times the plan's samples per second, that shares must promise
 _LEVERS = (SHARE, ACCUMULATE)
@@ -28,7 +31,8 @@ def find_verdict(
     r"""Return what the plan makes beside other ways; None where all ranks are of one class.
 
     `other` is the model captured with another number of samples; without it shares are only estimated.
-    `options` are those that the plan was made with. The strongest class alone keeps its ranks' batches.
+    `options` are those that the plan was made with. The strongest class alone takes the whole batch, if its
+    profiles reach so far.
 
     >>> print("\n".join(find_verdict(basis, plan, other).lines()))
     """
@@ -40,13 +44,8 @@ def find_verdict(
     base: dict[str, Any] = {"base": plan.base, "bucket_cap_bytes": plan.bucket_cap_bytes}
     plain = uniform(basis.graph, basis.profiles, cluster, {}, **base)
     strongest = min(plain.classes, key=lambda name: _compute_s(plain, name))
-    alone = replace(cluster, classes=(cluster[strongest],))
-    of_alone = uniform(basis.graph, {strongest: basis.profiles[strongest]}, alone, {}, **base)
     own = _way(PLAN, basis, plan, other)
-    ways = [
-        _way(f"{alone.num_ranks} x {strongest} alone", replace(basis, cluster=alone), of_alone),
-        _way(f"DDP, equal batches, {plan.base}", basis, plain),
-    ]
+    ways = [_alone(strongest, basis, other, base), _way(f"DDP, equal batches, {plan.base}", basis, plain)]
     shares = BatchShares(basis, other, _LEVERS, given) if _has_samples(basis) else None
     if shares is not None and other is not None:
         with suppress(InfeasibleError):
@@ -83,12 +82,47 @@ def _has_samples(basis: Basis) -> bool:
     return False
 
 
-def _way(name: str, basis: Basis, plan: Plan, other: Recapture | None = None) -> Way:
+def _alone(name: str, basis: Basis, other: Recapture | None, base: Mapping[str, Any]) -> Way:
+    """Return the strongest class alone with the whole batch, or with as much of it as its profiles reach."""
+    cluster, profile = replace(basis.cluster, classes=(basis.cluster[name],)), basis.profiles[name]
+    title = f"{cluster.num_ranks} x {name} alone"
+    found = [_way(title, basis, uniform(basis.graph, {name: profile}, cluster, {}, **base), cluster=cluster)]
+    if other is None or not _has_samples(basis):
+        return found[0]
+    most, whole = reach(profile, basis.graph, other)[1], _batch(basis) // cluster.num_ranks
+    for passes in PASSES:
+        samples = min(whole // passes, most) * passes
+        entry = ClassLevers(samples, passes)
+        profiles = {name: profile_under(basis.graph, profile, entry, other, cluster[name].device)}
+        plan = uniform(basis.graph, profiles, cluster, {}, **base)
+        predicted = plan[name].predicted
+        if predicted is not None and predicted.memory_bytes <= cluster[name].memory_bytes:
+            found.append(
+                _way(title, replace(basis, profiles=profiles), plan, cluster=cluster, samples=samples)
+            )
+    return max(found, key=lambda way: way.samples_per_s)
+
+
+def _batch(basis: Basis) -> int:
+    return basis.cluster.num_ranks * (samples_of(basis.graph) if _has_samples(basis) else 1)
+
+
+def _way(
+    name: str,
+    basis: Basis,
+    plan: Plan,
+    other: Recapture | None = None,
+    cluster: Cluster | None = None,
+    samples: int | None = None,
+) -> Way:
+    """Return what a plan makes: on a part of the cluster, with so many samples a rank, if these are given."""
     profiles: Mapping[str, Profile] = basis.profiles
-    if plan.levers is not None:
+    if plan.levers is not None and samples is None:
         profiles = profiles_under_levers(basis.graph, profiles, basis.cluster, plan.levers, other)
-    timeline = replay(basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes)
-    samples = basis.cluster.num_ranks * (samples_of(basis.graph) if _has_samples(basis) else 1)
+    at = cluster or basis.cluster
+    profiles = {c.name: profiles[c.name] for c in at.classes}
+    timeline = replay(basis.graph, plan, profiles, at, bucket_cap_bytes=plan.bucket_cap_bytes)
+    samples = at.num_ranks * (samples or _batch(basis) // basis.cluster.num_ranks)
     rate, ends = samples / timeline.step_s, timeline.interval_s
     half = (ends[1] - ends[0]) / 2 / timeline.step_s if ends else 0.0
     return Way(name, rate, (rate / (1 + half), rate * (1 + half)) if ends else None)

@@ -152,7 +152,7 @@ def simulate(
     share = profile.emulated_share or 1.0
     pairs = sorted({(source, target) for _, source, target in possible_casts(graph, sheet.precisions)})
     return Profile(
-        device_class, graph.hash, graph.shapes_hash, ops, {}, _lines(pairs, model, sheet),
+        device_class, graph.hash, graph.shapes_hash, ops, {}, cast_lines(pairs, model, sheet),
         Cost(profile.outside.forward_s * slower, profile.outside.backward_s * slower),
         host_s=profile.host_s * share, optimizer_s=profile.optimizer_s * slower,
         optimizer_bytes=profile.optimizer_bytes, step_s={},
@@ -323,8 +323,8 @@ def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:
     )
 
 
-def _lines(
-    pairs: list[tuple[str, str]], model: CostModel, sheet: DataSheet
+def cast_lines(
+    pairs: list[tuple[str, str]], model: Priced, sheet: DataSheet
 ) -> dict[tuple[str, str], tuple[Cost, Cost]]:
     """Fit for each pair of types the line through a small and a large cast, as profiles store it."""
     fits = {}

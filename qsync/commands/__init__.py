@@ -7,6 +7,7 @@
 `demo`           the main job on this machine
 `learn`          costs of operators, for what-if planning
 `plan`           choose precisions
+`cards`          `plan --cards`: what cards would make of a model, from data sheets
 `pareto`         `plan --pareto`: plans for several step times
 `expand`         grow a saved model
 `explain`        why a plan lowers what it lowers

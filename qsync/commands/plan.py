@@ -12,6 +12,7 @@ from rich.text import Text
 
 from qsync.commands import pareto as pareto_plans
 from qsync.commands import tables
+from qsync.commands.cards import judge
 from qsync.commands.options import (
     MAX_SEED,
     ClusterFile,
@@ -56,11 +57,11 @@ class _LeverSearch:
 
 def plan(
     folder: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
-            metavar="FOLDER", help="Holds graph, cluster, sensitivity and profiles.", show_default=False
+            metavar="[FOLDER]", help="Holds graph, cluster, sensitivity and profiles.", show_default=False
         ),
-    ],
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the plan.")] = Path("plan.json"),
     cluster: ClusterFile = None,
     target_step: Annotated[
@@ -130,10 +131,36 @@ def plan(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search for levers.")] = 0,
+    cards: Annotated[
+        str | None,
+        typer.Option(
+            help="Without a folder: judge a pile of cards from data sheets, as A100:4,T4:8.",
+            show_default="none",
+        ),
+    ] = None,
+    link: Annotated[str, typer.Option(help="With --cards: the bandwidth between them.")] = "25Gb",
+    model: Annotated[
+        str | None,
+        typer.Option(help="With --cards: hf:CONFIG.json, a model of Hugging Face.", show_default="none"),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="With --cards: samples of a step, on all cards together.")
+    ] = 256,
+    length: Annotated[
+        int | None,
+        typer.Option(help="With --cards: tokens of a sequence.", show_default="the model's, up to 512"),
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Choose the precision of every operator on every device class."""
+    """Choose the precision of every operator on every device class, or judge cards that nobody has yet."""
+    if cards is not None or model is not None:
+        if cards is None or model is None or folder is not None:
+            raise QSyncError("--cards and --model go together, without a folder; see qsync plan --help")
+        judge(cards, link, model, batch, length, base, as_json)
+        return
+    if folder is None:
+        raise QSyncError("give a FOLDER of qsync.hybrid or qsync demo, or --cards with --model")
     from qsync.allocator import find_verdict, find_warnings
     from qsync.commands.loading import load_basis
     from qsync.replayer import Recapture

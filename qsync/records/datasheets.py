@@ -71,6 +71,7 @@ def _nvidia(
 # (180 GB as it ships; the brief says up to 192). T4's 320 GB/s are the product brief's (PB-09256), its data
 # sheet says 300. Cache sizes, and compute capabilities, are no data sheet's: they are those of the
 # architectures' white papers and of the CUDA C++ Programming Guide; B200's cache is what its driver reports.
+# RTX cards: rates with FP32 accumulation, of the architectures' white papers.
 _HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979, "int8": 1979}
 DATASHEETS: dict[str, DataSheet] = {
     sheet.name: sheet
@@ -78,7 +79,35 @@ DATASHEETS: dict[str, DataSheet] = {
         _nvidia(
             "T4", (7, 5), 16, 320, 4, "T4 Tensor Core GPU data sheet (951643)", fp32=8.1, fp16=65, int8=130
         ),
+        _nvidia("P100", (6, 0), 16, 732, 4, "Tesla P100 data sheet (SXM2)", fp32=10.6, fp16=21.2),
         _nvidia("V100", (7, 0), 32, 900, 6, "V100 data sheet (1165301 r5)", fp32=15.7, fp16=125),
+        _nvidia(
+            "RTX3090", (8, 6), 24, 936, 6, "Ampere GA102 white paper", fp32=35.6, tf32=35.6, bf16=71, fp16=71,
+            int8=284,
+        ),
+        _nvidia(
+            "A10G", (8, 6), 24, 600, 6, "A10G data sheet", fp32=35, tf32=35, bf16=70, fp16=70, int8=140
+        ),
+        _nvidia(
+            "A6000", (8, 6), 48, 768, 6, "RTX A6000 data sheet", fp32=38.7, tf32=77.4, bf16=154.8,
+            fp16=154.8, int8=309.7,
+        ),
+        _nvidia(
+            "A40", (8, 6), 48, 696, 6, "A40 data sheet", fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7,
+            int8=299.3,
+        ),
+        _nvidia(
+            "RTX4090", (8, 9), 24, 1008, 72, "Ada white paper", fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2,
+            fp8=330.3, int8=660.6,
+        ),
+        _nvidia(
+            "L40S", (8, 9), 48, 864, 96, "L40S data sheet", fp32=91.6, tf32=183, bf16=362, fp16=362, fp8=733,
+            int8=733,
+        ),
+        _nvidia(
+            "RTX5090", (12, 0), 32, 1792, 96, "RTX Blackwell white paper", fp32=104.8, tf32=104.8, bf16=209.5,
+            fp16=209.5, fp8=419, int8=838,
+        ),
         _nvidia(
             "L4", (8, 9), 24, 300, 48, "L4 Tensor Core GPU data sheet", fp32=30.3, tf32=60, bf16=121,
             fp16=121, fp8=242.5, int8=242.5,

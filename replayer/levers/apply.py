@@ -64,13 +64,14 @@ def profiles_under_levers(
     known = {} if known is None else known
     for name, entry in chosen.items():
         if (name, entry) not in known:
-            known[name, entry] = _of_class(graph, profiles[name], entry, other, cluster[name].device)
+            known[name, entry] = profile_under(graph, profiles[name], entry, other, cluster[name].device)
     return {name: known[name, entry] for name, entry in chosen.items()}
 
 
-def _of_class(
+def profile_under(
     graph: OpGraph, profile: Profile, levers: ClassLevers, other: Recapture | None, device: str
 ) -> Profile:
+    """Return the profile of one class under its levers, whatever other classes take."""
     captured = samples_of(graph)
     samples = levers.samples or captured
     if samples % levers.passes:

@@ -1,0 +1,94 @@
+"""The profile of a device of which nothing was measured: a roofline at usual parts of its peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from qsync.predictor.cost_model.fill_profile import cast_lines, possible_casts
+from qsync.predictor.cost_model.model import costs_of
+from qsync.predictor.cost_model.op_calls import Call, Direction, calls, modes, moved_bytes, parts, sum_s
+from qsync.predictor.cost_model.roofline_law import Array
+from qsync.records.datasheets import DataSheet
+from qsync.records.graph import OpGraph
+from qsync.records.precision import MANTISSA_BITS, PRECISIONS_BY_KIND
+from qsync.records.profiles import SIMULATED, Cost, Profile, Sensitivity
+
+# Parts of the peaks that training steps reach (an assumption; docs/results/gpu.md has steps of an H100).
+# Products in FP32 keep their ordinary cores busier than those on tensor cores can be fed.
+PART_OF_FLOPS, PART_OF_FP32, PART_OF_BANDWIDTH = 0.55, 0.85, 0.8
+# Seconds of the host, forward and backward, for one operator of eager steps: a product with its casts, and
+# any other. Two steps that waited for the host (H100: BERT-base and GPT-2 medium in BF16) gave them.
+HOST_OF_PRODUCT, HOST_OF_OTHER = Cost(160e-6, 230e-6), Cost(22e-6, 32e-6)
+# Bytes of an AdamW step for a parameter in FP32: four numbers are read, three written.
+_OPTIMIZER_BYTES, _STATE_BYTES = 28, 8
+_INT8_BITS = 6  # of a mantissa that rounds as INT8 rounds rows of normal numbers
+
+
+class PartsOfPeaks:
+    """The cost of calls at usual parts of a device's peaks, as `CostModel` prices them.
+
+    >>> costs_of(PartsOfPeaks(), [(call, "int8")], datasheet("T4"))
+    """
+
+    samples: Sequence[object] = ()
+
+    def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
+        """Return the seconds (N,) of calls in a mode and direction on a device."""
+        found = []
+        for call, mode, direction, sheet in asked:
+            launch, products, memory = parts(call, mode, direction, sheet)
+            part = PART_OF_FP32 if mode == "fp32" else PART_OF_FLOPS
+            busy = max(products / part, memory / PART_OF_BANDWIDTH)
+            found.append(launch + busy + sum_s(call, direction, sheet) / PART_OF_BANDWIDTH)
+        return np.array(found)
+
+
+def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profile:
+    """Return the profile of a class from its data sheet alone, with AdamW as optimizer. Simulated.
+
+    The host launches every kernel of an eager step, and a device that is done sooner waits for it.
+
+    >>> sheet_profile(graph, datasheet("T4"), "T4").origin
+    'simulated'
+    """
+    model = PartsOfPeaks()
+    asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
+    priced = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
+    ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
+    launches: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
+    for (op, call, mode), cost in zip(asked, priced, strict=True):
+        ops[op.name][mode] = cost
+        is_view = moved_bytes(call, mode, "forward") == 0.0
+        host = HOST_OF_PRODUCT if call.is_product else HOST_OF_OTHER
+        backward_s = host.backward_s if call.num_gradients else 0.0
+        launches[op.name][mode] = Cost(0.0) if is_view else Cost(host.forward_s, backward_s)
+    pairs = sorted({(source, target) for _, source, target in possible_casts(graph, sheet.precisions)})
+    trained = sum(value.num_elements for value in graph.parameters if value.requires_grad)
+    found = Profile(
+        device_class, graph.hash, graph.shapes_hash, ops, {}, cast_lines(pairs, model, sheet), Cost(0.0),
+        host_s=0.0, optimizer_s=trained * _OPTIMIZER_BYTES / sheet.bytes_per_s / PART_OF_BANDWIDTH,
+        optimizer_bytes=trained * _STATE_BYTES, step_s={},
+        machine={"data sheet": sheet.name, "source": sheet.source, "device": "cuda"}, origin=SIMULATED,
+        model=graph.model, batch=graph.batch_shapes,
+    )  # fmt: skip
+    nothing = dict.fromkeys(pairs, (Cost(0.0), Cost(0.0)))  # a product's casts are in its own time
+    return replace(found, launches=replace(found, ops=launches, cast_fit=nothing))
+
+
+def assumed_sensitivity(graph: OpGraph) -> Sensitivity:
+    """Return a sensitivity by operations and mantissa bits, for a model of which no data is here.
+
+    Its unit is no squared gradient norm: it only orders operators and precisions.
+    """
+    total = sum(op.flops for op in graph.adjustable) or 1
+    omega = {
+        op.name: {
+            str(p): op.flops / total * 4.0 ** -MANTISSA_BITS.get(str(p), _INT8_BITS)
+            for p in PRECISIONS_BY_KIND[op.kind]
+        }
+        for op in graph.adjustable
+    }
+    return Sensitivity(graph.hash, "assumed", omega)
