@@ -89,8 +89,8 @@ def _alone(name: str, basis: Basis, other: Recapture | None, base: Mapping[str, 
     found = [_way(title, basis, uniform(basis.graph, {name: profile}, cluster, {}, **base), cluster=cluster)]
     if other is None or not _has_samples(basis):
         return found[0]
-    most, whole = reach(profile, basis.graph, other)[1], _batch(basis) // cluster.num_ranks
-    for passes in PASSES:
+    (least, most), whole = reach(profile, basis.graph, other), _batch(basis) // cluster.num_ranks
+    for passes in (k for k in PASSES if whole // k >= least):
         samples = min(whole // passes, most) * passes
         entry = ClassLevers(samples, passes)
         profiles = {name: profile_under(basis.graph, profile, entry, other, cluster[name].device)}

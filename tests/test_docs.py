@@ -100,7 +100,7 @@ def test_the_script_is_short():
             bool(line.strip()) and not line.startswith(("#", "import", "from"))
             for line in script.splitlines()
         )
-        <= 10
+        <= 12  # the loader, which hands out shares, among them
     )
 
 

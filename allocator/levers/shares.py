@@ -77,7 +77,7 @@ class BatchShares:
         self.basis, self.other, self.options = basis, other, dict(options)
         self.equal = samples_of(basis.graph)
         self._given = Options(**{**options, "target_s": None, "slack": None})
-        self._passes = PASSES if ACCUMULATE in levers else PASSES[:1]
+        self._passes = PASSES if ACCUMULATE in levers and other is not None else PASSES[:1]
         self._least = min(least_samples, self.equal)
         self._profiles = {} if known is None else known
         self._best: dict[bool, Shared] = {}

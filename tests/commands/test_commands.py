@@ -321,8 +321,8 @@ def test_plan_searches_levers_keeps_its_trials_and_says_what_each_bought(qsync, 
     assert "unknown lever 'shares'" in refused("plan", folder, "--levers", "shares")
     assert "leave out --levers" in refused("plan", folder, "--levers", "share", "--pareto", 3)
     (folder / "trials.log").write_text("not trials\n")
-    assert "trials.log holds no trials" in refused("plan", folder, "--levers", "share", *options)
-    assert "nowhere" in refused("plan", folder, "--levers", "share", "--storage", "nowhere/trials.log")
+    assert "trials.log holds no trials" in refused("plan", folder, "--levers", "buckets", *options)
+    assert "nowhere" in refused("plan", folder, "--levers", "buckets", "--storage", "nowhere/trials.log")
     (folder / "other" / "graph.json").unlink()
     assert "capture it (and profile it) once more" in refused("plan", folder, "--levers", "share")
 
@@ -392,7 +392,7 @@ def test_help_and_version_name_every_command(qsync):
 
 
 def test_usage_errors_are_one_sentence(refused, folder):
-    assert "Missing argument 'FOLDER'; see qsync plan --help" in refused("plan")
+    assert "give a FOLDER of qsync.hybrid or qsync demo, or --cards" in refused("plan")
     assert "'bogus'" in refused("bogus")
     assert "--bogus" in refused("plan", folder, "--bogus")
     assert "--slack" in refused("plan", folder, "--slack", "much")

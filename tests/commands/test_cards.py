@@ -1,0 +1,93 @@
+"""`qsync plan --cards`: a verdict on cards of data sheets and a model that a configuration describes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from qsync.commands.cards import classes_of, link_of
+from qsync.commands.main import app
+from qsync.errors import FormatError, QSyncError
+
+TINY = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 2048, "n_head": 4,
+    "vocab_size": 1000, "n_positions": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def printed(*options):
+    found = CliRunner().invoke(app, ["plan", *map(str, options)], catch_exceptions=False)
+    assert found.exit_code == 0
+    return found.stdout
+
+
+def test_cards_are_judged_beside_the_strong_ones_alone(config):
+    options = ("--model", f"hf:{config}", "--batch", 512, "--length", 64, "--base", "fp16")
+    fast = json.loads(printed("--cards", "a100:1,T4:3", "--link", "800GB", *options, "--json"))
+    assert fast["simulated"] and fast["classes"].keys() == {"A100", "T4"}
+    samples = {name: entry["samples"] for name, entry in fast["classes"].items()}
+    assert samples["A100"] + 3 * samples["T4"] == 512 and samples["A100"] > samples["T4"]
+    names = [way["name"] for way in fast["verdict"]["ways"]]
+    assert names[0] == "1 x A100 alone" and names[-1] == "this plan"
+    slow = json.loads(printed("--cards", "A100:1,T4:3", "--link", "10Mb", *options, "--json"))
+    assert slow["verdict"]["leave_out"] == ["T4"]
+    assert slow["verdict"]["times"]["T4"] < 0.5 * fast["verdict"]["times"]["T4"]
+    text = printed("--cards", "A100:1,T4:3", "--link", "10Mb", *options)
+    assert "GPT2LMHeadModel, 512 samples a step over 10Mb, fp16" in text and "leave it out" in text
+    assert "simulated from data sheets" in text and "A100: " in text
+
+
+def test_one_kind_of_card_has_a_rate_and_no_shares(config):
+    found = json.loads(
+        printed("--cards", "H100:2", "--model", f"hf:{config}", "--batch", 16, "--length", 32, "--json")
+    )
+    assert found["verdict"] is None and found["classes"]["H100"]["samples"] == 8 and found["step_s"] > 0
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("A101:4", "there is no data sheet 'A101' .nearest: 'A10'"), ("A100:0", "takes CARD:NUMBER"),
+    ("A100:x", "takes CARD:NUMBER"), ("", "takes CARD:NUMBER"), ("A100:2,a100:3", "names A100 twice"),
+    ("A100:-1", "takes CARD:NUMBER"),
+])  # fmt: skip
+def test_what_is_no_pile_of_cards_is_one_sentence(text, said):
+    with pytest.raises(FormatError, match=said):
+        classes_of(text)
+
+
+@pytest.mark.parametrize("text", ["0Gb", "25", "-1Gb", "Gb", "25Tb", "1e3Gb", ""])
+def test_what_is_no_link_is_one_sentence(text):
+    with pytest.raises(FormatError, match="--link takes a bandwidth above zero, as 25Gb"):
+        link_of(text)
+
+
+def test_bits_and_bytes_are_told_apart():
+    assert link_of("8Gb").bytes_per_s == 1e9 == link_of("1GB").bytes_per_s == link_of("8 Gbps").bytes_per_s
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (("--model", "bert-base"), "--model takes hf:CONFIG.json"),
+    (("--model", "hf:nowhere.json"), "there is no 'nowhere.json'; give the path of a config.json"),
+    (("--model", "hf:{config}", "--batch", "3"), "--batch 3 leaves 2 cards fewer than 2 samples each"),
+    (("--model", "hf:{config}", "--length", "65"), "--length must be from 1 to the 64 tokens"),
+    (("--model", "hf:{other}"), "GPT2Model has no loss; name a class with a head"),
+    (("--model", "hf:{broken}"), "is no configuration of a model that transformers makes"),
+    (("--model", "hf:{config}", "--link", "0Gb"), "--link takes a bandwidth above zero"),
+    ((), "--cards and --model go together"),
+])  # fmt: skip
+def test_what_cannot_be_judged_is_one_sentence(config, options, said):
+    other, broken = config.with_name("other.json"), config.with_name("broken.json")
+    other.write_text(json.dumps({**TINY, "architectures": ["GPT2Model"]}))
+    broken.write_text(json.dumps({**TINY, "model_type": "none", "architectures": ["Nothing"]}))
+    given = [option.format(config=config, other=other, broken=broken) for option in options]
+    with pytest.raises(QSyncError, match=said) as error:
+        CliRunner().invoke(app, ["plan", "--cards", "A100:1,T4:1", *given], catch_exceptions=False)
+    assert "\n" not in str(error.value)
