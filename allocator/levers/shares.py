@@ -223,21 +223,15 @@ class BatchShares:
     def _timed(self, samples: Mapping[str, int], lower: bool) -> Shared:
         """Return the least step at these shares; infinite where they do not fit in memory."""
         levers = Levers({name: ClassLevers(own) for name, own in samples.items()})
-        for more in self._passes:
-            profiles = self._at(levers)
-            problem = make_problem(
-                self.basis.graph, profiles, self.basis.sensitivity, self.basis.cluster, self._given
-            )
-            state = State(problem)
+        while True:
+            basis, profiles = self.basis, self._at(levers)
+            state = State(make_problem(basis.graph, profiles, basis.sensitivity, basis.cluster, self._given))
             tight = [name for name, one in state.classes.items() if one.is_tight]
-            following = {
-                name: replace(entry, passes=self._more_passes(name, samples[name], more))
-                if name in tight else entry
-                for name, entry in levers.classes.items()
-            }  # fmt: skip
-            if following == levers.classes:
+            more = {name: self._in_more_passes(name, levers.classes[name]) for name in tight}
+            if not any(more.values()):
                 break
-            levers = Levers(following)
+            relieved = {name: entry for name, entry in more.items() if entry is not None}
+            levers = Levers({**levers.classes, **relieved})
         is_lowered = dict.fromkeys(state.classes, False)
         try:
             if lower:
@@ -254,11 +248,13 @@ class BatchShares:
         own_s = {name: one.work.total_s for name, one in state.classes.items()}
         return Shared(levers, math.inf if crowded else state.step_s(), own_s, is_lowered, crowded)
 
-    def _more_passes(self, name: str, samples: int, more: int) -> int:
-        """Return the next number of passes in which a class may take so many samples, or `more`."""
-        least, _ = self._ends(name)
-        able = (k for k in self._passes if k > more and samples % k == 0 and samples // k >= least)
-        return next(able, more)
+    def _in_more_passes(self, name: str, entry: ClassLevers) -> ClassLevers | None:
+        """Return the same samples of a class in the next number of passes; None where there is none."""
+        samples, least = entry.samples or 0, self._ends(name)[0]
+        for passes in self._passes:
+            if passes > entry.passes and samples % passes == 0 and samples // passes >= least:
+                return replace(entry, passes=passes)
+        return None
 
     def _ends(self, name: str) -> tuple[int, int]:
         """Return the fewest and the most samples that a rank of a class may take."""
