@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from qsync.distributed.monitoring.loader_batches import listen
 from qsync.distributed.shares import SampleOrder, Share, share_out
-from qsync.errors import FormatError, MismatchError, shortened
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 
 
 class ShareSampler(Sampler[list[int]]):
@@ -188,6 +188,14 @@ class ShareSampler(Sampler[list[int]]):
                 "returned"
             )
         self._start, self._is_set = step, False
+
+    @property
+    def batch_size(self) -> int:
+        """Refuse to be cut up: Accelerate, which shards batch samplers, asks for this first."""
+        raise UnsupportedError(
+            "the batches of a ShareSampler are this rank's already, and Accelerate would hand out a part of "
+            "them; leave its loader out of accelerator.prepare"
+        )
 
     def _next(self) -> tuple[int, int]:
         """Return the epoch of the next iteration, and its first step."""

@@ -13,7 +13,7 @@ from two_ranks import launch, said
 import qsync
 from qsync.distributed.share_sampler import sampler_of
 from qsync.distributed.shares import SampleOrder
-from qsync.errors import FormatError, MismatchError
+from qsync.errors import FormatError, MismatchError, UnsupportedError
 
 
 @pytest.fixture
@@ -190,6 +190,15 @@ def test_a_sampler_in_another_place_of_the_loader_is_refused():
     assert sampler_of(DataLoader(data, batch_size=2)) is None and sampler_of([1, 2]) is None
     with pytest.raises(FormatError, match="has the ShareSampler as its sampler; give DataLoader"):
         sampler_of(DataLoader(data, sampler=sampler))
+
+
+def test_a_library_that_would_cut_the_batches_up_is_told():
+    accelerate = pytest.importorskip("accelerate")
+    data = TensorDataset(torch.arange(8))
+    loader = DataLoader(data, batch_sampler=qsync.ShareSampler(data, 4))
+    assert [len(batch[0]) for batch in loader] == [4, 4]
+    with pytest.raises(UnsupportedError, match="leave its loader out of accelerator.prepare"):
+        accelerate.data_loader.prepare_data_loader(loader, num_processes=2, process_index=0)
 
 
 BODY = """
