@@ -147,6 +147,15 @@ def test_shares_stay_within_the_memory_of_the_strong_class(room):
     assert uniform(parts[0], over, parts[3], {})["train"].predicted.memory_bytes > budget
 
 
+def test_the_strong_class_is_not_lowered_to_hold_more_samples():
+    budgets = {"train": int(1.02 * allocate(*PARTS)["train"].predicted.memory_bytes)}
+    slow = {n: profile_of(GRAPH, n, slow=s, latency_s=1e-8) for n, s in {"train": 1.0, "infer": 30.0}.items()}
+    plan = search(GRAPH, slow, SENSITIVITY, CLUSTER, levers=["share"], other=OTHER, budgets=budgets)
+    assert not plan["train"].lowered and plan["infer"].lowered
+    assert 32 < plan.levers["train"].samples < 48
+    assert plan["train"].predicted.memory_bytes <= budgets["train"]
+
+
 def test_a_weak_class_that_equal_shares_do_not_fit_takes_fewer_samples():
     parts, other, _ = in_fp32_alone()
     budgets = {"infer": int(0.9 * allocate(*parts)["infer"].predicted.memory_bytes)}
