@@ -4,16 +4,13 @@
 
 The weak rank is emulated. Each plan takes its turns in one run: FP32 with one lever at a time, then
 precisions without levers and with searched ones, at one target step. With `--tight` the weak rank has little
-memory instead: precisions without levers, and with as many blocks saving less as a search finds. With
-`--base` all run above it: the base alone, with shares by speed, and with precisions and both.
+memory instead: precisions without levers, and with as many blocks saving less as a search finds.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +19,8 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
-from qsync import Plan, QSyncError
-from qsync.allocator import allocate, search, uniform
+from qsync import Plan
+from qsync.allocator import allocate, search
 from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
@@ -32,12 +29,9 @@ from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run
 from qsync.experiments.harness.planned_steps import PlannedSteps, plans_of_first_rank
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.memory.memory_runs import loss_of, parts_of
-from qsync.experiments.speedup.ways import every_share, least_step_s, shared_by_speed
 from qsync.experiments.workloads.workload import make_optimizer
-from qsync.records.base import parse_base
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
-from qsync.records.precision import Precision
 from qsync.replayer import Recapture, profiles_under_levers
 from qsync.replayer.levers.recomputation import blocks
 
@@ -46,11 +40,6 @@ PRECISIONS = ("fp32", "bf16", "int8")
 STEPS, WARM = 9, 3
 # How much longer than the least step, where what is compared is variance.
 SLACK = 0.15
-# How much longer than the least step of all shares, above a base; and what those plans are called.
-BASE_SLACK = 0.02
-NOTHING, SHARES, PRECISIONS_ALONE, BOTH = (
-    "the base everywhere", "the base, shares by speed", "precisions alone", "shares and precisions",
-)  # fmt: skip
 # With little memory: the part of what FP32 needs at the least, and how much longer its step may be.
 TIGHT, TIGHT_SLACK = 0.95, 0.1
 
@@ -58,20 +47,14 @@ TIGHT, TIGHT_SLACK = 0.95, 0.1
 def main(
     out: Out = Path("levers"),
     tight: Annotated[bool, typer.Option("--tight", help="Plans for little memory on the weak rank.")] = False,
-    base: Annotated[str, typer.Option(help="Plans above it: tf32, bf16 or fp16.")] = "fp32",
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run the plans, keep what was measured, and print it as docs/results/levers.md has it."""
     config = {"model": "gpt", "turns": 2, "trials": 30, "weak_share": 0.5, "tight": tight}
-    config |= {"base": base} if parse_base(base) is not Precision.FP32 else {}
-    if publish and "base" in config:
-        raise QSyncError("docs/results/levers.md has no table above a base; leave --publish or --base out")
     experiment = Experiment("levers", out, settings=config, fresh=fresh)
-
     name = "tight" if tight else "levers"
-    piece = f"{name} {base}" if "base" in config else name
-    rows = experiment.piece(piece, lambda: run_on_ranks(measure, config, command="levers", timeout_s=600.0))
+    rows = experiment.piece(name, lambda: run_on_ranks(measure, config, command="levers", timeout_s=600.0))
     page = Page(Path("docs/results/levers.md"), note="gloo, one thread a rank.", marker=name)
     experiment.finish({"emulated": True, "rows": rows}, tables=[table(rows)], page=page if publish else None)
 
@@ -99,17 +82,14 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     model, batch, loss_fn = parts_of(config["model"], rank)
     loss, trials = loss_of(loss_fn), config["trials"]
     own = job.detect_rank(model, share, name)
-    precisions = (*PRECISIONS, "int8_all") if "base" in config else PRECISIONS
-    whole = _basis(job.TrainingStep(model, batch, loss), own, precisions, save_less=config["tight"])
+    whole = _basis(job.TrainingStep(model, batch, loss), own, save_less=config["tight"])
     if config["tight"]:
         plans = plans_of_first_rank(lambda: _tight_plans(whole, trials))
     else:
         smaller = tuple(t[: len(t) // 2] for t in batch)
-        half = _basis(job.TrainingStep(model, smaller, loss), own, precisions)
+        half = _basis(job.TrainingStep(model, smaller, loss), own)
         other = Recapture(half.graph, half.profiles)
-        base = config.get("base")
-        make = partial(_plans_above, base=base) if base else _plans
-        plans = plans_of_first_rank(lambda: make(whole, other, trials))
+        plans = plans_of_first_rank(lambda: _plans(whole, other, trials))
     times: dict[str, list[float]] = {title: [] for title in plans}
     peaks: dict[str, list[int]] = {}
     for _ in range(config["turns"]):
@@ -132,12 +112,10 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _basis(
-    step: job.TrainingStep, rank: job.Rank, precisions: Sequence[str], save_less: bool = False
-) -> Basis:
+def _basis(step: job.TrainingStep, rank: job.Rank, save_less: bool = False) -> Basis:
     torch._dynamo.reset()
     graph = job.form_graph(step)
-    options = ProfileOptions(precisions, make_optimizer(1e-3), save_less=save_less)
+    options = ProfileOptions(PRECISIONS, make_optimizer(1e-3), save_less=save_less)
     return form_basis(step, rank, graph, job.form_cluster(rank), options)
 
 
@@ -164,28 +142,6 @@ def _plans(basis: Basis, other: Recapture, trials: int) -> dict[str, Plan]:
             *parts, levers=["share", "buckets"], other=other, trials=trials, target_s=target_s
         ),
     }  # fmt: skip
-
-
-def _plans_above(basis: Basis, other: Recapture, trials: int, base: str) -> dict[str, Plan]:
-    """Return plans above a base: nothing lowered, shares by speed, precisions alone, and both.
-
-    Shares by speed are those of the least predicted step. The target of both is the least step that any
-    shares reach with lowered precisions.
-    """
-    parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
-    shares = list(every_share(basis, other))
-    by_speed = shared_by_speed(basis, shares, base=base)
-    target_s = min(by_speed.step_s or math.inf, least_step_s(basis, shares, base))
-    both = search(
-        *parts, levers=["share"], other=other, trials=trials, target_s=(1 + BASE_SLACK) * target_s,
-        base=base,
-    )  # fmt: skip
-    return {
-        NOTHING: uniform(basis.graph, basis.profiles, basis.cluster, {}, base=base),
-        SHARES: by_speed,
-        PRECISIONS_ALONE: allocate(*parts, base=base),
-        BOTH: both,
-    }
 
 
 def _tight_plans(basis: Basis, trials: int) -> dict[str, Plan]:
