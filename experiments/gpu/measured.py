@@ -24,8 +24,8 @@ from qsync.distributed.monitoring import liveness
 from qsync.errors import BuildError
 from qsync.experiments.harness.pairing import measure
 from qsync.experiments.harness.ranks import Place, run_on_ranks
-from qsync.experiments.kernels.whole_steps import training_step
 from qsync.experiments.unseen import family_runs
+from qsync.experiments.unseen.family_runs import training_step
 from qsync.experiments.workloads.families import family_named
 from qsync.predictor.profiling.link_benchmark import measure_link
 from qsync.records.json_files import write_json

@@ -30,33 +30,6 @@ def under_autocast(run: Callable[..., Any], device: torch.device) -> Callable[..
     return call
 
 
-class _OneDnnLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _one_dnn(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return _one_dnn(gradient, weight.t()), _one_dnn(gradient.t(), x.t()), gradient.sum(0)
-
-
-def linear_one_dnn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.linear in FP32 through oneDNN, where torch calls MKL.
-
-    On AMD processors MKL leaves AVX-512 alone: 91 against 175 GFLOP/s, one thread of a Zen 5, 2048 squared.
-    No one trains with this call, but "times as fast as FP32" is worth about half as much against it.
-    """
-    y: Tensor = _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _one_dnn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y
-
-
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """Compile the call with Inductor, for this shape only: symbolic shapes make slower code."""
     import torch._inductor.config

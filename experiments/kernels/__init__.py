@@ -1,6 +1,6 @@
-"""Kernels and whole steps against their bars and peers.
+"""Kernels against their bars and peers.
 
 `compare_kernels`  the experiment
 `cases`            single layers, every alternative
-`whole_steps`      whole training steps
+`host_overhead`    what a node costs beside its arithmetic
 """

@@ -248,8 +248,6 @@ def _add_peers(case: Case, layer: Layer, training: bool) -> None:
         peer.name: partial(_peer, layer, peer)
         for peer in peers.peers_on(bench.device, bench.inductor, layer.kind == "linear")
     }
-    if layer.kind == "linear" and bench.device.type == "cpu":
-        makers["fp32 onednn"] = lambda: (lambda: peers.linear_one_dnn(*layer.operands), layer.operands)
     for name, make in makers.items():
         made = (lambda make: layer.training(*make())) if training else (lambda make: make()[0])
         case.add(name, partial(made, make), theirs=True)

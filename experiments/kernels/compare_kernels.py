@@ -3,8 +3,9 @@
     python -m qsync.experiments.kernels.compare_kernels --out FOLDER
 
 Measured on one thread, paired: each round runs every variant once in rotating order, and a ratio is the
-median of the rounds' own ratios. Users get what is measured: `backend.select(device).kernel` and `.cast`, and
-models in `qsync.wrap`. Peers are torch eager, torch.autocast, torch.compile (Inductor) and torchao.
+median of the rounds' own ratios. Users get what is measured: `backend.select(device).kernel` and `.cast`.
+Peers are torch eager, torch.autocast, torch.compile (Inductor) and torchao. Whole steps are measured by
+qsync.experiments.unseen.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.options import Beside, Fresh, Out, Publish
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases as kernel_cases
-from qsync.experiments.kernels import host_overhead, whole_steps
+from qsync.experiments.kernels import host_overhead
 from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, Case, Layer
-from qsync.experiments.kernels.whole_steps import CONTIGUOUS
 
-ROUNDS, STEP_ROUNDS = 15, 7
+ROUNDS = 15
 QUICK_ROUNDS = 3
 INT8_BF16 = "int8" + BF16_OUT
 # The sections, with their bars.
@@ -45,16 +45,10 @@ BARS: dict[str, tuple[Bar, ...]] = {
     "conv training": (Bar("bf16", "fp32", 2.0),),
     "attention forward": (Bar("bf16", "autocast", 0.99),),
     "attention training": (Bar("bf16", "autocast", 0.99),),
-    "bert": (Bar("bf16", "fp32", 2.0), Bar("int8", "fp32", 2.2), Bar("int8_all", "fp32", 2.5)),
-    # FP32 eager is judged in both orders of elements: as models come, and in the faster one.
-    "resnet": tuple(
-        Bar(precision + order, "fp32" + order, 1.8)
-        for order in (CONTIGUOUS, "") for precision in ("bf16", "int8")
-    ),
     "host": host_overhead.BARS,
 }  # fmt: skip
 _PAGE = Page(Path("docs/results/kernels.md"), note="One thread.")
-SECTIONS, STEPS = tuple(BARS), ("bert", "resnet")
+SECTIONS = tuple(BARS)
 _LAYERS: dict[str, tuple[Callable[[Bench, tuple[int, ...]], Layer], tuple[tuple[int, ...], ...]]] = {
     "linear": (kernel_cases.linear, kernel_cases.LINEAR_SHAPES),
     "conv": (kernel_cases.conv2d, kernel_cases.CONV_SHAPES),
@@ -78,15 +72,13 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Measure every kernel and whole step against its bar and its peers."""
+    """Measure every kernel against its bar and its peers."""
     for section in only or ():
         if section not in SECTIONS:
             raise QSyncError(f"there is no section {section!r}; choose among {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64  # every variant of a model is one more entry for the same code
     settings = {
-        "device": device, "rounds": rounds or (QUICK_ROUNDS if quick else None),
-        "inductor": not quick,
+        "device": device, "rounds": rounds or (QUICK_ROUNDS if quick else ROUNDS), "inductor": not quick,
         "keep_freed_memory": keep_freed_memory(),
     }  # fmt: skip
     experiment = Experiment("kernels", out, seed=seed, settings=settings, fresh=fresh)
@@ -113,15 +105,11 @@ def run(
     measured: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for section in sections:
-        wanted = rounds or (STEP_ROUNDS if section in STEPS else ROUNDS)
         for number, make in enumerate((cases or standard_cases)(bench, section)):
-            found = experiment.piece(f"{section} {number}", partial(_measured, make, wanted, device))
+            found = experiment.piece(f"{section} {number}", partial(_measured, make, rounds, device))
             measured.append(found["case"])
             rows += found["rows"]
-    figures = {
-        "threads": torch.get_num_threads(), "rounds": rounds or {"layers": ROUNDS, "steps": STEP_ROUNDS},
-        "rows": rows, "cases": measured,
-    }  # fmt: skip
+    figures = {"threads": torch.get_num_threads(), "rows": rows, "cases": measured}
     bars = [
         bar(f"{row['section']} {row['shape']}: {row['variant']} / {row['against']}",
             row["value"], row["bar"], at_least=not row["at_most"], **_broken(row)) for row in rows
@@ -146,9 +134,6 @@ def _measured(make: Callable[[], Case], rounds: int, device: torch.device) -> di
 
 def standard_cases(bench: Bench, section: str, *, shapes: int | None = None) -> Iterator[Callable[[], Case]]:
     """Yield the cases of a section, each to be made when its turn comes; of each layer so many shapes."""
-    if section in STEPS:
-        yield partial(_step_case, bench, section)
-        return
     if section == "host":
         yield partial(host_overhead.host_case, bench)
         return
@@ -168,16 +153,6 @@ def layer_case(bench: Bench, section: str, kind: str, shape: tuple[int, ...]) ->
     if shape == SMALL_LINEAR:
         bars = tuple(replace(one, limit=SMALL_LINEAR_LIMIT) for one in bars)
     return kernel_cases.forward_case(layer, section, bars)
-
-
-def _step_case(bench: Bench, section: str) -> Case:
-    if section == "resnet":
-        made, shape, precisions = whole_steps.resnet(bench), "ResNet-18, 32x64x64", ("bf16", "int8")
-    else:
-        on_gpu = ("fp8",) if bench.device.type == "cuda" else ()
-        made, shape = whole_steps.bert(bench), "BERT 4x512, 8x128"
-        precisions = ("bf16", "int8", "int8_all", *on_gpu)
-    return whole_steps.step_case(bench, section, shape, made, precisions, BARS[section])
 
 
 def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]:

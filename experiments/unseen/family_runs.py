@@ -33,8 +33,7 @@ from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.experiments.harness.pairing import Samples, measure, ratios
 from qsync.experiments.harness.ranks import Place, process_group_of_one, run_on_ranks
-from qsync.experiments.kernels.cases import Bench, Case
-from qsync.experiments.kernels.whole_steps import peer_step, training_step
+from qsync.experiments.kernels.cases import Case, Run
 from qsync.experiments.memory.memory_runs import Choice, Trained
 from qsync.experiments.prediction.random_plans import random_plans, run_plans
 from qsync.experiments.workloads.families import Batch, family_named
@@ -82,7 +81,7 @@ def speeds(
     bytes of a step's peak. Each variant trains a copy of the model; the last ones go where memory ends.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
-    bench, case = Bench(where), Case("", name, FP32)
+    case = Case("", name, FP32)
 
     def in_mode(mode: str) -> Callable[[], None]:
         return training_step(qsync.wrap(copy.deepcopy(model), mode), batches)
@@ -99,12 +98,12 @@ def speeds(
     linear = not any(isinstance(module, (nn.Conv1d, nn.Conv2d)) for module in model.modules())
     autocast, *others = peers.peers_on(where, inductor=with_peers, linear=with_peers and linear)
     makers = {
-        autocast.name: partial(peer_step, bench, autocast, model, batches)
+        autocast.name: partial(peer_step, where, autocast, model, batches)
     }  # what all are compared with
     makers |= {mode: partial(in_mode, mode) for mode in modes}
     for mode in modes if compiled else ():
         makers[f"{mode}, torch.compile"] = partial(as_one, mode)
-    makers |= {peer.name: partial(peer_step, bench, peer, model, batches) for peer in others}
+    makers |= {peer.name: partial(peer_step, where, peer, model, batches) for peer in others}
     for of, make in makers.items():
         case.add(of, make, theirs=True)
     samples = _measured_together(case, rounds, where)
@@ -117,6 +116,30 @@ def speeds(
         },
         "unavailable": case.unavailable,
     }  # fmt: skip
+
+
+def peer_step(device: torch.device, peer: peers.Peer, model: nn.Module, batches: Sequence[Batch]) -> Run:
+    """Return one training step of a copy of the model, as a peer runs it."""
+    mine = copy.deepcopy(model)
+    if peer.torchao:
+        mine = peers.torchao(mine, peer.torchao)
+    if peer.torchao == "int8":
+        mine = peers.with_contiguous_gradients(mine)
+    return training_step(mine, batches, peer.call(mine, device))
+
+
+def training_step(model: nn.Module, batches: Sequence[Batch], call: Callable[..., Any] | None = None) -> Run:
+    """Return one training step of the model for each batch, called as `call`."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
+    run = model if call is None else call
+
+    def step() -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            run(**batch).loss.backward()
+            optimizer.step()
+
+    return step
 
 
 def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str, Samples]:

@@ -9,7 +9,7 @@ from qsync.errors import QSyncError, UnsupportedError
 from qsync.experiments.harness import peers
 from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
-from qsync.experiments.kernels import cases, compare_kernels, host_overhead, whole_steps
+from qsync.experiments.kernels import cases, compare_kernels, host_overhead
 from qsync.experiments.kernels.cases import Bar, Bench, Case
 from qsync.records.json_files import read_json
 from qsync.records.precision import Precision
@@ -20,8 +20,6 @@ ROW_FIELDS = {
     "section", "shape", "variant", "against", "bar", "at_most", "why", "value",
     "quartiles", "failed",
 }  # fmt: skip
-BERT = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-RESNET = {"depths": [1], "hidden_sizes": [8], "embedding_size": 8}
 
 
 @pytest.fixture
@@ -35,14 +33,7 @@ def samples(*seconds: float) -> Samples:
 
 def tiny_cases(bench: Bench, section: str):
     """The real cases of a section on shapes that take no time."""
-    if section == "bert":
-        made = whole_steps.bert(bench, 2, 8, vocab_size=64, max_position_embeddings=8, **BERT)
-        bars = (Bar("bf16", "fp32", 2.0),)
-        yield lambda: whole_steps.step_case(bench, section, "tiny", made, ("bf16", "int8"), bars)
-    elif section == "resnet":
-        made = whole_steps.resnet(bench, 2, 16, **RESNET)
-        yield lambda: whole_steps.step_case(bench, section, "tiny", made, ("int8",), ())
-    elif section == "host":
+    if section == "host":
         yield lambda: host_overhead.host_case(bench, blocks=1)
     elif section.startswith("conv"):
         yield lambda: compare_kernels.layer_case(bench, section, "conv", CONV)
@@ -70,7 +61,7 @@ def test_a_run_writes_complete_figures(tmp_path):
         for entry in case["variants"].values():
             assert entry["median_s"] > 0 and len(entry["speedup_quartiles"]) == 3
         assert case["variants"][case["baseline"]]["speedup"] == 1.0
-    assert {row["section"] for row in content["rows"]} == set(sections) - {"resnet"}
+    assert {row["section"] for row in content["rows"]} == set(sections)
     for found in content["rows"]:
         assert set(found) == ROW_FIELDS
     assert {one["holds"] for one in content["bars"]} <= {True, False, None}
