@@ -12,10 +12,9 @@ again after all others.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from xml.etree import ElementTree
@@ -177,37 +176,13 @@ def _check(device: str) -> None:
     if device != "cuda":
         raise QSyncError(f"--device is cuda or cpu, found {shortened(device)}")
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:
+        torch.ones(1, device=device).add_(1).item()
+    except (RuntimeError, AssertionError) as error:  # no driver, or no code for this card
         why = shortened(str(error).partition("\n")[0], quote=False)
         raise UnsupportedError(
             f"torch {torch.__version__} reaches no GPU ({why}); "
-            "install a driver and a torch that fit, or give --device cpu for a dry run"
+            "install a driver and a torch that fit (docs/guide/gpu.md), or give --device cpu for a dry run"
         ) from None
-    (major, minor), compiled = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
-    if not has_code((major, minor), compiled):
-        raise UnsupportedError(
-            f"torch {torch.__version__} has no code for {torch.cuda.get_device_name()} of compute capability "
-            f"{major}.{minor}, only {', '.join(compiled)}; install a build that has (docs/guide/gpu.md)"
-        )
-
-
-def has_code(capability: tuple[int, int], compiled: Sequence[str]) -> bool:
-    """Return whether code compiled for these architectures runs on a card of this compute capability.
-
-    Machine code (`sm_80`) runs on cards of its major version from its own minor version on, PTX
-    (`compute_80`) on all later cards too; `a` at the end means on this very architecture.
-
-    >>> has_code((8, 9), ["sm_80", "sm_90"]), has_code((7, 0), ["sm_75"]), has_code((12, 0), ["compute_90"])
-    (True, False, True)
-    """
-    known = [found for one in compiled if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)(\w?)", one))]
-    for kind, *version, only in (found.groups() for found in known):
-        major, minor = map(int, version)
-        served = (major, minor) <= capability and (kind == "compute" or major == capability[0])
-        if (major, minor) == capability or (served and only != "a"):
-            return True
-    return not known  # of another vendor, or a build that does not say
 
 
 def _doubts() -> list[str]:

@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
 # How a command is ended, and the seconds until the next: interrupted, pytest still writes what it has found.
 _GRACES_S = {signal.SIGINT: 6.0, signal.SIGTERM: 3.0, signal.SIGKILL: 3.0}
+# Where a shell's `&` made this process ignore SIGINT, what it starts would ignore it too.
+_HEED_INTERRUPTIONS = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 class Ended(NamedTuple):
@@ -29,11 +31,10 @@ def run_within(command: Sequence[str], most_s: float, log: Path) -> Ended:
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     with log.open("wb") as output:
-        with _interruptible():
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=_HEED_INTERRUPTIONS,
+        )  # fmt: skip
         try:
             code = process.wait(most_s)
         except subprocess.TimeoutExpired:
@@ -42,19 +43,6 @@ def run_within(command: Sequence[str], most_s: float, log: Path) -> Ended:
             _end(process)
     seconds = time.monotonic() - begun
     return Ended(seconds, None if code == 0 else _reason(log, code))
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let what is started heed SIGINT, where a shell's `&` made this process ignore it."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if ignored:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qsync.experiments.gpu.measured import GPU_AND_CPU, ONE_GPU
 from qsync.experiments.kernels.compare_kernels import SECTIONS
 from qsync.experiments.workloads.families import LARGE
 
@@ -28,13 +27,9 @@ _LAYERS = (
     "attention forward", "quantize", "host",
 )  # fmt: skip
 assert set(_LAYERS) <= set(SECTIONS)
-# The modes that are timed beside FP32 and torch.autocast, a piece each; those also timed compiled, beside
-# other peers.
+# The modes that are timed beside FP32 and torch.autocast, a piece each; those whose memory is predicted.
 _MODES = (("bf16",), ("int8", "fp8", "int8_all", "tf32"))
-_COMPILED_MODES = ("bf16", "int8", "fp8")
-# A trained copy of the largest takes 16 bytes a parameter, 18 GB: FP32, autocast and one mode fit a card of
-# 80 GB, and nothing else: no compiled form, no other peer.
-_LARGEST, _LARGEST_MODES = "llama_1b", (("bf16",), ("int8",), ("fp8",))
+_MEMORY_MODES = ("bf16", "int8", "fp8")
 _QUICK_DEMO = ("--workload", "resnet-small", "--steps", "2")
 _ON_CPU = {"fp8": "fp32_fast", "tf32": "fp32_fast"}
 
@@ -85,22 +80,14 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         quick = ("--quick",) if tiny else ()
         command = _module("qsync.experiments.kernels.compare_kernels", *chosen, *quick)
         yield Piece("kernels", section, command, 120, folder / "figures.json")
-    parts = {name: _LARGEST_MODES if name == _LARGEST else _MODES for name in LARGE}
-    timed = [(name, modes) for name in LARGE for modes in ([sum(parts[name], ())] if tiny else parts[name])]
-    for name, modes in sorted(timed, key=lambda each: each[1] != _MODES[0]):  # every promise first
-        arguments = (name, _able(modes, device), False, tiny, device)
-        yield measured("steps", f"{name} {modes[0]}", 120, "steps", *arguments)
+    for modes in [sum(_MODES, ())] if tiny else _MODES:  # every promise first
+        for name in LARGE:
+            yield measured(
+                "steps", f"{name} {modes[0]}", 120, "steps", name, _able(modes, device), tiny, device
+            )
     for name in ("bert_base", "resnet50_224", "gpt2_small"):
-        yield measured("prediction", name, 240, "prediction", name, tiny, device)
-        yield measured("memory", name, 60, "memory", name, _able(_COMPILED_MODES, device), tiny, device)
-    for where in (ONE_GPU, GPU_AND_CPU):
-        yield measured("ranks", where, 240, "ranks", where, tiny, device)  # a profile on each
-    for backend in ("nccl", "gloo"):
-        yield measured("collectives", backend, 60, "collectives", backend, device)
-    for name in list(LARGE)[: 1 if tiny else None]:  # of no size nothing is compiled
-        if name != _LARGEST:
-            arguments = (name, _able(_COMPILED_MODES, device), True, tiny, device)
-            yield measured("compiled", name, 240, "steps", *arguments)
+        yield measured("prediction", name, 240, "prediction", name, tiny)
+        yield measured("memory", name, 60, "memory", name, _able(_MEMORY_MODES, device), tiny, device)
     folder = out / "demo"
     demo = _module("qsync.commands.main", "demo", "--out", str(folder), *(_QUICK_DEMO if tiny else ()))
     yield Piece("demo", "two ranks", demo, 240, folder / "report.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -15,7 +15,6 @@ from qsync.experiments.unseen.report import times_as_fast
 
 Pieces = Mapping[str, Mapping[str, Any]]
 _MEDIAN, _WORST, _MEMORY = 0.02, 0.08, 0.05
-_NOT_MEASURED = (0.0, None)  # seconds, times as fast
 _WITHOUT = ("not_run", "cut", "failed")
 
 
@@ -24,30 +23,23 @@ def bars(pieces: Pieces) -> list[Bar]:
     tests = _tests(pieces)
     failed = sum(len(result["failed"]) for result in tests)
     are_all = tests and all("result" in found for key, found in pieces.items() if key.startswith("tests "))
-    errors = sorted(abs(error) for _, result in _of(pieces, "prediction") for error in _errors(result))
+    errors = [abs(error) for _, result in _of(pieces, "prediction") for error in result["errors"]]
     memory = [
         abs(one["predicted_peak_bytes"] / one["peak_bytes"] - 1)
         for _, result in _of(pieces, "memory")
         for one in result.values()
-        if isinstance(one, Mapping)
     ]
-    rates = [
-        (name.split()[0], mode, ratio)
+    speeds = {
+        name.split()[0]: times_as_fast(variants, "bf16")[1] if {"bf16", AUTOCAST} <= set(variants) else None
         for name, result in _of(pieces, "steps")
-        for mode, (_, ratio) in {
-            **dict.fromkeys(result["unavailable"], _NOT_MEASURED),
-            **_speeds(result),
-        }.items()
-        if mode == "bf16"
-    ]
+        if "bf16" in (variants := result["variants"]) or "bf16" in result["unavailable"]
+    }
     return [
         bar("tests that fail on the GPU", failed if failed or are_all else None, 0),
         bar("|predicted / measured - 1| of plans, median", median(errors) if errors else None, _MEDIAN),
         bar("|predicted / measured - 1| of plans, worst", max(errors, default=None), _WORST),
         bar("|predicted / measured - 1| of peak memory, worst", max(memory, default=None), _MEMORY),
-        *(
-            bar(f"{name}: {mode}, x autocast", ratio, 0.99, at_least=True) for name, mode, ratio in rates
-        ),
+        *(bar(f"{name}: bf16, x autocast", ratio, 0.99, at_least=True) for name, ratio in speeds.items()),
     ]  # fmt: skip
 
 
@@ -82,8 +74,10 @@ def failures(pieces: Pieces) -> list[str]:
         for name, why in case.get("failed", {}).items()
     )
     tests = (failed for result in _tests(pieces) for failed in result["failed"].items())
-    runs = [*_of(pieces, "steps"), *_of(pieces, "compiled")]
-    steps = ((f"{name} {of}", why) for name, one in runs for of, why in one["unavailable"].items())
+    steps = (
+        (f"{name} {of}", why)
+        for name, one in _of(pieces, "steps") for of, why in one["unavailable"].items()
+    )  # fmt: skip
     return [f"Failed: {what}: {why}" for what, why in (*tests, *kernels, *steps)]
 
 
@@ -119,22 +113,3 @@ def _state(found: Mapping[str, Any]) -> str:
 
 def _counts(tests: Mapping[str, Any]) -> str:
     return f"{tests['passed']} passed, {tests['skipped']} skipped, {len(tests['failed'])} failed"
-
-
-def _errors(result: Mapping[str, Any]) -> Sequence[float]:
-    """Return the signed errors of the plans' predicted ratios to FP32; the first plan is FP32 itself."""
-    predicted, own = result["predicted_s"], result["measured"]
-    return [
-        one / predicted[0] / found["ratio"] - 1
-        for one, found in list(zip(predicted, own, strict=True))[1:]
-        if "ratio" in found
-    ]
-
-
-def _speeds(result: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """Return of every variant its seconds, and how many times as fast as autocast it is, if that ran."""
-    variants = result["variants"]
-    return {
-        name: (median(one["seconds"]), times_as_fast(variants, name)[1] if AUTOCAST in variants else None)
-        for name, one in variants.items()
-    }

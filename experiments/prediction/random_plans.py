@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from qsync import Cluster, OpGraph, Precision, QSyncError, api
+from qsync import Cluster, OpGraph, Precision, api
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.data_parallel import in_ddp
@@ -26,7 +27,7 @@ from qsync.distributed.ddp_profiling import DdpProfiler, ProfileOptions
 from qsync.distributed.monitoring import liveness
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
-from qsync.experiments.workloads import subjects
+from qsync.experiments.workloads import families, subjects
 from qsync.experiments.workloads.workload import make_optimizer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.machine_drift import drift_factors
@@ -66,42 +67,51 @@ class PlanRun:
         return self.interval_s is not None and self.interval_s[0] <= self.measured_s <= self.interval_s[1]
 
 
-def run_subject(
-    model: str, num_ranks: int, out: Path, *, num_plans: int, turns: int, seed: int = 0
-) -> list[PlanRun]:
-    """Run random plans of one of the experiments' models on ranks of this machine; write the basis to `out`.
+def run_model(
+    name: str, num_ranks: int, num_plans: int, *, turns: int = 3, seed: int = 0, weak_share: float = 1.0,
+    out: Path | None = None, tiny: bool = False,
+) -> list[PlanRun]:  # fmt: skip
+    """Run random plans of a subject or a family on ranks of this machine; write the basis to `out`, if any.
 
-    Of two ranks the second has half of its core where the machine has no devices that differ. Raises
-    QSyncError for an unknown model, numbers that cannot be used, and when a rank failed.
+    Of two ranks the second has `weak_share` of its core where the machine has no devices that differ. Raises
+    QSyncError for an unknown model, and when a rank failed.
     """
-    subjects.subject(model, 1)
-    if num_ranks not in (1, 2):
-        raise QSyncError(f"--ranks must be 1 or 2, found {num_ranks}; more would share this machine's cores")
-    for name, value in (("--plans", num_plans), ("--turns", turns)):
-        if value < 1:
-            raise QSyncError(f"{name} must be at least 1, found {value}; give a whole number")
+    if name not in subjects.NAMES:
+        families.family_named(name)
     config = {
-        "model": model, "num_plans": num_plans, "turns": turns, "seed": seed, "weak_share": 0.5,
-        "out": str(out),
+        "model": name, "num_plans": num_plans, "turns": turns, "seed": seed, "weak_share": weak_share,
+        "tiny": tiny, **({"out": str(out)} if out else {}),
     }  # fmt: skip
-    runs = run_on_ranks(run_on_rank, config, command="replay_error", num_ranks=num_ranks)
+    runs = run_on_ranks(_run_on_rank, config, command="random_plans", num_ranks=num_ranks)
     return [PlanRun(**run) for run in runs]
 
 
-def run_on_rank(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
-    """Run the plans of a subject on one rank, with all others."""
-    rank, chosen = dist.get_rank(), subjects.subject(config["model"])
-    inputs, targets = chosen.batch(0, 0, rank)
-    model = chosen.make_model(0).to(place.device)
-    step = job.TrainingStep(model, (inputs.to(place.device), targets.to(place.device)), chosen.loss)
+def _run_on_rank(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
+    """Run the plans of a model on one rank, with all others."""
+    rank = dist.get_rank()
+    step, lr = _training_step(config["model"], config["tiny"], rank, place)
     with liveness.start(60.0), shown_on_rank_zero("qsync: running random plans") as progress:
-        own = job.detect_rank(model, place.measured_share(), FAST if rank == 0 else WEAK)
-        optimizer = make_optimizer(chosen.lr)
-        options = ProfileOptions(None, optimizer, None, BUCKET_CAP_MB, progress=progress)
+        own = job.detect_rank(step.model, place.measured_share(), FAST if rank == 0 else WEAK)
+        options = ProfileOptions(None, make_optimizer(lr), None, BUCKET_CAP_MB, progress=progress)
         runs, basis = run_plans(step, own, options, config["num_plans"], config["turns"], config["seed"])
-    if rank == 0:
+    if rank == 0 and "out" in config:
         basis.save(Path(config["out"]))
     return [asdict(run) for run in runs]
+
+
+def _training_step(name: str, tiny: bool, rank: int, place: Place) -> tuple[job.TrainingStep, float]:
+    """Return the step of a model on this rank's batch, and the learning rate."""
+
+    def here(value: Any) -> Any:
+        return value.to(place.device) if isinstance(value, torch.Tensor) else value
+
+    if name in subjects.NAMES:
+        chosen = subjects.subject(name)
+        batch = tuple(map(here, chosen.batch(0, 0, rank)))
+        return job.TrainingStep(chosen.make_model(0).to(place.device), batch, chosen.loss), chosen.lr
+    model, batches = families.family_named(name).make(tiny)
+    of_rank = {key: here(value) for key, value in batches[0].items()}
+    return job.TrainingStep(model.to(place.device), of_rank), 1e-4
 
 
 def run_plans(

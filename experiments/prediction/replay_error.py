@@ -3,12 +3,7 @@
     python -m qsync.experiments.prediction.replay_error --out FOLDER
 
 Thirty random plans each of five models, on one rank and on two unequal ranks. Every plan is replayed from the
-profile that took turns with its steps. The simpler predictions use the same profile:
-
-    no casts     sums the operators of each class and leaves casts out
-    no overlap   every all-reduce after all of backward, none beside it
-    uniform      scales FP32's step by FLOPs: an operator at precision p counts with the ratio of the uniform
-                 steps in p and in FP32
+profile that took turns with its steps; *no casts* is replay from the same profile with every cast free.
 """
 
 from __future__ import annotations
@@ -18,9 +13,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from qsync import Cluster, OpGraph, Precision, Profile
@@ -28,7 +22,7 @@ from qsync.experiments.harness import Experiment, Page, bar, run_command, table_
 from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.experiments.harness.options import Fresh, Models, Out, Publish
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
-from qsync.experiments.prediction.random_plans import PlanRun, run_subject
+from qsync.experiments.prediction.random_plans import PlanRun, run_model
 from qsync.experiments.workloads.subjects import NAMES
 from qsync.records.json_files import read_json
 from qsync.replayer import replay
@@ -36,32 +30,27 @@ from qsync.replayer.step_noise import percentile
 
 # By number of ranks, the limits of the median and of the 95th percentile of |error|.
 BARS = {1: (0.02, 0.05), 2: (0.03, 0.06)}
-METHODS = ("replay", "no casts", "no overlap", "uniform")
+METHODS = ("replay", "no casts")
+_PLANS, _TURNS, _SEED = 30, 3, 0
 _PAGE = Page(Path("docs/results/prediction.md"), note="One thread a rank.", marker="steps")
 MEASURED = "steps: medians of turns, at the pace of the profile's median round"
 
 
 def main(
-    out: Out = Path("replay_error"),
-    model: Models = None,
-    ranks: Annotated[list[int] | None, typer.Option(help="1 or 2; both if left out.")] = None,
-    plans: int = 30,
-    turns: int = 3,
-    seed: int = 0,
-    publish: Publish = False,
-    fresh: Fresh = False,
+    out: Out = Path("replay_error"), model: Models = None, publish: Publish = False, fresh: Fresh = False
 ) -> None:
     """Run, print the table and write figures.json and .md to the folder."""
-    experiment = Experiment(
-        "replay error", out, seed=seed, settings={"plans": plans, "turns": turns}, fresh=fresh
-    )
+    settings = {"plans": _PLANS, "turns": _TURNS}
+    experiment = Experiment("replay error", out, seed=_SEED, settings=settings, fresh=fresh)
 
     def measure(name: str, num_ranks: int) -> dict[str, Any]:
         folder = out / f"{name}-{num_ranks}"
-        runs = run_subject(name, num_ranks, folder, num_plans=plans, turns=turns, seed=seed)
+        runs = run_model(
+            name, num_ranks, _PLANS, turns=_TURNS, seed=_SEED, weak_share=0.5, out=folder
+        )  # fmt: skip
         return judge(name, num_ranks, folder, runs)
 
-    chosen = itertools.product(model or NAMES, ranks or (1, 2))
+    chosen = itertools.product(model or NAMES, BARS)
     results = [experiment.piece(f"{name}-{num}", partial(measure, name, num)) for name, num in chosen]
     experiment.finish(
         {"results": results}, measured=MEASURED, bars=[one for entry in results for one in bars(entry)],
@@ -78,13 +67,11 @@ def judge(name: str, num_ranks: int, folder: Path, runs: Sequence[PlanRun]) -> d
     cluster = Cluster.from_json(read_json(folder / "cluster.json"))
     profiles = {c.name: Profile.load(folder / f"profile-{c.name}.json") for c in cluster.classes}
     predicted = [(one.measured_s, predictions(graph, cluster, profiles, one)) for one in runs]
-    about = ("num_steps", "seconds", "noise", "drift", "error")
     return {
         "model": name, "ranks": num_ranks,
         "predicted_s": [one.predicted_s for one in runs], "measured_s": [one.measured_s for one in runs],
         "errors": {method: [p[method] / step_s - 1.0 for step_s, p in predicted] for method in METHODS},
         "inside_interval": sum(one.is_inside for one in runs) / len(runs),
-        "profile": {c: {key: getattr(p, key) for key in about} for c, p in profiles.items()},
     }  # fmt: skip
 
 
@@ -94,25 +81,8 @@ def predictions(
     """Return the seconds that each method predicts for a run."""
     plan = {c: {op: Precision(p) for op, p in of.items()} for c, of in run.assignments.items()}
     free = {c: without_casts(profile) for c, profile in profiles.items()}
-    exact, bare = (
-        replay(graph, plan, used, cluster, bucket_cap_bytes=BUCKET_CAP_BYTES) for used in (profiles, free)
-    )
-    flights = {(e.name, e.duration_s) for e in exact.events if e.kind == "communication"}
-    exchange_s = sum(seconds for _, seconds in flights)
-    return {
-        "replay": exact.step_s,
-        "no casts": bare.step_s,
-        "no overlap": max(exact[c].compute_s for c in plan) + exchange_s,
-        "uniform": max(scaled(graph, profiles[c], plan[c]) for c in plan) + exchange_s,
-    }
-
-
-def scaled(graph: OpGraph, profile: Profile, assignment: Mapping[str, Precision]) -> float:
-    """Scale FP32's step: each operator's share by FLOPs times the ratio of uniform steps."""
-    fp32, total = profile.step_s["fp32"], sum(op.flops for op in graph.adjustable)
-    uniform_s = {op: profile.step_s.get(str(precision), fp32) for op, precision in assignment.items()}
-    shares = (op.flops / total * uniform_s.get(op.name, fp32) for op in graph.adjustable)
-    return float(sum(shares) + profile.optimizer_s)
+    steps = (replay(graph, plan, of, cluster, bucket_cap_bytes=BUCKET_CAP_BYTES) for of in (profiles, free))
+    return dict(zip(METHODS, (timeline.step_s for timeline in steps), strict=True))
 
 
 def median_and_95th(errors: Iterable[float]) -> tuple[float, float]:

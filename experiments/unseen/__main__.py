@@ -9,7 +9,7 @@ are measured on request only, and reported apart. `--publish` writes the tables 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,14 +28,13 @@ _PAGE = Page(Path("docs/results/unseen.md"), note="One thread.")
 _PARTS, _SEED = ("speed", "prediction", "memory"), 0
 _RANKS = "ranks"  # two at once: on request, because it takes two cores
 _PARTS_HELP = f"{', '.join(_PARTS)} (all if left out), or {_RANKS}."
+_ROUNDS, _PLANS = 9, 8  # of every step that is timed, and random plans that are predicted; one each if tiny
 
 
 def main(
     out: Out = Path("unseen"),
     only: Annotated[list[str] | None, typer.Option(help="Only this family; repeat for several.")] = None,
     part: Annotated[list[str] | None, typer.Option(help=_PARTS_HELP)] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every step that is timed.")] = 9,
-    plans: Annotated[int, typer.Option(min=1, help="Random plans that are predicted, a family.")] = 8,
     peers: Annotated[bool, typer.Option("--peers", help="Time Inductor and torchao as well.")] = False,
     held_out: Annotated[bool, typer.Option("--held-out", help="Measure these families too.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size: to try the command.")] = False,
@@ -56,11 +55,7 @@ def main(
     show(f"Held out by seed {HELD_OUT_SEED}: {', '.join(HELD_OUT)}.")
     with experiment.progress():
         seen, apart = (
-            {
-                name: found
-                for name in names
-                if (found := _measured(experiment, name, parts, rounds, plans, kept))
-            }
+            {name: found for name in names if (found := _measured(experiment, name, parts, kept))}
             for names in (
                 [name for name in SEEN if name in (only or SEEN)],
                 [name for name in HELD_OUT if held_out and name in (only or HELD_OUT)],
@@ -78,45 +73,25 @@ def main(
     experiment.finish(figures, bars=bars, tables=tables, page=page if publish else None)
 
 
-def _measured(
-    experiment: Experiment, name: str, parts: Sequence[str], rounds: int, plans: int, kept: bool
-) -> dict[str, Any]:
+def _measured(experiment: Experiment, name: str, parts: Sequence[str], kept: bool) -> dict[str, Any]:
     """Return what was measured of a family by part; with `kept` nothing that the folder has not."""
     tiny, found = experiment.settings["tiny"], dict[str, Any]()
-
-    def piece(piece_name: str, run: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-        if kept:
-            content = experiment.kept(piece_name, **settings)
-            return content and content["result"]
-        return experiment.piece(piece_name, partial(in_fresh_process, run, *arguments), **settings)
-
+    rounds, plans = (1, 1) if tiny else (_ROUNDS, _PLANS)
+    runs = {
+        "speed": partial(family_runs.speeds, name, rounds, family_runs.MODES, False, tiny),
+        "peers": partial(family_runs.speeds, name, rounds, (), True, tiny),
+        "prediction": partial(family_runs.predicted, name, 1, plans, _SEED, tiny),
+        _RANKS: partial(family_runs.predicted, name, 2, plans, _SEED, tiny),
+        "memory": partial(family_runs.memory, name, tiny),
+    }
     for part in parts:
-        if part == "memory":
-            found[part] = piece(f"memory {name}", family_runs.memory, name, tiny)
-        elif part == _RANKS:
-            found[part] = piece(f"{part} {name}", family_runs.ranks, name, plans, _SEED, tiny, plans=plans)
-        elif part == "prediction":
-            found[part] = _prediction(piece, name, rounds, plans, tiny)
+        run = runs[part]
+        if kept:
+            content = experiment.kept(f"{part} {name}")
+            found[part] = content and content["result"]
         else:
-            modes = family_runs.MODES if part == "speed" else ()
-            arguments = (name, rounds, modes, part == "peers", tiny)
-            found[part] = piece(f"{part} {name}", family_runs.speeds, *arguments, rounds=rounds)
+            found[part] = experiment.piece(f"{part} {name}", partial(in_fresh_process, run.func, *run.args))
     return {part: result for part, result in found.items() if result is not None}
-
-
-def _prediction(
-    piece: Callable[..., Any], name: str, rounds: int, plans: int, tiny: bool
-) -> dict[str, Any] | None:
-    """Return the predicted and measured steps of a family's plans; each plan is a piece."""
-    profiled = piece(f"profile {name}", family_runs.profiled, name, plans, _SEED, tiny, plans=plans)
-    measured = [
-        piece(
-            f"plan {name} {k}", family_runs.planned, name, plan, rounds, tiny,
-            rounds=rounds, plans=plans,
-        )
-        for k, plan in enumerate((profiled or {}).get("plans", ()))
-    ]  # fmt: skip
-    return None if profiled is None or None in measured else {**profiled, "measured": measured}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is measured of one family of the suite, each in a fresh process: speeds, profile, plans, memory.
+"""What is measured of one family of the suite, each in a fresh process: speeds, predicted steps, memory.
 
 On CPUs all run on one thread. Variants of a step take turns in one process, so that their ratios are free of
 drift. A failure is a result: the sentence that the user would read.
@@ -9,40 +9,29 @@ from __future__ import annotations
 import copy
 import gc
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 import qsync
-from qsync import Cluster, OpGraph, Precision, Profile, api
+from qsync import Precision
 from qsync.backend import select
-from qsync.backend.devices.device_detection import detect_class
-from qsync.backend.precisions_that_pay import default_precisions, emulated_precisions
-from qsync.distributed import job
-from qsync.distributed.ddp_profiling import ProfileOptions
-from qsync.distributed.monitoring import liveness
 from qsync.errors import shortened
 from qsync.experiments.harness import peers
-from qsync.experiments.harness.emulated_profiles import GLOO, HERE
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.measured_memory import step_peak_bytes
-from qsync.experiments.harness.pairing import Samples, measure, ratios
-from qsync.experiments.harness.ranks import Place, process_group_of_one, run_on_ranks
+from qsync.experiments.harness.pairing import Samples, measure
+from qsync.experiments.harness.ranks import process_group_of_one
 from qsync.experiments.kernels.cases import Case, Run
 from qsync.experiments.memory.memory_runs import Choice, Trained
-from qsync.experiments.prediction.random_plans import random_plans, run_plans
+from qsync.experiments.prediction.random_plans import run_model
 from qsync.experiments.workloads.families import Batch, family_named
-from qsync.runtime import choosers, planned_forward
+from qsync.runtime import choosers
 
 FP32, AUTOCAST, MODES = "fp32", "autocast", ("fp32_fast", "bf16", "int8", "int8_all")
-_PROFILE_S, _TINY_PROFILE_S = 30.0, 1.0  # of steps, for a profile
-_PATIENCE_S = 60.0  # with a rank that says nothing
-Assignment = Mapping[str, str]
 
 
 def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -72,37 +61,25 @@ def _begin(name: str, tiny: bool, device: str) -> tuple[nn.Module, list[Batch]]:
 
 
 def speeds(
-    name: str, rounds: int, modes: Sequence[str], with_peers: bool, tiny: bool = False,
-    device: str = "cpu", compiled: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    name: str, rounds: int, modes: Sequence[str], with_peers: bool, tiny: bool = False, device: str = "cpu"
+) -> dict[str, Any]:
     """Time FP32 eager, torch.autocast, these modes and (if asked) every other peer in turns.
 
-    With `compiled` every mode once more under torch.compile. Of each variant: seconds by round; on GPUs the
-    bytes of a step's peak. Each variant trains a copy of the model; the last ones go where memory ends.
+    Of each variant: seconds by round; on GPUs the bytes of a step's peak. Each variant trains a copy of the
+    model; the last ones go where memory ends.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
     case = Case("", name, FP32)
+    linear = not any(isinstance(module, (nn.Conv1d, nn.Conv2d)) for module in model.modules())
+    autocast, *others = peers.peers_on(where, inductor=with_peers, linear=with_peers and linear)
 
-    def in_mode(mode: str) -> Callable[[], None]:
+    def in_mode(mode: str) -> Run:
         return training_step(qsync.wrap(copy.deepcopy(model), mode), batches)
 
     case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
-
-    def as_one(mode: str) -> Callable[[], None]:
-        whole = qsync.wrap(copy.deepcopy(model), mode)
-        step = training_step(whole, batches, torch.compile(whole, mode="reduce-overhead"))
-        for _ in range(2):  # a CUDA graph is recorded by the second call and replayed by the third: `add`'s
-            step()
-        return step
-
-    linear = not any(isinstance(module, (nn.Conv1d, nn.Conv2d)) for module in model.modules())
-    autocast, *others = peers.peers_on(where, inductor=with_peers, linear=with_peers and linear)
-    makers = {
-        autocast.name: partial(peer_step, where, autocast, model, batches)
-    }  # what all are compared with
+    # All are compared with torch.autocast, which comes first.
+    makers = {autocast.name: partial(peer_step, where, autocast, model, batches)}
     makers |= {mode: partial(in_mode, mode) for mode in modes}
-    for mode in modes if compiled else ():
-        makers[f"{mode}, torch.compile"] = partial(as_one, mode)
     makers |= {peer.name: partial(peer_step, where, peer, model, batches) for peer in others}
     for of, make in makers.items():
         case.add(of, make, theirs=True)
@@ -161,61 +138,9 @@ def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str
 
 
 @_or_failure
-def profiled(name: str, num_plans: int, seed: int, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
-    """Profile a family; return random plans, and the seconds of a step that replay predicts for each.
-
-    The first plan is FP32 everywhere.
-    """
-    model, batches = _begin(name, tiny, device)
-    own = replace(detect_class(torch.device(device)), name=HERE)
-    able = (*default_precisions(own), *({Precision.INT8_ALL} - emulated_precisions(torch.device(device))))
-    graph = api.trace_step(model, batches[0], None)
-    profile = qsync.profile(
-        model, batches[0], device_class=own, precisions=able, seconds=_TINY_PROFILE_S if tiny else _PROFILE_S
-    )
-    cluster = Cluster((own,), GLOO)
-    plans: list[Any] = [{HERE: {}}, *random_plans(graph, cluster, {HERE: able}, num_plans, seed)]
-    return {
-        "plans": [{op: str(p) for op, p in plan[HERE].items()} for plan in plans],
-        "predicted_s": [_predicted_s(graph, plan, profile, cluster) for plan in plans],
-        "rounds": profile.num_steps, "noise": profile.noise,
-    }  # fmt: skip
-
-
-def _predicted_s(graph: OpGraph, plan: Mapping[str, Any], profile: Profile, cluster: Cluster) -> float:
-    return qsync.replay(graph, plan, {HERE: profile}, cluster).step_s  # type: ignore[arg-type]
-
-
-@_or_failure
-def planned(
-    name: str, assignment: Assignment, rounds: int, tiny: bool = False, device: str = "cpu"
-) -> dict[str, Any]:
-    """Time a plan in turns with FP32 eager; return the seconds of both, and the plan's over FP32's."""
-    model, batches = _begin(name, tiny, device)
-    lowered = copy.deepcopy(model)
-    planned_forward.attach(lowered, choosers.following({op: Precision(p) for op, p in assignment.items()}))
-    steps = {"fp32": training_step(model, batches[:1]), "plan": training_step(lowered, batches[:1])}
-    found: dict[str, Samples] = measure(steps, rounds, torch.device(device))
-    return {
-        **{of: samples.median_s for of, samples in found.items()},
-        "ratio": median(ratios(found["plan"], found["fp32"])),
-    }
-
-
-@_or_failure
-def ranks(name: str, num_plans: int, seed: int, tiny: bool = False) -> dict[str, Any]:
-    """Run random plans on two ranks; return by how much replay misses each, and what lies in its interval."""
-    config = {"name": name, "num_plans": num_plans, "seed": seed, "tiny": tiny, "weak_share": 1.0}
-    found: dict[str, Any] = run_on_ranks(_on_ranks, config, command="unseen")
-    return found
-
-
-def _on_ranks(config: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """Compare plans on one rank with their replay."""
-    model, batches = _begin(config["name"], config["tiny"], str(place.device))
-    with liveness.start(_PATIENCE_S):
-        step, rank = job.TrainingStep(model, batches[0]), job.detect_rank(model)
-        runs, _ = run_plans(step, rank, ProfileOptions(), config["num_plans"], seed=config["seed"])
+def predicted(name: str, num_ranks: int, num_plans: int, seed: int, tiny: bool = False) -> dict[str, Any]:
+    """Run random plans on ranks; return by how much replay misses each, and what lies in its interval."""
+    runs = run_model(name, num_ranks, num_plans, seed=seed, tiny=tiny)
     return {"errors": [run.error for run in runs], "inside": [run.is_inside for run in runs]}
 
 

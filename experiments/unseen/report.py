@@ -17,7 +17,7 @@ from qsync.replayer.step_noise import percentile
 # Times as fast as torch.autocast; INT8 is promised of transformers, INT8 in all products of two nets as well.
 BF16_BAR, INT8_BARS = 0.99, {"int8": 1.1, "int8_all": 1.2}
 CONVOLUTION_BARS = {name: {"int8_all": 1.2} for name in ("resnet50", "convnext")}
-# Limits of |error| of a predicted step over FP32's.
+# Limits of |error| of a predicted step.
 PREDICTION_BARS = {"median": 0.02, "95th percentile": 0.05, "worst": 0.08}
 MEMORY_BAR = 0.05  # of |error| of a predicted peak
 # Family -> part ("speed", "peers", "prediction", "memory") -> what was measured.
@@ -36,9 +36,8 @@ def bars(found: Found) -> list[Bar]:
                 low, speed, high = times_as_fast(variants, mode)
                 spread = {"quartiles": [low, high]}
                 made.append(bar(f"{name}: {mode}, x autocast", speed, limit, at_least=True, **spread))
-    alone = [error for parts in found.values() for error in _errors(parts)]
-    together = [error for parts in found.values() for error in parts.get("ranks", {}).get("errors", ())]
-    for where, errors in (("", alone), (" on two ranks", together)):
+    for part, where in (("prediction", ""), ("ranks", " on two ranks")):
+        errors = [error for parts in found.values() for error in parts.get(part, {}).get("errors", ())]
         for which, limit in PREDICTION_BARS.items() if errors else ():
             name = f"|predicted / measured - 1| of plans{where}, {which}"
             made.append(bar(name, _sizes(errors)[which], limit))
@@ -58,29 +57,9 @@ def times_as_fast(variants: Mapping[str, Any], of: str, against: str = AUTOCAST)
 
 def failures(parts: Mapping[str, Any]) -> dict[str, str]:
     """Return what failed of a family -> why; peers that do not run are no failure."""
-    runs = parts.get("prediction", {})
-    failed = {
-        part: found["failed"]
-        for part, found in (
-            ("profile", runs),
-            ("memory", parts.get("memory", {})),
-            ("ranks", parts.get("ranks", {})),
-        )
-        if "failed" in found
-    }
-    failed |= {
-        f"plan {k}": run["failed"] for k, run in enumerate(runs.get("measured", ())) if "failed" in run
-    }
+    failed = {part: of["failed"] for part, of in parts.items() if "failed" in of}
     speed = parts.get("speed", {"unavailable": {}})
     return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (FP32, *MODES)}
-
-
-def _errors(parts: Mapping[str, Any]) -> list[float]:
-    """Return the signed errors of the plans' predicted ratios to FP32; the first plan is FP32 itself."""
-    found = parts.get("prediction", {})
-    predicted_s = found.get("predicted_s", [])
-    pairs = list(zip(predicted_s, found.get("measured", ()), strict=True))
-    return [seconds / predicted_s[0] / run["ratio"] - 1 for seconds, run in pairs[1:] if "ratio" in run]
 
 
 def _sizes(errors: Sequence[float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from qsync.backend.precisions_that_pay import emulated_precisions
 from qsync.distributed import job
 from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.errors import QSyncError
-from qsync.experiments.prediction.random_plans import PlanRun, random_plans, run_plans, run_subject
+from qsync.experiments.prediction.random_plans import PlanRun, random_plans, run_model, run_plans
 from qsync.experiments.prediction.replay_error import judge
 from qsync.records.precision import Precision
 
@@ -51,7 +51,7 @@ def test_the_ends_of_the_interval_lie_inside():
 @pytest.mark.dist
 @pytest.mark.deep
 def test_two_unequal_ranks_are_judged(tmp_path):
-    runs = run_subject("vgg", 2, tmp_path, num_plans=2, turns=1)
+    runs = run_model("vgg", 2, 2, turns=1, weak_share=0.5, out=tmp_path)
     assert {name for run in runs for name in run.assignments} == {"train", "infer"}
     judged = judge("vgg", 2, tmp_path, runs)
     assert judged["errors"]["replay"] == pytest.approx([run.error for run in runs])
@@ -61,15 +61,6 @@ def test_two_unequal_ranks_are_judged(tmp_path):
     assert min(judged["errors"]["replay"]) > without if has_casts else without in judged["errors"]["replay"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"model": "lstm"}, "no model 'lstm'"),
-        ({"num_ranks": 3}, "--ranks must be 1 or 2"),
-        ({"num_plans": 0}, "--plans must be at least 1"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_starts(tmp_path, options, words):
-    given = {"model": "gpt", "num_ranks": 1, "num_plans": 1, "turns": 1, "out": tmp_path, **options}
-    with pytest.raises(QSyncError, match=words):
-        run_subject(**given)
+def test_an_unknown_model_is_refused_before_anything_starts():
+    with pytest.raises(QSyncError, match="no family 'lenet'"):
+        run_model("lenet", 1, 1)
