@@ -3,7 +3,6 @@
 `compare_methods`  the experiment
 `bases`            measured models on clusters
 `methods`          every method at one target
-`balanced`         dynamic batching
-`methods_report`   its tables and picture
+`methods_report`   its tables
 `planning_times`   seconds of planning large models
 """

@@ -12,7 +12,6 @@ variances are predictions (simulated).
     QSync's two stages        the fastest start, then recovery, without the exact solver
     uniform                   one precision on all adjustable operators of the weak classes
     casts left out            the exact solver on profiles in which casts are free, replayed with their times
-    dynamic batching          LB-BSP: all FP32, samples shared so that all finish together
 
 Profiles are pieces of their own: without the others, a folder's profiles are compared anew.
 """
@@ -21,51 +20,37 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from qsync.experiments.allocation.bases import GPU_BATCH, ModelOnCluster, measure, problems
 from qsync.experiments.allocation.methods import compare, targets
-from qsync.experiments.allocation.methods_report import bars, draw, summary, tables
+from qsync.experiments.allocation.methods_report import bars, summary, tables
 from qsync.experiments.harness import Experiment, Fresh, Models, Out, Page, Publish, run_command
 from qsync.experiments.harness.emulated_profiles import GLOO, NETWORK, SHARE
 from qsync.experiments.workloads.subjects import NAMES
 
 OUT = Path("allocation")
-_PAGE = Page(
-    Path("docs/results/allocation.md"), Path("docs/figures/allocation_methods.png"), marker="methods"
-)
+_PAGE = Page(Path("docs/results/allocation.md"), marker="methods")
+_SEED = 0
 # Targets: parts of the way from the least step to that in FP32.
 PARTS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
-NOTES = (
-    "step times and variances are predictions (simulated), from profiles measured on this machine or "
-    "simulated from data sheets",
-    "dynamic batching rounds nothing, so with gradients weighted exactly by samples it adds no variance: "
-    "where it meets the target no plan that lowers anything adds less. Its time is taken to be in proportion "
-    "to samples, which favours it; it changes what each rank's batch norms see",
-    "leaving casts out is how formats are searched layer by layer: a score and a time per operator",
-)
 
 
 def main(
     out: Out = OUT,
     model: Models = None,
-    seconds: Annotated[float, typer.Option(help="How long to profile each model at the most.")] = 30.0,
-    seed: int = 0,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Profile, compare, print tables, write figures and a picture."""
-    if not seconds > 0:
-        raise typer.BadParameter("--seconds must be positive")
+    """Profile, compare, print tables, write figures."""
     torch.set_num_threads(1)
-    experiment = Experiment("allocation", out, seed=seed, fresh=fresh)
+    experiment = Experiment("allocation", out, seed=_SEED, fresh=fresh)
     rows = []
     with experiment.progress() as say:
         for name in model or NAMES:
-            profiled = partial(measure, name, out / name, seconds=seconds, seed=seed)
+            profiled = partial(measure, name, out / name)
             experiment.piece(f"profile {name}", profiled)
             for one in problems(name, out / name):
                 say(f"{name} on {one.cluster_name}")
@@ -78,12 +63,11 @@ def main(
             f"{where} (assumed)": [link.latency_s, link.bytes_per_s]
             for where, link in (("this machine", GLOO), ("simulated devices", NETWORK))
         },
-        "notes": NOTES, "summary": found, "rows": rows,
+        "summary": found, "rows": rows,
     }  # fmt: skip
     experiment.finish(
         figures, measured="profiles, and seconds of solvers; steps and variances are simulated",
-        picture=lambda content, path: draw(content["rows"], path), tables=tables(found),
-        bars=bars(found["verdicts"]), page=_PAGE if publish else None,
+        tables=tables(found), bars=bars(found["verdicts"]), page=_PAGE if publish else None,
     )  # fmt: skip
 
 

@@ -13,14 +13,12 @@ from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.precision_recovery import recover
-from qsync.experiments.allocation.balanced import balanced
 from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import PRECISION_ORDER
 
 MILP, TWO_STAGES = "qsync", "QSync's two stages"
 NO_CASTS = "casts left out"
-BATCHES = "dynamic batching (LB-BSP)"
 RELATIVE = 1e-6  # as in check_plan: a step so little over the target is rounding
 
 Row = dict[str, Any]
@@ -44,8 +42,9 @@ def compare(basis: Basis, target_s: float) -> list[Row]:
     weak = weak_classes(basis)
     begun = time.process_time()
     stages = _row(basis, target_s, TWO_STAGES, two_stages(basis, target_s), begun)
-    others = [casts_left_out(basis, target_s), dynamic_batching(basis, target_s)]
-    return [solved(basis, target_s), stages, *uniforms(basis, target_s, weak), *others]
+    return [
+        solved(basis, target_s), stages, *uniforms(basis, target_s, weak), casts_left_out(basis, target_s)
+    ]  # fmt: skip
 
 
 def weak_classes(basis: Basis) -> list[str]:
@@ -99,20 +98,6 @@ def casts_left_out(basis: Basis, target_s: float) -> Row:
         basis.graph, assignments, basis.profiles, basis.cluster, sensitivity=basis.sensitivity
     )  # fmt: skip
     return _row(basis, target_s, NO_CASTS, plan, begun)
-
-
-def dynamic_batching(basis: Basis, target_s: float) -> Row:
-    """Share the samples so that all ranks finish together, in FP32: nothing is rounded, and nothing added."""
-    begun = time.process_time()
-    full = uniform(basis.graph, basis.profiles, basis.cluster, {}, sensitivity=basis.sensitivity)
-    found = balanced(basis.graph, full, basis.profiles, basis.cluster)
-    fits = all(found.memory_bytes[c.name] <= c.memory_bytes for c in basis.cluster.classes)
-    return {
-        "method": BATCHES, "added_variance": 0.0, "step_s": found.step_s,
-        "reaches": fits and found.step_s <= target_s * (1 + RELATIVE), "fits": fits,
-        "seconds": time.process_time() - begun, "shares": dict(found.shares),
-        "weight_error": found.weight_error, "batch_norms": found.batch_norms,
-    }  # fmt: skip
 
 
 def _row(basis: Basis, target_s: float, method: str, plan: Plan, begun: float) -> Row:

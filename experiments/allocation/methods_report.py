@@ -1,32 +1,21 @@
-"""The tables and the picture of compare_methods.py: each method's variance against the exact solver's."""
+"""The tables of compare_methods.py: each method's variance against the exact solver's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from rich.table import Table
 
-from qsync.experiments.allocation.methods import BATCHES, MILP, NO_CASTS, TWO_STAGES
+from qsync.experiments.allocation.methods import MILP, NO_CASTS
 from qsync.experiments.harness import bar, grouped, table_of
-from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure
-from qsync.figures.style import FAINT, INK, save_png
 
 Rows = Sequence[Mapping[str, Any]]
 
 BEST_UNIFORM = "best uniform"
 # Differences below this part are rounding, or within the exact solver's own gap of a thousandth.
 RELATIVE = 1e-3
-# Okabe and Ito's, which colour-blind readers tell apart; (colour, marker, line).
-_STYLES = {
-    MILP: ("#0072b2", "o", "-"),
-    TWO_STAGES: (INK, "+", ""),
-    NO_CASTS: ("#cc79a7", "D", ""),
-    "uniform": (FAINT, "*", ""),
-}
 
 
 def summary(rows: Rows) -> dict[str, Any]:
@@ -49,18 +38,15 @@ def _of(rows: Rows) -> dict[str, Any]:
         uniform = [row for method, row in at.items() if method.startswith("uniform ") and row["reaches"]]
         best = min(uniform, key=lambda row: row["added_variance"], default=None)
         for method, row in {**at, BEST_UNIFORM: best}.items():
-            entry = found.setdefault(method, {"logs": [], "problems": 0, "over": 0.0})
+            entry = found.setdefault(method, {"logs": [], "problems": 0})
             entry["problems"] += 1
             if row is not None and row["reaches"]:
                 added = row["added_variance"] / exact
-                entry["logs"].append(math.log(added) if added > 0.0 else -math.inf)
-            if row is not None and row["step_s"] is not None:
-                entry["over"] = max(entry["over"], row["step_s"] / row["target_s"] - 1.0)
+                entry["logs"].append(math.log(added))
     for entry in found.values():
         logs = entry.pop("logs")
         entry["met"] = len(logs)
         entry["factor"] = math.exp(sum(logs) / len(logs)) if logs else None
-        entry["worst"] = math.exp(max(logs)) if logs else None
     return found
 
 
@@ -78,14 +64,13 @@ def _verdicts(rows: Rows) -> dict[str, Any]:
         exact = at[MILP]["added_variance"]
         for method, row in at.items():
             less = row["reaches"] and row["added_variance"] < exact * (1 - RELATIVE)
-            if less and method not in (MILP, BATCHES):
+            if less and method != MILP:
                 beaten.append([*key, method, row["added_variance"] / exact])
     exacts, free = ([at[name] for at in problems.values()] for name in (MILP, NO_CASTS))
     return {
         "problems": len(problems),
         "violations": sum(len(row["violations"]) for row in exacts),
         "baselines_that_add_less": beaten,
-        "dynamic_batching_met": sum(at[BATCHES]["reaches"] for at in problems.values()),
         "milp_worst_gap": max((row["gap"] for row in exacts), default=0.0),
         "milp_worst_seconds": max((row["seconds"] for row in exacts), default=0.0),
         "casts_left_out_misses_by": max((row["step_s"] / row["target_s"] - 1.0 for row in free), default=0.0),
@@ -112,47 +97,11 @@ def bars(verdicts: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """Return one table per kind of cluster, and the verdicts."""
+    """Return one table per kind of cluster."""
     shown = []
     for kind, models in found["clusters"].items():
         methods = dict.fromkeys(m for of in models.values() for m in of if not m.startswith("uniform "))
         rows = [[method, *(cell(of.get(method)) for of in models.values())] for method in methods]
         title = f"Added variance at equal step time, times qsync's (simulated; {kind})"
         shown.append(table_of(title, ["", *models], rows))
-    verdicts = [
-        [name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)]
-        for name, value in found["verdicts"].items()
-    ]
-    return [*shown, table_of("Over all problems", ("", ""), verdicts, left=2)]
-
-
-def draw(rows: Rows, path: str | Path) -> Path:
-    """Draw a panel per model and cluster: the first cluster above, the one of most classes below."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    clusters = list(dict.fromkeys(row["cluster"] for row in rows))
-    shown = list(dict.fromkeys([clusters[0], max(clusters, key=lambda name: name.count("+"))]))
-    title = "What a shorter step costs, by method (simulated; profiles measured, GPUs from data sheets)"
-    figure = new_figure(3.1 * len(models) + 0.6, 3.2 * len(shown) + 0.9, title)
-    panels = figure.subplots(len(shown), len(models), squeeze=False)
-    for cluster, line in zip(shown, panels, strict=True):
-        for model, axes in zip(models, line, strict=True):
-            _panel(axes, [row for row in rows if (row["model"], row["cluster"]) == (model, cluster)])
-            x, y = "step, ms" if cluster == shown[-1] else "", "added variance" if axes is line[0] else ""
-            axes_of(axes, f"{model}, {cluster}", x, y, yscale="log")
-    legend_below(figure, panels.flat, ncols=8)
-    return save_png(figure, path, dpi=130)
-
-
-def _panel(axes: Axes, rows: Rows) -> None:
-    for name, (colour, marker, line) in _STYLES.items():
-        met = [row for row in rows if row["method"].startswith(name) and row["added_variance"]]
-        met = [row for row in met if row["reaches"] or name == "uniform"]
-        points = sorted({(1e3 * row["step_s"], row["added_variance"]) for row in met})
-        if points:
-            axes.plot(
-                *zip(*points, strict=True), marker=marker, linestyle=line or "none", color=colour,
-                markersize=8 if name == MILP else 4, fillstyle="none" if name == MILP else "full",
-                linewidth=1, label=name, zorder=3 if name == TWO_STAGES else 2,
-            )  # fmt: skip
-    for row in [row for row in rows if row["method"] == BATCHES][:1]:
-        axes.axvline(1e3 * row["step_s"], color=FAINT, linestyle="--", label=f"{BATCHES}: adds none")
+    return shown

@@ -14,31 +14,19 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.table import Table
 
 import qsync
-from qsync import Cluster, Link, OpGraph, Precision, Profile, QSyncError, Sensitivity
+from qsync import Cluster, Link, OpGraph, Profile, QSyncError, Sensitivity
 from qsync.allocator import allocate, check_plan
 from qsync.experiments.allocation.bases import card
 from qsync.experiments.allocation.compare_methods import OUT
-from qsync.experiments.harness import (
-    Experiment,
-    Fresh,
-    Models,
-    Out,
-    Page,
-    Publish,
-    bar,
-    run_command,
-    table_of,
-)
+from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, bar, run_command
 from qsync.experiments.harness.emulated_profiles import HERE
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.workloads import large_models
@@ -50,7 +38,7 @@ from qsync.records.json_files import read_json
 from qsync.records.plan_folder import Basis
 
 SHEETS = ("T4", "V100", "L4", "A100")
-SEED, SLACK = 0, 0.1
+SEED, SLACK, TIMES = 0, 0.1, 3
 _PAGE = Page(Path("docs/results/allocation.md"), note="One thread.", marker="planning")
 # Memory is no part of this: Llama-3-70B fits on none of these devices.
 MEMORY_BYTES = 1 << 50
@@ -80,40 +68,29 @@ MODELS: dict[str, tuple[Callable[[], OpGraph], int, float]] = {
 }
 
 
-def main(
-    out: Out = OUT,
-    model: Models = None,
-    times: Annotated[int, typer.Option(help="Runs of each model; the median is shown.")] = 3,
-    publish: Publish = False,
-    fresh: Fresh = False,
-) -> None:
-    """Capture what is not in the folder yet, time planning, print a table, write FOLDER/times."""
-    for name in model or MODELS:
-        if name not in MODELS:
-            raise typer.BadParameter(f"there is no model {name!r}; choose from {', '.join(MODELS)}")
-    settings = {"slack": SLACK, "times": times}
+def main(out: Out = OUT, publish: Publish = False, fresh: Fresh = False) -> None:
+    """Capture what is not in the folder yet, time planning, write FOLDER/times."""
+    settings = {"slack": SLACK, "times": TIMES}
     experiment = Experiment("planning times", out / "times", seed=SEED, settings=settings, fresh=fresh)
     rows = []
     with experiment.progress():
-        for name in model or MODELS:
-            graph, count, bar_s = MODELS[name]
+        for name, (graph, count, bar_s) in MODELS.items():
             if not (out / name / "cluster.json").is_file():
                 made_up(graph(), learned(out), count, SEED).save(out / name)
-            row = experiment.piece(name, partial(timed, out / name, times))
+            row = experiment.piece(name, partial(timed, out / name))
             rows.append({"model": name, "bar_s": bar_s, **row})
     experiment.finish(
-        {"rows": rows}, bars=[one for row in rows for one in bars(row)], tables=[table(rows)],
+        {"rows": rows}, bars=[one for row in rows for one in bars(row)],
         measured="seconds and memory; devices are simulated, sensitivities made up",
         page=_PAGE if publish else None,
     )  # fmt: skip
 
 
-def timed(folder: Path, times: int) -> dict[str, Any]:
-    """Return the run of median seconds of so many."""
-    found = [in_fresh_process(solve, str(folder)) for _ in range(times)]
-    seconds = [entry["seconds"] for entry in found]
-    middle = found[seconds.index(sorted(seconds)[times // 2])]
-    return {**middle, "all_seconds": seconds, "load": os.getloadavg()[0]}
+def timed(folder: Path) -> dict[str, Any]:
+    """Return the run of median seconds."""
+    found = [in_fresh_process(solve, str(folder)) for _ in range(TIMES)]
+    middle: dict[str, Any] = sorted(found, key=lambda entry: float(entry["seconds"]))[TIMES // 2]
+    return {**middle, "load": os.getloadavg()[0]}
 
 
 def learned(folder: Path) -> CostModel:
@@ -151,13 +128,11 @@ def solve(folder: str) -> dict[str, Any]:
     begun = time.perf_counter()
     plan = allocate(graph, profiles, sensitivity, cluster, slack=SLACK)
     seconds, peak = time.perf_counter() - begun, peak_resident_bytes()
-    lowered = [op for entry in plan.classes.values() for op in entry.lowered]
-    low = {p for entry in plan.classes.values() for p in entry.assignment.values()} - {Precision.FP32}
     found = check_plan(graph, plan, profiles, sensitivity, cluster)
     return {
         "seconds": seconds, "peak_bytes": peak, "gap": plan.gap, "added_variance": plan.added_variance,
         "step_s": plan.step_s, "target_s": plan.target_s, "operators": len(graph.ops),
-        "adjustable": len(graph.adjustable), "lowered": len(lowered), "precisions": sorted(low),
+        "adjustable": len(graph.adjustable), "lowered": sum(len(c.lowered) for c in plan.classes.values()),
         "ranks": cluster.num_ranks, "violations": list(found.violations),
     }  # fmt: skip
 
@@ -171,20 +146,6 @@ def bars(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         bar(name + "peak bytes", row["peak_bytes"], MEMORY_BAR),
         bar(name + "violations", len(row["violations"]), 0),
     ]
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a line per model."""
-    cells = [
-        [
-            row["model"], *(str(row[key]) for key in ("operators", "adjustable", "ranks")),
-            f"{row['seconds']:.2f}", f"{row['gap']:.2%}", f"{row['peak_bytes'] / 2**30:.2f} GiB",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    headings = ("model", "operators", "adjustable", "ranks", "seconds", "gap", "peak")
-    title = "Planning for T4, V100, L4 and A100 (seconds measured; devices SIMULATED)"
-    return table_of(title, headings, cells)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from qsync.backend.devices.device_detection import detect_class
 from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.records.cluster import Cluster, Link
 from qsync.records.profiles import Cost, Profile
-from qsync.replayer.slowdown import computing, slowed
+from qsync.replayer.slowdown import slowed
 
 # This machine, and the same machine with every time twice as long: emulated.
 HERE, HALF, SHARE = "train", "infer", 0.5
@@ -35,11 +35,6 @@ def here_and_half(
     own = replace(own, hardware=None, count=count)
     cluster = Cluster((own, replace(own, name=HALF, emulated_share=share)), GLOO)
     return cluster, {HERE: profile, HALF: of_share(profile, HALF, share)}
-
-
-def with_batch_share(profile: Profile, share: float) -> Profile:
-    """Return the same profile as if the batch were this share of what it is."""
-    return replace(profile, **computing(profile, share))
 
 
 def without_casts(profile: Profile) -> Profile:

@@ -1,20 +1,16 @@
-"""The report of indicators.py: means with intervals, tables, and a picture."""
+"""The report of indicators.py: means with intervals, and a table."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from qsync import Precision
 from qsync.experiments.harness import grouped, table_of
 from qsync.experiments.harness.intervals import half_width
-from qsync.experiments.harness.pictures import axes_of, new_figure
-from qsync.figures.style import INK, PRECISION_COLOURS, save_png
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -31,11 +27,8 @@ def summary(rows: Rows) -> dict[str, Any]:
                                          over batches, geometric mean over seeds
     to_default[indicator][budget]        error of the indicator's plan over the error of the default's plan on
                                          the same batch: geometric mean over batches and seeds
-    means_to_default[indicator][budget]  mean error over batches of the indicator's plan over that of the
-                                         default's plan: geometric mean over seeds
     heldout[indicator]                   held-out loss under the indicator's plan minus the loss in FP32
     joint_to_sum                         error of a random plan over the sum of its operators' single errors
-    predicted_to_truth[precision]        the default's estimate of an operator over its measured error
 
     Geometric means come with the factor of their interval. `to_default` compares on each batch because a
     single batch can decide a mean over batches: a sequence with a chaotic gradient has thousands of times the
@@ -49,14 +42,9 @@ def _summary_of(rows: Rows) -> dict[str, Any]:
     budgets = list(rows[0]["plan_error"]["variance"])
     precisions = list(rows[0]["spearman"]["variance"])
 
-    def means_ratio(name: str, budget: str) -> dict[str, float | None]:
-        pairs = [(row["plan_error"][who][budget]["mean"] for who in (name, "variance")) for row in rows]
-        return geometric(error / default for error, default in pairs)
-
     return {
         "spearman": {
-            name: {p: {**mean(row["spearman"][name][p] for row in rows),
-                       "least": min(row["spearman"][name][p] for row in rows)} for p in precisions}
+            name: {p: mean(row["spearman"][name][p] for row in rows) for p in precisions}
             for name in indicators if name != "empirical"
         },
         "plan_error": {
@@ -67,17 +55,10 @@ def _summary_of(rows: Rows) -> dict[str, Any]:
             name: {b: geometric(to_default(row, name, b) for row in rows) for b in budgets}
             for name in indicators
         },
-        "means_to_default": {name: {b: means_ratio(name, b) for b in budgets} for name in indicators},
         "heldout": {
             name: mean(row["heldout"][name] - row["heldout"]["fp32"] for row in rows) for name in indicators
         },
         "joint_to_sum": geometric(entry["joint"] / entry["sum"] for row in rows for entry in row["joint"]),
-        "predicted_to_truth": {
-            p: geometric(
-                row["omega"]["variance"][op][p] / modes[p]
-                for row in rows for op, modes in row["omega"]["empirical"].items() if p in modes
-            ) for p in precisions
-        },
     }  # fmt: skip
 
 
@@ -157,27 +138,3 @@ def _ratio(value: float) -> str:
 def _small(cell: Mapping[str, float | None]) -> str:
     half = cell["half"]
     return f"{cell['mean']:+.0e}" + ("" if half is None else f" ± {half:.0e}")
-
-
-def picture(rows: Rows, path: str | Path) -> Path:
-    """Draw predicted against measured added variance by model: every operator, precision and seed."""
-    models = grouped(rows, "model")
-    title = "Squared gradient error by lowering one operator: every operator and seed"
-    figure = new_figure(max(7.0, 3.1 * len(models)), 3.4, title)
-    panels = figure.subplots(1, len(models), squeeze=False)[0]
-    for (model, own), axes in zip(models.items(), panels, strict=True):
-        ends: list[float] = []
-        for precision in (Precision.BF16, Precision.INT8):
-            pairs = [
-                (truth[precision], row["omega"]["variance"][op][precision])
-                for row in own for op, truth in row["omega"]["empirical"].items() if precision in truth
-            ]  # fmt: skip
-            if pairs := [pair for pair in pairs if min(pair) > 0]:
-                style: dict[str, Any] = {"s": 9, "alpha": 0.6, "lw": 0, "color": PRECISION_COLOURS[precision]}
-                axes.scatter(*zip(*pairs, strict=True), label=precision.upper(), **style)
-                ends = [op(ends + [end for pair in pairs for end in pair]) for op in (min, max)]
-        axes.plot(ends, ends, color=INK, lw=0.8, zorder=0)
-        y = "predicted by two steps" if axes is panels[0] else ""
-        axes_of(axes, model, "measured", y, xscale="log", yscale="log")
-    panels[0].legend(frameon=False)
-    return save_png(figure, path)

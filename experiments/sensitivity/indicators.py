@@ -32,7 +32,7 @@ from qsync import OpGraph, Precision, Sensitivity
 from qsync.api import calibrating
 from qsync.experiments.harness import Experiment, Fresh, Models, Out, Page, Publish, run_command
 from qsync.experiments.sensitivity.baselines import INDICATORS, sensitivity_by
-from qsync.experiments.sensitivity.indicator_report import picture, summary, table
+from qsync.experiments.sensitivity.indicator_report import summary, table
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Workload, evaluate, train
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
@@ -40,7 +40,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.runtime import choosers, planned_forward
 
 PRECISIONS = (Precision.BF16, Precision.INT8)
-_PAGE = Page(Path("docs/results/sensitivity.md"), Path("docs/figures/sensitivity.png"), "One thread.")
+_PAGE = Page(Path("docs/results/sensitivity.md"), note="One thread.")
 # Times as fast as FP32, forward and backward together: the table of docs/results/kernels.md, rounded.
 RATES = {
     "conv2d": {Precision.BF16: 1.8, Precision.INT8: 1.9},
@@ -83,7 +83,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Judge every indicator, print tables, write the figures; beside them a picture and a table."""
+    """Judge every indicator, print a table, write the figures."""
     subjects = [(name, seed) for seed in range(seeds) for name in models or NAMES]
     experiment = Experiment("indicators", out, settings={"scale": asdict(SCALE)}, fresh=fresh)
     with experiment.progress():
@@ -103,8 +103,7 @@ def main(
     }  # fmt: skip
     experiment.finish(
         content, measured="gradient errors and losses; step times are simulated, from FLOPs and rates",
-        tables=[table(content["summary"])],
-        picture=lambda content, path: picture(content["rows"], path), page=_PAGE if publish else None,
+        tables=[table(content["summary"])], page=_PAGE if publish else None,
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import typer
 from graphs import encoder, profile_of
 
 from qsync.errors import QSyncError
@@ -27,15 +26,13 @@ def test_a_large_model_is_made_up_on_four_simulated_devices_and_solved(tmp_path)
     found = planning_times.solve(str(tmp_path / "large"))
     assert found["violations"] == [] and found["ranks"] == 20 and found["step_s"] <= found["target_s"]
     row = {"model": "large", "bar_s": 60.0, **found}
-    assert holds(row) and planning_times.table([row]).row_count == 1
+    assert holds(row)
     for worse in ({"gap": 0.02}, {"seconds": 61.0}, {"peak_bytes": 5 * 2**30}, {"violations": ["late"]}):
         assert not holds({**row, **worse})
 
 
-def test_times_need_profiles_and_a_known_model(tmp_path):
+def test_times_need_profiles(tmp_path):
     with pytest.raises(
         QSyncError, match="holds no profile; run python -m qsync.experiments.allocation.compare_methods"
     ):
         planning_times.learned(tmp_path)
-    with pytest.raises(typer.BadParameter, match="choose from BERT-large"):
-        planning_times.main(tmp_path, model=["BERT-huge"], times=1)
