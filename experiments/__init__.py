@@ -1,12 +1,12 @@
 """Experiments: one script per table or figure, the workloads, and the demo.
 
-`harness`      the run loop, ranks, paired timing, peers, tables and pictures
+`harness`      the run loop, ranks, paired timing, peers and tables
 `workloads`    models and data
 `results`      all of the below, run again; what papers promise, beside what is found
 `demo`         two unequal ranks train, against every alternative
 `accuracy`     final accuracy of every way to train on two unequal ranks
 `speedup`      samples per second of every way to use a weak card
-`kernels`      kernels and whole steps against their bars and peers
+`kernels`      kernels against their bars and peers
 `sensitivity`  indicators against measured gradient errors
 `prediction`   replay against real steps, learned costs, the promised limits
 `memory`       predicted bytes against measured ones

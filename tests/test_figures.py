@@ -10,7 +10,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from qsync.errors import QSyncError
-from qsync.experiments.demo import picture
 from qsync.figures import churn, memory, pareto, precision_map
 from qsync.figures import timeline as timeline_figure
 from qsync.records.graph import Op, OpGraph, Role
@@ -64,18 +63,6 @@ def lanes(num_events: int) -> list[timeline_figure.Lane]:
     return result
 
 
-def runs() -> dict[str, dict[str, float | None]]:
-    steps = {
-        "fast_alone": 0.82,
-        "ddp": 1.61,
-        "weak_bf16": 1.05,
-        "weak_int8": 0.93,
-        "all_int8": 0.9,
-        "qsync": 0.86,
-    }
-    return {name: {"measured_step_s": step, "predicted_step_s": 1.02 * step} for name, step in steps.items()}
-
-
 def check_png(path: Path) -> None:
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
@@ -101,15 +88,6 @@ def test_a_replayed_timeline_has_a_lane_per_class(tmp_path):
     drawn = timeline_figure.lanes_of(timeline, emulated={"weak"})
     assert [lane["label"] for lane in drawn] == ["strong × 2", "weak × 2\nemulated"]
     check_png(timeline_figure.timelines(drawn, tmp_path / "timeline.png", simulated=True))
-
-
-def test_predicted_vs_measured(tmp_path):
-    check_png(picture.predicted_vs_measured(runs(), tmp_path / "steps.png", emulated=True))
-
-
-def test_a_run_may_lack_its_prediction(tmp_path):
-    some = {"ddp": {"measured_step_s": 1.6, "predicted_step_s": None}, "mine": {"predicted_step_s": 0.5}}
-    check_png(picture.predicted_vs_measured(some, tmp_path / "steps.png"))
 
 
 def test_blocks_end_with_their_first_numbers():
@@ -203,8 +181,6 @@ def test_what_cannot_be_drawn_is_said_and_leaves_no_file(tmp_path):
         timeline_figure.timelines([], path, simulated=True)
     with pytest.raises(QSyncError, match="'sleep'; use one of loading, host"):
         timeline_figure.timelines([{"label": "rank 0", "events": [("sleep", 0, 1)]}], path, simulated=True)
-    with pytest.raises(QSyncError, match="no run to draw"):
-        picture.predicted_vs_measured({}, path)
     with pytest.raises(QSyncError, match=r"pictures are PNG files, found .*; end the name in \.png"):
         memory.steps(filled(), tmp_path / "a.svg")
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,5 @@
 `timed_steps`     the training steps of one run on one rank, timed
 `compared_plans`  the plan of every run that the demo compares
 `report`          report.json, the table and the files
-`picture`         step times, predicted and measured
 `publish`         write the figures into README and docs
 """

@@ -21,6 +21,23 @@ from qsync.replayer import Recapture, Timeline, profiles_under_levers, replay
 NAMES = ("fast_alone", "ddp", "lb_bsp", "weak_bf16", "weak_int8", "all_int8", "qsync", "qsync_share")
 _ORDER = (*NAMES[:4], "weak_int8_all", *NAMES[4:])
 _TRIALS = 12  # of shares: a batch of the demo has few
+_TITLES = {
+    "fast_alone": "fast rank alone, {base} (the limit)",
+    "ddp": "DDP, {base} everywhere",
+    "lb_bsp": "LB-BSP, {base}: samples by speed",
+    "weak_bf16": "weak rank all in 16 bits",
+    "weak_int8": "weak rank all in INT8",
+    "weak_int8_all": "weak rank, all products in INT8",
+    "all_int8": "every rank in INT8",
+    "qsync": "qsync plan",
+    "qsync_share": "qsync plan, shares too",
+}
+
+
+def run_title(name: str, base: str = "fp32") -> str:
+    """Return what a run is called in tables."""
+    shown = "fast FP32" if base == Precision.FP32_FAST else base.upper()
+    return _TITLES.get(name, name).format(base=shown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from qsync.records.json_files import read_json, write_json
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/results/demo.md")
 FIGURES = Path("docs/results/demo.json")
-PICTURES = ("steps.png", "allocation.png", "timeline.png")
+PICTURES = ("allocation.png", "timeline.png")
 
 
 def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wrote.")]) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from qsync.experiments.demo import picture
-from qsync.experiments.demo.compared_plans import Planned
+from qsync.experiments.demo.compared_plans import Planned, run_title
 from qsync.experiments.harness import table_of
 from qsync.figures import memory, page, precision_map, timeline
 from qsync.records.graph import digest
@@ -45,7 +44,7 @@ def assemble(
         periods = [period for result in measured for period in result["periods_s"]]
         losses = [result["heldout_loss"] for result in measured]
         runs[name] = {
-            "title": picture.run_title(name, header["base"]),
+            "title": run_title(name, header["base"]),
             "measured_step_s": statistics.median(periods) if periods else None,
             "measured_step_quartiles_s": statistics.quantiles(periods, n=4) if len(periods) > 1 else None,
             **entry.summary(basis.graph, again[name]),
@@ -89,9 +88,6 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
     timeline.timelines(
         lanes, out / "timeline.png", simulated=True, emulated=bool(weak), title="One step of the qsync plan"
     )
-    picture.predicted_vs_measured(
-        content["runs"], out / "steps.png", emulated=bool(weak), base=content["base"]
-    )
     full = peaks(basis.graph, entry.plan, basis.profiles, basis.cluster)
     memory.steps(full, out / "memory.png")
     write_json(out / "report.json", content)
@@ -116,7 +112,7 @@ def cells(content: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of the table: steps as measured, predicted ones by their error."""
     limit = content["runs"]["fast_alone"]["measured_step_s"]
     base = content.get("base", "fp32")
-    return [[picture.run_title(name, base), *_row(run, limit)] for name, run in content["runs"].items()]
+    return [[run_title(name, base), *_row(run, limit)] for name, run in content["runs"].items()]
 
 
 def samples_to_alone(run: Mapping[str, Any], limit: float | None) -> float | None:
@@ -185,7 +181,7 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
         *lines,
         f"Parameters are bitwise {same} on all ranks at the end of every run.",
         f"Written to {out}: report.json, plan.json, trace.json (ui.perfetto.dev), allocation.png, "
-        "timeline.png, steps.png, memory.png",
+        "timeline.png, memory.png",
         f"All of it as a page to click through: {out / 'report.html'}"
         if (out / "report.html").is_file()
         else "No page: plotly is not installed (pip install plotly, then qsync report)",

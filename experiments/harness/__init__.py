@@ -1,4 +1,4 @@
-"""Shared by all experiments: the run loop, ranks, timing, tables and pictures.
+"""Shared by all experiments: the run loop, ranks, timing and tables.
 
 `experiment`         run an experiment: finished pieces, progress, figures.json
 `options`            options of command lines
@@ -15,7 +15,6 @@
 `measured_memory`    peak of one step, bytes saved for backward
 `freed_memory`       make glibc keep freed memory
 `tables`             rows of text for the terminal and as Markdown
-`pictures`           panels, titles and legends
 
 What nearly every experiment needs stands here; what imports more than that is imported from its module.
 """

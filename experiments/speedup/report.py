@@ -129,16 +129,16 @@ def _cell(problem: Problem, way: str) -> str:
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draw samples per second by the weak card's speed, a panel a model, and bars of pairs of GPUs."""
-    from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure  # imports matplotlib
-    from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png
+    from matplotlib.figure import Figure  # takes long to import
+
+    from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png, strip_axes
 
     problems = content["problems"]
     models = list(dict.fromkeys(one["model"] for one in problems))
     blue, orange, green, _, red, *_ = SERIES_COLOURS
     colours = dict(zip(_DRAWN, (FAINT, INK, orange, green, blue, red), strict=True))
-    figure = new_figure(
-        3.4 * (len(models) + 1), 3.9, "Samples per second with a weak card, against the fast card alone"
-    )
+    figure = Figure(figsize=(3.4 * (len(models) + 1), 3.9), layout="constrained")
+    figure.suptitle("Samples per second with a weak card, against the fast card alone", x=0.01, ha="left")
     panels = figure.subplots(1, len(models) + 1, sharey=True, squeeze=False)[0]
     for axes, model in zip(panels, models, strict=False):
         own = [one for one in problems if one["model"] == model and "share" in one and one["ranks"] == 2]
@@ -149,13 +149,18 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
                 at = [one["share"] for one in found]
                 axes.plot(at, [relative(one, way) for one in found], color=colour, **style)
         axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        axes_of(axes, f"{model}: replayed (lines), measured (dots)", "speed of the weak card")
+        axes.set_title(f"{model}: replayed (lines), measured (dots)", fontsize=8, loc="left")
+        axes.set_xlabel("speed of the weak card", fontsize=9)
     pairs = [one for one in problems if one["model"] == models[0] and "pair" in one]
     for number, (way, colour) in enumerate(colours.items()):
         at = [place + 0.13 * (number - len(colours) / 2) for place in range(len(pairs))]
         panels[-1].bar(at, [relative(one, way) for one in pairs], width=0.12, color=colour)
     panels[-1].set_xticks(range(len(pairs)), [one["pair"] for one in pairs])
-    axes_of(panels[-1], f"{models[0]}: simulated from data sheets")
-    panels[0].set_ylabel("x the fast card alone", fontsize=9, color=INK)
-    legend_below(figure, panels, ncols=3)
+    panels[-1].set_title(f"{models[0]}: simulated from data sheets", fontsize=8, loc="left")
+    panels[0].set_ylabel("x the fast card alone", fontsize=9)
+    for axes in panels:
+        strip_axes(axes, grid="y")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8, frameon=False, ncols=3
+    )
     save_png(figure, path)

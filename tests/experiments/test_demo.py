@@ -16,9 +16,8 @@ from qsync.allocator import check_plan, explain
 from qsync.backend.precisions_that_pay import emulated_precisions
 from qsync.errors import QSyncError
 from qsync.experiments.demo import publish
-from qsync.experiments.demo.compared_plans import NAMES, planned_runs, replayed
+from qsync.experiments.demo.compared_plans import NAMES, planned_runs, replayed, run_title
 from qsync.experiments.demo.launch import run_demo
-from qsync.experiments.demo.picture import run_title
 from qsync.experiments.demo.report import closing_lines, heldout_difference, table
 from qsync.experiments.harness.ranks import ALONE, FAST, WEAK
 from qsync.records.plan_folder import Basis
@@ -118,7 +117,7 @@ def test_memory_is_predicted_as_it_was_measured(demo):
 @pytest.mark.timeout(600)
 def test_pictures_and_trace_are_there(demo):
     out, _ = demo
-    for name in ("allocation.png", "timeline.png", "steps.png", "memory.png"):
+    for name in ("allocation.png", "timeline.png", "memory.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
@@ -227,10 +226,12 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
     (found / "report.json").write_text(json.dumps(kept))
     for name in publish.PICTURES[1:]:
         (found / name).write_bytes(name.encode())
-    with pytest.raises(QSyncError, match=r"has no steps\.png; name the folder of a finished `qsync demo`"):
+    with pytest.raises(
+        QSyncError, match=r"has no allocation\.png; name the folder of a finished"
+    ):
         publish.main(found)
     assert "old" in (tmp_path / "README.md").read_text()
-    (found / "steps.png").write_bytes(b"steps")
+    (found / "allocation.png").write_bytes(b"map")
     (tmp_path / publish.PAGES[1]).write_text("no markers")
     with pytest.raises(QSyncError, match=r"lacks <!-- results:begin -->; put both markers"):
         publish.main(found)
@@ -241,7 +242,7 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
         text = (tmp_path / page).read_text()
         assert text.startswith("before <!--") and text.endswith("--> after") and "old" not in text
         assert "| **qsync plan** |" in text and " | 2.00 | " in text
-    assert (tmp_path / "docs" / "figures" / "steps.png").read_bytes() == b"steps"
+    assert (tmp_path / "docs" / "figures" / "allocation.png").read_bytes() == b"map"
     assert "training_losses" not in (tmp_path / publish.FIGURES).read_text()
 
 
