@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,16 +23,13 @@ import typer
 from qsync.experiments.accuracy import report
 from qsync.experiments.accuracy.methods import METHODS, methods_of
 from qsync.experiments.accuracy.tasks import TASKS, task_named
-from qsync.experiments.accuracy.training import TrainingRun, train_start, trained, trained_on_ranks
+from qsync.experiments.accuracy.training import TrainingRun, trained
 from qsync.experiments.harness import Beside, Experiment, Fresh, Out, Page, Publish, run_command
 from qsync.experiments.harness.processes import in_fresh_process
-from qsync.experiments.harness.ranks import run_on_ranks
-from qsync.experiments.speedup.ways import DDP, QSYNC, WEAK_INT8
+from qsync.experiments.speedup.ways import DDP, QSYNC
 
 _PAGE = Page(Path("docs/results/accuracy.md"))
 _TINY_STEPS = 4
-# What is trained on real ranks, too, with the first seed.
-REAL = (("gpt", QSYNC), ("resnet", WEAK_INT8))
 _SAME = 0.02  # numbers of steps that differ by no more are one run
 
 
@@ -52,109 +49,51 @@ def main(
         task_named(name)
     experiment = Experiment("accuracy", out, settings={"tiny": tiny}, fresh=fresh and not kept)
     chosen = [name for name in TASKS if name in (task or TASKS)]
-    real = [(name, method) for name, method in REAL if name in chosen]
     with experiment.progress():
         if not kept:
-            _measure(experiment, chosen, real, seeds, processes, tiny)
+            methods = {
+                name: experiment.piece(f"methods {name}", partial(in_fresh_process, methods_of, name, tiny))
+                for name in chosen
+            }
+            wanted = {
+                key: run
+                for at in (report.STEPS, report.SECONDS)
+                for seed in range(seeds)  # a seed of all tasks before the next: what is cut is even
+                for name in chosen
+                for key, run in _runs(name, methods[name], seed, tiny)[at].values()
+            }
+            for _ in experiment.pieces(wanted, trained, processes):
+                pass
     experiment.fresh = False  # what was measured now is what there is
     tasks = {name: found for name in chosen if (found := _task(experiment, name, seeds, tiny))}
-    on_ranks = [found for name, method in real if (found := _real(experiment, name, method, tiny))]
     experiment.check_measured()
-    bars = report.bars(tasks, on_ranks)
+    bars = report.bars(tasks)
     missing = [name for name in chosen if name not in tasks or not tasks[name]["runs"][report.STEPS]]
     page = replace(_PAGE.beside() if beside else _PAGE, note=report.note(bars, tasks, missing))
     experiment.finish(
-        {"tasks": tasks, "real_ranks": on_ranks, "not_finished": missing}, bars=bars,
-        tables=[report.table(tasks)],
+        {"tasks": tasks, "not_finished": missing}, bars=bars, tables=[report.table(tasks)],
         measured="losses are measured; plans and seconds are simulated from a data sheet",
         page=page if publish else None,
     )  # fmt: skip
 
 
-def _measure(
-    experiment: Experiment,
-    tasks: Sequence[str],
-    real: Sequence[tuple[str, str]],
-    seeds: int,
-    processes: int,
-    tiny: bool,
-) -> None:
-    """Measure every piece that is missing."""
-    methods = {
-        name: experiment.piece(f"methods {name}", partial(in_fresh_process, methods_of, name, tiny))
-        for name in tasks
-    }
-    starts = {
-        f"start {name} seed {seed}": _run(experiment, name, methods[name][DDP], seed, 0, tiny)
-        for seed in range(seeds) for name in tasks if task_named(name).start is not None
-    }  # fmt: skip
-    for _ in experiment.pieces(starts, train_start, processes):
-        pass
-    wanted = {
-        _key(name, methods[name][method], seed, steps): _run(
-            experiment, name, methods[name][method], seed, steps, tiny
-        )
-        for at in (report.STEPS, report.SECONDS)
-        for seed in range(seeds)  # a seed of all tasks before the next: what is cut is even
-        for name in tasks
-        for method in METHODS
-        for steps in (_steps(name, methods[name], method, tiny)[at],)
-    }
-    for _ in experiment.pieces(wanted, trained, processes):
-        pass
-    for name, method in real:
-        run = _run(experiment, name, methods[name][method], 0, _num_steps(name, tiny), tiny)
-        experiment.piece(f"real ranks {name} {_digest(run.method)}", partial(_on_ranks, run))
-
-
-def _run(experiment: Experiment, task: str, method: Any, seed: int, steps: int, tiny: bool) -> TrainingRun:
-    return TrainingRun(task, method, seed, steps, experiment.out / "starts", tiny)
-
-
-def _on_ranks(run: TrainingRun) -> dict[str, Any]:
-    """Make a run on two real ranks of this machine."""
-    fields = {**asdict(run), "starts": str(run.starts.absolute())}
-    config = {"run": fields}
-    found: dict[str, Any] = run_on_ranks(trained_on_ranks, config, command="accuracy", timeout_s=900.0)
+def _runs(
+    task: str, methods: Mapping[str, Any], seed: int, tiny: bool
+) -> dict[str, dict[str, tuple[str, TrainingRun]]]:
+    """Return the run of every method, with its piece's name: at equal steps, and at the plan's seconds."""
+    equal = _TINY_STEPS if tiny else task_named(task).steps
+    found: dict[str, dict[str, tuple[str, TrainingRun]]] = {report.STEPS: {}, report.SECONDS: {}}
+    for name in METHODS:
+        method = methods[name]
+        in_time = round(equal * methods[QSYNC]["step_s"] / method["step_s"])
+        nearly = abs(in_time / equal - 1) <= _SAME
+        # Named by what is computed, precisions and samples: ways that compute the same share it.
+        computed = json.dumps([method["assignments"], method["samples"]], sort_keys=True)
+        digest = hashlib.sha256(computed.encode()).hexdigest()[:12]
+        for at, steps in ((report.STEPS, equal), (report.SECONDS, equal if nearly else max(in_time, 1))):
+            run = TrainingRun(task, method, seed, steps)
+            found[at][name] = f"{task} {digest} seed {seed} steps {steps}", run
     return found
-
-
-def _real(experiment: Experiment, task: str, method: str, tiny: bool) -> dict[str, Any] | None:
-    """Return the final losses of a run on real ranks and in one process; None where one is missing."""
-    methods = experiment.kept(f"methods {task}")
-    if methods is None:
-        return None
-    of = methods["result"][method]
-    ranks = experiment.kept(f"real ranks {task} {_digest(of)}")
-    process = experiment.kept(_key(task, of, 0, _num_steps(task, tiny)))
-    if ranks is None or process is None:
-        return None
-    losses = {"real": ranks["result"]["final_loss"], "one_process": process["result"]["final_loss"]}
-    return {"task": task, "method": method, **losses}
-
-
-def _key(task: str, method: Any, seed: int, steps: int) -> str:
-    return f"{task} {_digest(method)} seed {seed} steps {steps}"
-
-
-def _digest(method: Any) -> str:
-    """Return a name of what a method computes: its precisions and samples, not its predicted seconds."""
-    computed = json.dumps([method["assignments"], method["samples"]], sort_keys=True)
-    return hashlib.sha256(computed.encode()).hexdigest()[:12]
-
-
-def _num_steps(task: str, tiny: bool) -> int:
-    return _TINY_STEPS if tiny else task_named(task).steps
-
-
-def _steps(task: str, methods: Any, method: str, tiny: bool) -> dict[str, int]:
-    """Return the steps of a run at equal steps, and at the seconds that the plan takes for them."""
-    steps = _num_steps(task, tiny)
-    in_time = round(steps * methods[QSYNC]["step_s"] / methods[method]["step_s"])
-    return {
-        report.STEPS: steps,
-        report.SECONDS: steps if abs(in_time / steps - 1) <= _SAME else max(in_time, 1),
-    }
 
 
 def _task(experiment: Experiment, name: str, seeds: int, tiny: bool) -> dict[str, Any] | None:
@@ -165,24 +104,18 @@ def _task(experiment: Experiment, name: str, seeds: int, tiny: bool) -> dict[str
     kept = experiment.kept(f"methods {name}")
     if kept is None:
         return None
-    methods, runs = kept["result"], dict[str, Any]()
-    for at in (report.STEPS, report.SECONDS):
-        runs[at] = {method: {} for method in METHODS}
-        for seed in range(seeds):
-            found = [
-                experiment.kept(_key(name, methods[method], seed, _steps(name, methods, method, tiny)[at]))
-                for method in METHODS
-            ]
-            if None not in found:
-                for method, piece in zip(METHODS, found, strict=True):
+    runs: dict[str, Any] = {at: {method: {} for method in METHODS} for at in (report.STEPS, report.SECONDS)}
+    for seed in range(seeds):
+        for at, wanted in _runs(name, kept["result"], seed, tiny).items():
+            found = {method: experiment.kept(key) for method, (key, _) in wanted.items()}
+            if None not in found.values():
+                for method, piece in found.items():
                     runs[at][method][str(seed)] = piece["result"] if piece else None
-        if not runs[at][DDP]:
-            runs[at] = {}
-    job = task_named(name)
-    found_here = {
-        "methods": methods, "runs": runs, "steps": _num_steps(name, tiny), "family": job.family or name,
-    }  # fmt: skip
-    return {**found_here, "description": job.workload().description}
+    for at in runs:
+        runs[at] = runs[at] if runs[at][DDP] else {}
+    steps = _TINY_STEPS if tiny else task_named(name).steps
+    about = {"steps": steps, "description": task_named(name).workload().description}
+    return {"methods": kept["result"], "runs": runs, **about}
 
 
 if __name__ == "__main__":

@@ -59,11 +59,11 @@ def losses(task: Mapping[str, Any], method: str, at: str = STEPS) -> list[float]
     return [float(run["final_loss"]) for run in task["runs"][at][method].values()]
 
 
-def bars(tasks: Mapping[str, Mapping[str, Any]], real: Sequence[Mapping[str, Any]] = ()) -> list[Bar]:
+def bars(tasks: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
     """Return the promises: the plan no worse than FP32, and no plan worse than the fastest uniform choice.
 
     Where weak cards have no type of 16 bits, INT8 is the only uniform choice. Tasks with fewer than 5 seeds
-    say nothing yet. Fine-tuning counts for the family of its model.
+    say nothing yet.
     """
     found = [
         (name, task) for name, task in tasks.items()
@@ -77,17 +77,15 @@ def bars(tasks: Mapping[str, Mapping[str, Any]], real: Sequence[Mapping[str, Any
     ]
     worse = [name for name, task in found if difference_of(task, QSYNC, DDP).above]
     better, losing = ([said for _, said, one in pairs if getattr(one, side)] for side in ("below", "above"))
-    families = {tasks[name].get("family", name) for name, _, one in pairs if one.below}
+    families = {name for name, _, one in pairs if one.below}
 
     def count(names: Collection[str]) -> int | None:
         return len(names) if found else None
 
-    apart = max((abs(one["real"] / one["one_process"] - 1) for one in real), default=None)
     return [
         bar("tasks whose final loss under the plan is above FP32's", count(worse), 0, which=worse),
         bar(_BETTER, count(families), 2, at_least=True, which=better),
         bar("comparisons in which the plan loses to it", count(losing), 0, which=losing),
-        bar("|loss on real ranks / in one process - 1|, largest", apart, 0.02),
     ]
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from scipy.stats import ttest_rel
@@ -15,14 +13,12 @@ from qsync.errors import QSyncError
 from qsync.experiments.accuracy import __main__ as command
 from qsync.experiments.accuracy import report, training
 from qsync.experiments.accuracy.methods import METHODS, NAMES, QSYNC_INT8
-from qsync.experiments.accuracy.tasks import TASKS, task_named, token_kinds
+from qsync.experiments.accuracy.tasks import TASKS, task_named
 from qsync.experiments.accuracy.training import BothRanks, TrainingRun
 from qsync.experiments.harness.ranks import FAST, WEAK
 from qsync.experiments.speedup.ways import ALL_INT8, DDP, QSYNC, WEAK_16, WEAK_INT8
 from qsync.experiments.workloads.workload import seeded
 from qsync.records.json_files import read_json
-
-SOURCE = b"def f(x):\n    return 'a' + 10  # why\n"
 
 
 def method(weak: str = "fp32", samples: tuple[int, int] = (8, 8), fast: str = "fp32") -> dict:
@@ -53,7 +49,7 @@ def workload(monkeypatch):
         heldout = staticmethod(lambda num: [(x.flatten(1), y) for x, y in digits.heldout(num)])
 
     Small.batch = staticmethod(batch)
-    task = SimpleNamespace(start=None, steps=6, workload=lambda: Small)
+    task = SimpleNamespace(steps=6, workload=lambda: Small)
     monkeypatch.setattr(training, "task_named", lambda name: task)
     return Small
 
@@ -90,32 +86,14 @@ def test_each_rank_runs_in_its_own_precisions(workload):
 
 
 def test_a_run_is_a_function_of_its_seed(workload):
-    runs = [training.trained(TrainingRun("digits", method("int8"), seed, 6, Path())) for seed in (0, 0, 1)]
+    runs = [training.trained(TrainingRun("digits", method("int8"), seed, 6)) for seed in (0, 0, 1)]
     assert runs[0] == runs[1] and runs[0]["final_loss"] != runs[2]["final_loss"]
     assert 0.0 < runs[0]["final_accuracy"] < 1.0
-
-
-@pytest.mark.dist
-@pytest.mark.deep
-def test_real_ranks_compute_what_one_process_does(tmp_path):
-    assignments = {FAST: {}, WEAK: {"blocks.0.mlp.fc": "int8"}}
-    run = TrainingRun("gpt", {"assignments": assignments, "samples": {FAST: 10, WEAK: 6}}, 0, 3, tmp_path)
-    alone, real = training.trained(run), command._on_ranks(run)
-    assert real["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-4)
 
 
 def test_targets_that_are_numbers_have_no_accuracy():
     net = task_named("friedman").workload()
     assert training._accuracy(net.make_model(0), net) is None
-
-
-def test_kinds_of_tokens_are_those_of_python():
-    kinds = token_kinds(np.frombuffer(SOURCE, dtype=np.uint8))
-    assert list(kinds[:5]) == [1, 1, 1, 0, 2] and len(kinds) == len(SOURCE)  # def, then a name
-    parts = (b"return", b"'a'", b"10", b"# why", b"+")
-    assert [int(kinds[SOURCE.index(part)]) for part in parts] == [1, 4, 3, 5, 6]
-    cut = token_kinds(np.frombuffer(SOURCE + b"x = (", dtype=np.uint8))
-    assert cut[0] == 1  # though its end cannot be read
 
 
 def test_differences_are_paired_with_student_s_interval():
@@ -164,19 +142,14 @@ def test_the_uniform_choice_to_beat_is_the_fastest_that_takes_no_longer():
 
 def test_bars_are_judged_by_intervals_and_only_with_enough_seeds():
     fine = task_of(**{ALL_INT8: 1.2, WEAK_INT8: 1.2})
-    above, better, losing, real = report.bars({"a": fine})
-    assert (above["measured"], better["measured"], losing["measured"]) == (0, 1, 0) and real["holds"] is None
+    above, better, losing = report.bars({"a": fine})
+    assert (above["measured"], better["measured"], losing["measured"]) == (0, 1, 0)
     assert len(better["which"]) == 2 and not better["holds"]  # two plans beat it, on one family
-    assert report.bars({"a": fine, "fine-tuned": {**fine, "family": "a"}})[1]["measured"] == 1
     assert report.bars({"a": fine, "b": fine})[1]["holds"]
-    above, better, losing, _ = report.bars({"a": task_of(**{QSYNC: 1.1})})
+    above, better, losing = report.bars({"a": task_of(**{QSYNC: 1.1})})
     assert above["which"] == ["a"] and len(losing["which"]) == 1 and not above["holds"]
     assert NAMES[QSYNC] in losing["which"][0] and NAMES[ALL_INT8] in losing["which"][0]
-    assert [one["holds"] for one in report.bars({"a": task_of(seeds=4)})] == [None] * 4
-    *_, real = report.bars(
-        {"a": fine}, [{"real": 1.03, "one_process": 1.0}, {"real": 1.0, "one_process": 1.0}]
-    )
-    assert real["measured"] == pytest.approx(0.03) and not real["holds"]
+    assert [one["holds"] for one in report.bars({"a": task_of(seeds=4)})] == [None] * 3
 
 
 def test_the_table_shows_every_method():
@@ -198,14 +171,13 @@ def test_runs_are_pieces_that_continue_and_are_reported(tmp_path, capsys):
     runs = content["tasks"]["vgg"]["runs"][report.STEPS]
     assert set(runs) == set(METHODS) and all(set(seeds) == {"0", "1"} for seeds in runs.values())
     assert content["tasks"]["vgg"]["methods"][DDP]["added_variance"] == 0.0
-    digest = command._digest(content["tasks"]["vgg"]["methods"][QSYNC])
-    (tmp_path / "pieces" / f"vgg-{digest}-seed-1-steps-4.json").unlink()
+    next((tmp_path / "pieces").glob("vgg-*-seed-1-steps-4.json")).unlink()
     command.main(**options, seeds=2, kept=True)
     kept = read_json(tmp_path / "figures.json")["tasks"]["vgg"]["runs"][report.STEPS]
     assert all(set(seeds) == {"0"} for seeds in kept.values())
 
 
 def test_tasks_are_real_and_unknown_ones_are_refused(tmp_path):
-    assert len(TASKS) >= 5 and any(task.start is not None for task in TASKS.values())
+    assert len(TASKS) >= 5
     with pytest.raises(QSyncError, match="there is no task 'imagenet'; choose from gpt"):
         command.main(out=tmp_path, task=["imagenet"])

@@ -226,9 +226,7 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
     (found / "report.json").write_text(json.dumps(kept))
     for name in publish.PICTURES[1:]:
         (found / name).write_bytes(name.encode())
-    with pytest.raises(
-        QSyncError, match=r"has no allocation\.png; name the folder of a finished"
-    ):
+    with pytest.raises(QSyncError, match=r"has no allocation\.png; name the folder of a finished"):
         publish.main(found)
     assert "old" in (tmp_path / "README.md").read_text()
     (found / "allocation.png").write_bytes(b"map")
