@@ -3,11 +3,9 @@
 For each workload and seed a small model is trained, expanded and trained on: a byte-level GPT on the source
 of Python's standard library, a ViT on digits. The measures are tokens (images) and CPU seconds until the
 held-out loss that the large model ends with from scratch, without and with what the source took. Beside it:
-the even split, whose copies stay copies; plain stacking and tiling, which is not lossless; and the expanded
-model trained on under a hybrid precision plan.
+plain stacking and tiling, which is not lossless.
 
-Models train on one thread each, `--processes` of them at once; the plan's profile is measured in between,
-when nothing else of this runs.
+Models train on one thread each, `--processes` of them at once.
 """
 
 from __future__ import annotations
@@ -24,11 +22,12 @@ import typer
 from qsync import QSyncError
 from qsync.experiments.expansion.growth_report import bars, summary, table
 from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, setting
-from qsync.experiments.expansion.training_runs import Method, make_plan, plan_path, run, source_path
+from qsync.experiments.expansion.training_runs import Method, run, source_path
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
 
-# The shares of the from-scratch steps that the expanded model is given by default.
+# The shares of the from-scratch steps that the expanded model is given; others get the first.
 RATIOS = (0.5, 0.3)
+METHODS = (*(Method("expanded", ratio) for ratio in RATIOS), Method("stacked", RATIOS[0]))
 _PAGE = Page(Path("docs/results/growing.md"), note="One thread a run.")
 
 Task = tuple[Setting, Method, int]
@@ -40,19 +39,14 @@ def main(
         list[str], typer.Option("--workload", help="gpt, vit; repeat for both.")
     ] = list(SETTINGS),  # noqa: B006
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
-    ratios: Annotated[
-        list[float], typer.Option("--ratio", help="Shares of the from-scratch steps.")
-    ] = list(RATIOS),  # noqa: B006
-    steps: Annotated[int | None, typer.Option(help="From scratch, and of the source.")] = None,
     processes: Annotated[int, typer.Option(help="Runs at a time, one thread each.")] = 2,
-    with_plan: Annotated[bool, typer.Option("--plan/--no-plan", help="Also under a hybrid plan.")] = True,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:  # fmt: skip
     """Run what is not there yet, then write figures.json and .md and print the table."""
     if seeds < 1 or processes < 1:
         raise QSyncError("--seeds and --processes must be at least 1")
-    settings = [setting(name, steps) for name in dict.fromkeys(workloads)]
+    settings = [setting(name) for name in dict.fromkeys(workloads)]
     torch.set_num_threads(1)
     experiment = Experiment("expansion", out, fresh=fresh)
 
@@ -62,25 +56,16 @@ def main(
 
     with experiment.progress():
         rows = trained([Method("scratch"), Method("source")])
-        for of in settings if with_plan else ():
-            if fresh or not plan_path(out, of).exists():
-                make_plan(of, out)
-        rows += trained(methods(ratios, with_plan))
+        rows += trained(METHODS)
     found = summary(rows)
     figures = {
-        "emulated": "the weak device class of the plan is half of this machine", "seeds": list(range(seeds)),
-        "settings": [asdict(of) for of in settings], "summary": found, "rows": rows,
+        "seeds": list(range(seeds)), "settings": [asdict(of) for of in settings], "summary": found,
+        "rows": rows,
     }  # fmt: skip
     experiment.finish(
         figures, measured="held-out losses; CPU seconds of training steps on one thread", bars=bars(found),
         tables=[table(found)], page=_PAGE if publish else None,
     )  # fmt: skip
-
-
-def methods(ratios: Sequence[float], with_plan: bool) -> list[Method]:
-    """Return what is run beside the source and from scratch: expanded at every ratio, others at the first."""
-    others = [Method(start, ratios[0]) for start in ("even", "stacked", *(["plan"] if with_plan else []))]
-    return [*(Method("expanded", ratio) for ratio in ratios), *others]
 
 
 def train_all(experiment: Experiment, tasks: Sequence[Task], processes: int = 1) -> list[dict[str, Any]]:

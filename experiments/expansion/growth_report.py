@@ -19,9 +19,7 @@ _SAYS = {
     "source": "the source",
     "scratch": "from scratch",
     "expanded": "expanded",
-    "even": "even split",
     "stacked": "stacked and tiled",
-    "plan": "expanded, hybrid plan",
 }
 
 
@@ -44,7 +42,7 @@ def summary(rows: Rows) -> dict[str, Any]:
 
     Savings are shares of the from-scratch run, seed by seed: `items` of its tokens (images), `with_source` of
     its tokens when the source's are counted too, `seconds_with_source` of its CPU seconds likewise. A step of
-    the large model takes the median over all its runs in FP32: they compute the same.
+    the large model takes the median over all its runs: they compute the same.
     """
     return {workload: _of(own) for workload, own in _by_workload(rows).items()}
 
@@ -55,8 +53,8 @@ def _by_workload(rows: Rows) -> dict[str, list[Row]]:
 
 def _of(rows: Rows) -> dict[str, Any]:
     step_s, source_step_s = (
-        statistics.median(row["step_cpu_s"] for row in rows if row["start"] not in left_out)
-        for left_out in (("source", "plan"), set(_SAYS) - {"source"})
+        statistics.median(row["step_cpu_s"] for row in rows if (row["start"] == "source") is of_source)
+        for of_source in (False, True)
     )
     runs = {(row["method"], row["seed"]): row for row in rows}
     found: dict[str, Any] = {"step_cpu_s": step_s, "source_step_cpu_s": source_step_s, "methods": {}}
@@ -114,8 +112,6 @@ def cells(method: Mapping[str, Any]) -> list[str]:
     for key in ("items", "with_source", "seconds_with_source"):
         found = method[key]
         savings.append(f"{found['mean']:.0%} ({found['least']:.0%} to {found['most']:.0%})" if found else "-")
-    if method["start"] == "plan":
-        savings[-1] = "-"  # one process computes both ranks, so its seconds are nobody's
     if method["start"] == "scratch":
         losses[0], savings = "-", ["-"] * 3
     return [says(method), *losses, f"{method['reached']} of {method['seeds']}", *savings]
@@ -138,4 +134,4 @@ def table(found: Mapping[str, Any]) -> Table:
         "seeds that reach it", "tokens or images saved", "with the source's",
         "CPU seconds saved, with the source's",
     )  # fmt: skip
-    return table_of("Growing (measured; the plan's weak class is emulated)", headings, rows, left=2)
+    return table_of("Growing (measured)", headings, rows, left=2)

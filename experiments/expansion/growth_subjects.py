@@ -61,12 +61,11 @@ SETTINGS = {
 }
 
 
-def setting(name: str, steps: int | None = None) -> Setting:
-    """Return the setting called `name`, with other steps where given; QSyncError for an unknown one."""
+def setting(name: str) -> Setting:
+    """Return the setting called `name`; QSyncError for an unknown one."""
     if name not in SETTINGS:
         raise QSyncError(f"there is no workload {name!r} to grow; choose from {', '.join(SETTINGS)}")
-    found = SETTINGS[name]
-    return replace(found, steps=steps, source_steps=steps) if steps else found
+    return SETTINGS[name]
 
 
 def make(of: Setting, sizes: Sizes, seed: int) -> nn.Module:

@@ -6,22 +6,16 @@ works from the first step on. Width by tiling: an axis starts over until it is l
 that reads more copies answers no louder, its columns are scaled by how much longer they became; which copies
 there are twice, and what norms make of them, is not looked at.
 
-A plan is for two device classes: this machine, and half of it. The profile is measured here; that of the half
-is the same with every time twice as long: emulated. One process computes both ranks' shares of a batch in
-turn, on one set of parameters, so the gradient is what DDP would give two ranks: only that nobody waits.
-
 All large models of a workload and seed see the same batches in the same order; the source has its own. A
 second is one of CPU time on one thread: a shared machine makes wall time longer, CPU time hardly.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +23,12 @@ import torch
 from torch import nn
 
 import qsync
-from qsync import Plan, api
-from qsync.backend.devices.device_detection import detect_class
 from qsync.experiments.expansion.growth_subjects import LARGE, SOURCE, Setting, make, workload_of
-from qsync.experiments.harness.emulated_profiles import HALF, HERE, here_and_half
-from qsync.experiments.workloads.workload import Batch, Workload, evaluate
+from qsync.experiments.workloads.workload import Workload, evaluate
 
 WARM_UP, FLOOR = 0.05, 0.02  # of the from-scratch steps, and of the maximum learning rate
 WEIGHT_DECAY, BETAS, CLIP = 0.1, (0.9, 0.95), 1.0
-CLASSES = (HERE, HALF)
-PROFILE_S = 20.0
-# "plan" is "expanded" trained on under a hybrid precision plan; "source" is the small model itself.
-STARTS = ("source", "scratch", "expanded", "even", "stacked", "plan")
+STARTS = ("source", "scratch", "expanded", "stacked")  # "source" is the small model itself
 BLOCK = re.compile(r"^blocks\.(\d+)\.")
 
 
@@ -66,13 +54,8 @@ def begun(of: Setting, start: str, seed: int, folder: Path) -> nn.Module:
     source = source_of(of, seed, folder)
     if start == "stacked":
         return stacked(source, make(of, of.large, seed))
-    return grown(of, source, "even" if start == "even" else "random", seed)
-
-
-def grown(of: Setting, source: nn.Module, split: str, seed: int) -> nn.Module:
-    """Expand the source to the large model's sizes."""
     to = {"width": of.large.width, "layers": of.large.layers, "heads": of.large.heads}
-    large: nn.Module = qsync.expand(source, qsync.recipe_of(source).to(**to), split=split, seed=seed)
+    large: nn.Module = qsync.expand(source, qsync.recipe_of(source).to(**to), seed=seed)
     return large
 
 
@@ -114,48 +97,14 @@ def _tiled(source: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tenso
     return source
 
 
-def plan_path(folder: Path, of: Setting) -> Path:
-    """Return where the plan of a workload is."""
-    return folder / f"plan-{of.workload}.json"
-
-
-def make_plan(of: Setting, folder: Path, rounds: int | None = None) -> Plan:
-    """Profile the model grown from the first source on this machine, plan for it, and keep the plan."""
-    workload, seed = workload_of(of), 0
-    model = grown(of, source_of(of, seed, folder), "random", seed)
-    inputs, targets = workload.batch(seed, 0, LARGE)
-    batch = tuple(part.chunk(len(CLASSES))[0] for part in (inputs, targets))
-    graph = api.trace_step(model, batch, workload.loss)
-    own = replace(detect_class(torch.device("cpu")), name=HERE)
-    profile = qsync.profile(model, batch, workload.loss, device_class=own, seconds=PROFILE_S, rounds=rounds)
-    cluster, profiles = here_and_half(profile)
-    sensitivity = qsync.sensitivity(model, [batch], workload.loss)
-    plan: Plan = qsync.plan(graph, profiles, sensitivity, cluster)
-    plan.save(plan_path(folder, of))
-    return plan
-
-
-def in_ranks(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """Return the model as a rank of each class computes it, all with the model's own parameters."""
-    ranks = {}
-    for name in CLASSES:
-        shared = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-        ranks[name] = qsync.wrap(shared, plan, device_class=name)
-    return ranks
-
-
 def run(of: Setting, method: Method, seed: int, folder: Path) -> dict[str, Any]:
     """Train by one method; return what was measured.
 
-    In `folder` the run finds the source that it begins with, and its plan; a source's own run leaves its
-    weights.
+    In `folder` the run finds the source that it begins with; a source's own run leaves its weights.
     """
     workload = workload_of(of)
     model = begun(of, method.start, seed, folder)
-    ranks = [model]
-    if method.start == "plan":
-        ranks = list(in_ranks(model, Plan.load(plan_path(folder, of))).values())
-    trained = _train(of, workload, model, ranks, method, seed)
+    trained = _train(of, workload, model, method, seed)
     if method.start == "source":
         torch.save(model.state_dict(), source_path(folder, of, seed))
     return {
@@ -164,9 +113,7 @@ def run(of: Setting, method: Method, seed: int, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _train(
-    of: Setting, workload: Workload, model: nn.Module, ranks: Sequence[nn.Module], method: Method, seed: int
-) -> dict[str, Any]:  # fmt: skip
+def _train(of: Setting, workload: Workload, model: nn.Module, method: Method, seed: int) -> dict[str, Any]:
     """Take the method's steps; return the held-out losses in between."""
     is_source = method.start == "source"
     scratch_steps = of.source_steps if is_source else of.steps
@@ -183,7 +130,7 @@ def _train(
     for step in range(schedule.total_steps):
         batch = workload.batch(seed, step, stream)
         begun_s = time.process_time()
-        _gradients(workload, ranks, batch)
+        workload.loss(model, batch).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         schedule.step()
@@ -193,13 +140,6 @@ def _train(
         if done % every == 0 or done == schedule.total_steps:
             curve.append({"step": done, "items": done * of.items, "heldout": _loss(model, workload, of)})
     return {"steps": schedule.total_steps, "step_cpu_s": statistics.median(seconds), "curve": curve}
-
-
-def _gradients(workload: Workload, ranks: Sequence[nn.Module], batch: Batch) -> None:
-    """Compute the gradients of the mean over the batch, in equal shares by rank, as DDP would reduce them."""
-    inputs, targets = (part.chunk(len(ranks)) for part in batch)
-    for rank, own, wanted in zip(ranks, inputs, targets, strict=True):
-        (workload.loss_fn(rank(own), wanted) / len(ranks)).backward()  # type: ignore[no-untyped-call]
 
 
 def _loss(model: nn.Module, workload: Workload, of: Setting) -> float:

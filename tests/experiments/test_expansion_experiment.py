@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 from torch import nn
 
-import qsync
 from qsync.errors import MismatchError, QSyncError
 from qsync.experiments.expansion import compare_growth
 from qsync.experiments.expansion.growth_report import reached, summary
 from qsync.experiments.expansion.growth_subjects import LARGE, SETTINGS, SOURCE, Sizes, setting, workload_of
-from qsync.experiments.expansion.training_runs import (
-    CLASSES,
-    Method,
-    _gradients,
-    begun,
-    in_ranks,
-    make_plan,
-    source_of,
-    stacked,
-)
+from qsync.experiments.expansion.training_runs import Method, source_of, stacked
 from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.json_files import read_json
 
-TINY = replace(setting("vit", 8), small=Sizes(16, 2, 2), large=Sizes(24, 3, 3), batch=8, evaluations=4)
-STARTS = ("expanded", "even", "stacked", "plan")
+TINY = replace(
+    setting("vit"),
+    steps=8,
+    source_steps=8,
+    small=Sizes(16, 2, 2),
+    large=Sizes(24, 3, 3),
+    batch=8,
+    evaluations=4,
+)
+STARTS = ("expanded", "stacked")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the runs of a seed by every method, and the plan."""
+    """A folder with the runs of a seed by every method."""
     found = tmp_path_factory.mktemp("expansion")
     experiment = Experiment("expansion", found)
     compare_growth.train_all(experiment, [(TINY, Method(start), 0) for start in ("scratch", "source")])
-    make_plan(TINY, found, rounds=1)
     compare_growth.train_all(experiment, [(TINY, Method(start, 0.5), 0) for start in STARTS])
     return found
 
@@ -65,17 +61,8 @@ def test_a_run_has_its_curve_and_where_it_was_made(folder):
 def test_growing_begins_where_the_source_ended_and_stacking_does_not(folder):
     source = row(folder, "source", 1.0)["curve"][-1]["heldout"]
     first = {start: row(folder, start)["curve"][0]["heldout"] for start in STARTS}
-    for start in ("expanded", "even", "plan"):
-        assert first[start] == pytest.approx(source, abs=1e-5)
+    assert first["expanded"] == pytest.approx(source, abs=1e-5)
     assert abs(first["stacked"] - source) > 1e-3
-
-
-def test_the_copies_of_the_even_split_are_alike_and_those_of_the_other_are_not(folder):
-    def apart(start: str) -> float:
-        weight = begun(TINY, start, 0, folder).blocks[0].mlp.proj.weight.detach()
-        return float((weight[:16, :32] - weight[:16, 64:]).abs().max())
-
-    assert apart("even") == 0.0 < apart("expanded")
 
 
 def test_the_source_sees_other_batches_than_the_large_model(folder):
@@ -93,21 +80,6 @@ def test_finished_runs_are_kept_and_those_of_other_settings_refused(folder, monk
     with pytest.raises(MismatchError, match=r"with steps = 8, not 9; give another --out"):
         kept(replace(TINY, steps=9), Method("expanded", 0.5), 0, folder)
     assert kept(TINY, Method("expanded", 0.25), 0, folder) is None
-
-
-def test_two_ranks_in_one_process_have_the_gradient_of_the_whole_batch(folder):
-    """Without anything lowered; and what one trains is what the other computes with."""
-    workload = workload_of(TINY)
-    model = begun(TINY, "expanded", 0, folder)
-    plan = qsync.Plan.load(folder / "plan-vit.json").pin("*", "fp32")
-    twin = copy.deepcopy(model)
-    batch = workload.batch(0, 0, LARGE)
-    _gradients(workload, [twin], batch)
-    ranks = in_ranks(model, plan)
-    assert tuple(ranks) == CLASSES
-    _gradients(workload, list(ranks.values()), batch)
-    for own, whole in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(own.grad, whole.grad, atol=1e-6)
 
 
 def test_stacking_repeats_the_stack_and_tiles_every_axis():
@@ -146,7 +118,7 @@ def made(start: str, losses: list[float], seed: int = 0, ratio: float = 1.0, **m
     return {
         "setting": {"workload": "gpt"}, "method": Method(start, ratio).name, "start": start, "ratio": ratio,
         "seed": seed, "curve": points, "steps": len(points) - 1, "parameters": 1,
-        "step_cpu_s": {"source": 1.0, "plan": 9.0}.get(start, 4.0), **more,
+        "step_cpu_s": {"source": 1.0}.get(start, 4.0), **more,
     }  # fmt: skip
 
 
@@ -156,7 +128,6 @@ def made_rows() -> list[dict]:
         *(made("source", [6, 4, 3], seed) for seed in (0, 1)),
         made("expanded", [3, 2, 1], 0, 0.5), made("expanded", [3, 3, 1], 1, 0.5),
         made("stacked", [4, 3, 2.5], 0, 0.5), made("stacked", [4, 3, 2], 1, 0.5),
-        made("plan", [3, 2, 1], 0, 0.5), made("plan", [3, 2, 1], 1, 0.5),
     ]  # fmt: skip
 
 
@@ -164,7 +135,7 @@ def test_savings_are_shares_of_the_run_from_scratch():
     found = summary(made_rows())["gpt"]
     assert found["step_cpu_s"] == 4.0 and found["source_step_cpu_s"] == 1.0
     methods = found["methods"]
-    assert set(methods) == {"scratch", "expanded 0.5", "stacked 0.5", "plan 0.5"}
+    assert set(methods) == {"scratch", "expanded 0.5", "stacked 0.5"}
     expanded = methods["expanded 0.5"]
     # 10 and 15 of 40 tokens; the source took 20, at a quarter of the seconds each.
     assert expanded["items"] == {"mean": 0.6875, "least": 0.625, "most": 0.75}
@@ -176,12 +147,11 @@ def test_savings_are_shares_of_the_run_from_scratch():
 
 @pytest.mark.deep
 def test_the_command_runs_everything(tmp_path, monkeypatch):
-    monkeypatch.setitem(SETTINGS, "vit", replace(TINY, batch=4))
-    options = {"steps": 4, "processes": 1, "with_plan": False}
-    compare_growth.main(tmp_path, ["vit"], seeds=1, ratios=[0.5, 0.25], **options)
+    monkeypatch.setitem(SETTINGS, "vit", replace(TINY, batch=4, steps=4, source_steps=4))
+    compare_growth.main(tmp_path, ["vit"], seeds=1, processes=1)
     content = read_json(tmp_path / "figures.json")
     assert [row["method"] for row in content["rows"]] == [
-        "scratch", "source", "expanded 0.5", "expanded 0.25", "even 0.5", "stacked 0.5"
+        "scratch", "source", "expanded 0.5", "expanded 0.3", "stacked 0.5"
     ]  # fmt: skip
     assert (tmp_path / "figures.md").exists()
 
