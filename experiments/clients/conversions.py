@@ -74,26 +74,6 @@ CLIENTS = {
             ),
         ),
         Client(
-            "diffusion", "0000020.pt",
-            (
-                _IMPORT,
-                ("DDP(make_model())",
-                 "qsync.hybrid(\n"
-                 "        make_model(), (images[: args.batch_size], torch.arange(args.batch_size)),\n"
-                 "        lambda m, xt: F.mse_loss(m(*xt), xt[0]), **OPTIONS)"),
-            ),
-        ),
-        Client(
-            "siamese", "siamese_network.pt",
-            (
-                _IMPORT,
-                ("DDP(make_model())",
-                 "qsync.hybrid(\n"
-                 "        make_model(), pairs(*torch.arange(2 * args.batch_size).view(2, -1)), pair_loss,\n"
-                 "        **OPTIONS)"),
-            ),
-        ),
-        Client(
             "lstm_lm", "model.pt",
             (
                 _IMPORT,

@@ -1,1 +1,1 @@
-"""Training loops of other libraries around planned models, on two real ranks: cases, speed, waiting."""
+"""Training loops of other libraries around planned models, on two real ranks: cases and waiting."""

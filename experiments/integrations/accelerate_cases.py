@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -26,7 +26,6 @@ from qsync.experiments.integrations.cases import (
     rows,
     same_state,
     sgd,
-    trained,
 )
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import ClassPlan, Plan
@@ -73,7 +72,6 @@ cases(_GROUP, _outcome, {
     "`gradient_accumulation_steps=2`, `accelerator.accumulate`": {
         "gradient_accumulation_steps": 2, "tested": True,
     },
-    "`accelerator.clip_grad_norm_`": {"clip": 0.1, "gradient_accumulation_steps": 2},
     '`mixed_precision="bf16"` around a hybrid of another base': {
         "mixed_precision": "bf16", "options": {"base": "fp32"},
         "refused": 'give base="bf16" to qsync.hybrid', "tested": True,
@@ -85,13 +83,6 @@ cases(_GROUP, _outcome, {
 @case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE, tested=True)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, mixed_precision="bf16", options=arm.in_bf16)
-
-
-@case(_GROUP, "`ddp_options` of the hybrid, `find_unused_parameters=True`")
-def _(arm: Arm) -> Outcome:
-    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
-    options = {"ddp_options": {"find_unused_parameters": True}}
-    return _outcome(arm, kwargs_handlers=handlers, options=options)
 
 
 @case(_GROUP, "`save_state`, `load_state`", tested=True)
@@ -109,35 +100,6 @@ def _(arm: Arm) -> Outcome:
     accelerator.load_state(folder)
     others = facts(same=same_state(before, model.state_dict()))
     return Outcome([*norms, *loop(accelerator, model, optimizer, loader, 2)], model, others)
-
-
-@case(_GROUP, "`unwrap_model`, `get_state_dict`")
-def _(arm: Arm) -> Outcome:
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = prepared(arm, accelerator)
-    norms = loop(accelerator, model, optimizer, loader, 2)
-    plain = net()
-    plain.load_state_dict(accelerator.get_state_dict(model))
-    inner = accelerator.unwrap_model(model)
-    others = facts(inner=inner is model.module, same=same_state(plain.state_dict(), inner.state_dict()))
-    return Outcome(norms, model, others)
-
-
-@case(_GROUP, "two hybrids in one Accelerator")
-def _(arm: Arm) -> Outcome:
-    accelerator = Accelerator(cpu=True)
-    one, of_one, loader = prepared(arm, accelerator)
-    other, of_other, _ = prepared(arm, accelerator)
-    norms = loop(accelerator, one, of_one, loader, 2) + loop(accelerator, other, of_other, loader, 2)
-    return Outcome(norms, nn.ModuleList([one, other]))
-
-
-@case(_GROUP, "prepared twice")
-def _(arm: Arm) -> Outcome:
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = prepared(arm, accelerator)
-    model = accelerator.prepare(model)
-    return Outcome(loop(accelerator, model, optimizer, loader), model)
 
 
 def _plan(passes: int) -> Plan:
@@ -168,7 +130,6 @@ def _shares(arm: Arm, accumulation: int, passes: int) -> Outcome:
 
 
 cases(_GROUP, _shares, {
-    "a plan with shares, one pass": {"accumulation": 1, "passes": 1},
     "a plan with shares and as many passes as `gradient_accumulation_steps`": {
         "accumulation": 2, "passes": 2, "tested": True,
     },
@@ -209,10 +170,3 @@ def _(arm: Arm) -> Outcome:
         sampler = qsync.LengthSampler(model, list(range(1, 33)), 8)
         model, _ = accelerator.prepare(model, DataLoader(rows(), batch_sampler=sampler))
     return Outcome([1.0], model)
-
-
-@case(_GROUP, "a hybrid that Accelerate never sees")
-def _(arm: Arm) -> Outcome:
-    Accelerator(cpu=True)
-    model = arm.hybrid(net(), batch(), loss_of)
-    return Outcome(trained(model), model)

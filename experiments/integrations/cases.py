@@ -11,7 +11,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -206,14 +206,6 @@ class Net(nn.Module):
         return self.head(x + self.body(x))  # type: ignore[no-any-return]
 
 
-class Spare(Net):
-    """A model with a layer that no loss depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(4, 4)
-
-
 def net(kind: Callable[[], nn.Module] = Net) -> Any:
     """Return a model, the same each time and on every rank."""
     with torch.random.fork_rng():
@@ -271,14 +263,6 @@ def trained(
         norms.append(norm_of(model))
         optimizer.step()
     return norms
-
-
-def parts_of(model: Any, batch: Batch, passes: int) -> Iterator[Batch]:
-    """Yield the parts of a batch, of unequal size; gradients are exchanged in the last one alone."""
-    x, y = (tensor.tensor_split(passes) for tensor in batch)
-    for k in range(passes):
-        with nullcontext() if k == passes - 1 else model.no_sync():
-            yield x[k], y[k]
 
 
 def facts(**checks: bool) -> list[float]:

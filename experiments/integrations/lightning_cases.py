@@ -18,7 +18,6 @@ from qsync.experiments.integrations.cases import (
     Arm,
     Net,
     Outcome,
-    Spare,
     batch,
     case,
     cases,
@@ -141,13 +140,8 @@ def _outcome(arm: Arm, kind: Any = Classifier, **given: Any) -> Outcome:
 
 cases(_GROUP, _outcome, {
     "`fit`, `self(x)` in training_step": {},
-    "`accumulate_grad_batches=2`": {"accumulate_grad_batches": 2},
     "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2, "tested": True},
-    "`gradient_clip_val=0.1`": {"gradient_clip_val": 0.1},
     "a part in evaluation mode": {"kind": Resting, "tested": True},
-    "unused parameters, `find_unused_parameters=True` of the strategy": {
-        "kind": lambda: Classifier(Spare), "ddp": {"find_unused_parameters": True},
-    },
     "manual optimization with `loss_fn`": {"kind": Manual, "options": {"loss_fn": loss_of}},
     "manual optimization without it": {
         "kind": Manual, "refused": "training_step returns no loss to profile", "tested": True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -12,19 +11,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-import qsync
 from qsync.distributed.monitoring.drift_monitor import monitors
 from qsync.experiments.integrations.cases import (
     Arm,
     Batch,
     Net,
     Outcome,
-    Spare,
     batch,
     case,
     cases,
@@ -32,13 +28,12 @@ from qsync.experiments.integrations.cases import (
     loss_of,
     net,
     norm,
-    parts_of,
     same_state,
     sgd,
     trained,
 )
 
-_LOOP, _COPY, _TWICE, _SHARES = "own loop", "copies and checkpoints", "DDP in DDP", "shares"
+_LOOP, _COPY, _TWICE = "own loop", "copies and checkpoints", "DDP in DDP"
 
 
 def _hybrid(arm: Arm, model: nn.Module | None = None, **options: Any) -> Any:
@@ -50,73 +45,9 @@ def _steps(arm: Arm, make: Callable[[Arm], Any]) -> Outcome:
     return Outcome(trained(model), model)
 
 
-@case(_LOOP, "accumulation with `no_sync`")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
-    optimizer, norms = sgd(model), []
-    for number in range(3):
-        optimizer.zero_grad()
-        with model.no_sync():
-            (loss_of(model, batch(2 * number)) / 2).backward()
-        (loss_of(model, batch(2 * number + 1)) / 2).backward()
-        norms.append(norm(model))
-        optimizer.step()
-    return Outcome(norms, model)
-
-
-@case(_LOOP, "`torch.nn.utils.clip_grad_norm_`")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
-    norms = trained(model, norm_of=lambda model: float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-    return Outcome(norms, model)
-
-
-@case(_LOOP, "uneven inputs in `Join`")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
-    optimizer, norms = sgd(model), []
-    with Join([model]):
-        for number in range(2 + dist.get_rank()):
-            optimizer.zero_grad()
-            loss_of(model, batch(number)).backward()
-            norms.append(norm(model))
-            optimizer.step()
-    return Outcome(norms, model)
-
-
 cases(_LOOP, _steps, {
     "forward, backward, step": {"make": _hybrid},
-    "unused parameters, `find_unused_parameters=True`": {
-        "make": lambda arm: _hybrid(arm, net(Spare), ddp_options={"find_unused_parameters": True}),
-    },
-    "`static_graph=True`, `gradient_as_bucket_view=False`": {
-        "make": lambda arm: _hybrid(
-            arm, ddp_options={"static_graph": True, "gradient_as_bucket_view": False}
-        ),
-    },
-    "a process group of one's own, small buckets": {
-        "make": lambda arm: _hybrid(
-            arm, ddp_options={"process_group": dist.new_group(), "bucket_cap_mb": 0.01}
-        ),
-    },
 })  # fmt: skip
-
-
-@case(_LOOP, "a frozen backbone")
-def _(arm: Arm) -> Outcome:
-    model = net()
-    model.body.requires_grad_(False)
-    model = _hybrid(arm, model)
-    return Outcome(trained(model), model)
-
-
-@case(_LOOP, "layers unfrozen after wrapping", refused="do that to the plain model")
-def _(arm: Arm) -> Outcome:
-    model = net()
-    model.body.requires_grad_(False)
-    model = _hybrid(arm, model)
-    model.module.body.requires_grad_(True)
-    return Outcome(trained(model), model)
 
 
 @case(_LOOP, "three calls of the model in one loss", tested=True)
@@ -187,32 +118,6 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(model, optimizer=optimizer), model)
 
 
-@case(_LOOP, "evaluation before, between and after steps")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
-    others = []
-    norms = []
-    for _ in range(2):
-        model.eval()
-        with torch.no_grad():
-            others.append(float(loss_of(model, batch(9))))
-        model.train()
-        norms += trained(model, 1)
-    return Outcome(norms, model, others)
-
-
-class Around(nn.Module):
-    """A module that holds a model, as a LightningModule holds its network."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the inner model's result."""
-        return self.inner(x)  # type: ignore[no-any-return]
-
-
 @case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP", tested=True)
 def _(arm: Arm) -> Outcome:
     model: Any = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
@@ -222,13 +127,6 @@ def _(arm: Arm) -> Outcome:
 
 
 cases(_TWICE, _steps, {
-    "`DistributedDataParallel(hybrid)`": {
-        "make": lambda arm: DistributedDataParallel(_hybrid(arm)), "refused": "by the world size again",
-    },
-    "DDP around a module that holds a hybrid": {
-        "make": lambda arm: DistributedDataParallel(Around(_hybrid(arm)), gradient_as_bucket_view=True),
-        "refused": "by the world size again",
-    },
     "`qsync.hybrid(hybrid)`": {
         "make": lambda arm: _hybrid(arm, _hybrid(arm)), "refused": "would be averaged twice",
     },
@@ -243,55 +141,6 @@ cases(_TWICE, _steps, {
 })  # fmt: skip
 
 
-_SIZES = (12, 4)  # samples a step
-
-
-def _on_shares(arm: Arm, model: Any, passes: tuple[int, int] = (1, 1), counted: bool = False) -> Outcome:
-    """Train on other samples and passes on each rank; in plain DDP on all samples at once, on both ranks."""
-    own, num_passes = slice(None), 1
-    if not arm.is_plain:
-        own = (slice(0, _SIZES[0]), slice(_SIZES[0], None))[dist.get_rank()]
-        num_passes = passes[dist.get_rank()]
-    optimizer, norms = sgd(model), []
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(3):
-        x = torch.randn(sum(_SIZES), 32, generator=generator)
-        y = torch.randint(0, 8, (sum(_SIZES),), generator=generator)
-        optimizer.zero_grad()
-        for part in parts_of(model, (x[own], y[own]), num_passes):
-            loss = loss_of(model, part)
-            (qsync.token_mean(model, loss, len(part[0])) if counted else loss).backward()
-        norms.append(norm(model))
-        optimizer.step()
-    return Outcome(norms, model)
-
-
-def _weighed(arm: Arm, model: Any, **options: Any) -> Any:
-    return model if arm.is_plain else qsync.weigh_gradients(model, _SIZES[dist.get_rank()], **options)
-
-
-@case(_SHARES, "`qsync.weigh_gradients`: other batch sizes on the ranks")
-def _(arm: Arm) -> Outcome:
-    return _on_shares(arm, _weighed(arm, _hybrid(arm), total=16))
-
-
-@case(_SHARES, "`qsync.micro_batches`: other passes on the ranks")
-def _(arm: Arm) -> Outcome:
-    passes = (3, 1)
-    return _on_shares(arm, _weighed(arm, _hybrid(arm), passes=passes[dist.get_rank()]), passes)
-
-
-@case(_SHARES, "`qsync.token_mean`: other numbers of tokens, and of passes, on the ranks")
-def _(arm: Arm) -> Outcome:
-    return _on_shares(arm, _hybrid(arm), (5, 2), counted=not arm.is_plain)  # passes of unequal size
-
-
-@case(_SHARES, "`qsync.weigh_gradients` with `ddp=False` in one's own DDP")
-def _(arm: Arm) -> Outcome:
-    model = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
-    return _on_shares(arm, _weighed(arm, model))
-
-
 @case(_COPY, "`torch.save(hybrid)`, `torch.load`")
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm)
@@ -301,12 +150,6 @@ def _(arm: Arm) -> Outcome:
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     return Outcome([*norms, *trained(loaded)], loaded)
-
-
-@case(_COPY, "`copy.deepcopy(hybrid)`")
-def _(arm: Arm) -> Outcome:
-    copied = copy.deepcopy(_hybrid(arm))
-    return Outcome(trained(copied), copied)
 
 
 @case(_COPY, "`AveragedModel(hybrid)` (EMA), evaluated")

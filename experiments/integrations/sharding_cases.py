@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import qsync
 from qsync.experiments.integrations.cases import (
     Arm,
     Net,
@@ -116,18 +115,6 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *trained(model, 2, optimizer)], model, facts(same=same))
 
 
-@case(_DCP, "a plain sharded model saved, loaded into a planned and sharded one")
-def _(arm: Arm) -> Outcome:
-    plain = _sharded(net())
-    of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    norms = trained(plain, optimizer=of_plain)
-    _save(arm, plain, of_plain)
-    model = _sharded(_planned(arm))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    _load(arm, model, optimizer)
-    return Outcome([*norms, *trained(model, 2, optimizer)], model)
-
-
 def _states(model: Any, optimizer: Any) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
@@ -156,23 +143,6 @@ def _adapted() -> Any:
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(_adapted(), batch(), loss_of)
     return Outcome(trained(model), model)
-
-
-@case(_PEFT, "adapters merged after training, saved and loaded")
-def _(arm: Arm) -> Outcome:
-    model = arm.hybrid(_adapted(), batch(), loss_of)
-    norms = trained(model)
-    folder = str(arm.folder / f"adapters {dist.get_rank()}")
-    model.module.save_pretrained(folder)
-    before = {name: p.clone() for name, p in model.module.state_dict().items() if "lora_" in name}
-    loaded = _adapted()
-    loaded.load_adapter(folder, "default")
-    after = {name: p for name, p in loaded.state_dict().items() if "lora_" in name}
-    adapted: Any = model.module if arm.is_plain else qsync.unwrap(model)
-    merged = adapted.merge_and_unload()
-    with torch.no_grad():
-        loss = float(loss_of(merged, batch(9)))
-    return Outcome(norms, merged, [loss, *facts(same=same_state(before, after))])
 
 
 @case(

@@ -111,20 +111,14 @@ def _outcome(arm: Arm, **given: Any) -> Outcome:
 cases(_GROUP, _outcome, {
     "`train()`": {},
     "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2, "tested": True},
-    "`label_smoothing_factor=0.1`": {"label_smoothing_factor": 0.1},
     "`gradient_checkpointing=True`": {"gradient_checkpointing": True},
-    "`max_grad_norm=0.1`": {"max_grad_norm": 0.1},
     "`QSyncMixin` before `Seq2SeqTrainer`": {
         "kind": transformers.Seq2SeqTrainer, "arguments_kind": transformers.Seq2SeqTrainingArguments,
-    },
-    "`ddp_find_unused_parameters=False`, `ddp_bucket_cap_mb=1`": {
-        "ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 1,
     },
     "levers": {"options": {"levers": ["share"]}, "refused": "plan without levers", "tested": True},
     "an option that the Trainer states": {
         "options": {"base": "bf16"}, "refused": "the Trainer states base itself", "tested": True,
     },
-    "a misspelt option": {"options": {"slak": 0.1}, "refused": "did you mean slack?"},
 })  # fmt: skip
 
 
@@ -157,22 +151,6 @@ def _(arm: Arm) -> Outcome:
     )
 
 
-@case(_GROUP, "`model.generate()` after training")
-def _(arm: Arm) -> Outcome:
-    made, norms = trainer(arm)
-    made.train()
-    tokens = made.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
-    return Outcome(norms, made.model, facts(longer=tokens.shape[1] > 3))
-
-
-@case(_GROUP, "`train()` twice")
-def _(arm: Arm) -> Outcome:
-    made, norms = trainer(arm)
-    made.train()
-    made.train()
-    return Outcome(norms, made.model)
-
-
 @case(_GROUP, "saved and resumed: bitwise the uninterrupted run")
 def _(arm: Arm) -> Outcome:
     whole, norms = trainer(arm, max_steps=4, save_strategy="steps", save_steps=2, optim="adamw_torch")
@@ -202,17 +180,6 @@ def _(arm: Arm) -> Outcome:
     second, _ = trainer(arm, max_steps=4, options=OTHER_PLAN)
     second.train(resume_from_checkpoint=str(arm.folder / "trainer" / "checkpoint-2"))
     return Outcome(norms, second.model)
-
-
-@case(_GROUP, "`save_model`, `from_pretrained`")
-def _(arm: Arm) -> Outcome:
-    made, norms = trainer(arm)
-    made.train()
-    folder = str(arm.folder / "saved")
-    made.save_model(folder)
-    dist.barrier()
-    loaded = GPT2LMHeadModel.from_pretrained(folder)
-    return Outcome(norms, made.model, facts(same=same_state(loaded.state_dict(), made.model.state_dict())))
 
 
 def _plain_trainer(arm: Arm, **given: Any) -> Outcome:

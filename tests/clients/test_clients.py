@@ -19,7 +19,7 @@ ALL_FP32 = {"precisions": ["fp32"]}  # and so the base, which frameworks state t
 SMALLEST = ("--n-layer", "1", "--n-embd", "32", "--block-size", "16", "--batch-size", "2")
 # Where a saved file holds the state of the model.
 STATE = {
-    "nanogpt": "model", "imagenet": "state_dict", "diffusion": "model", "lightning_fit": "state_dict",
+    "nanogpt": "model", "imagenet": "state_dict", "lightning_fit": "state_dict",
 }  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from qsync.experiments.takeover.cases.case import (
     Experts,
     Maker,
     Outcome,
-    called,
     case,
     cases,
     data,
@@ -27,12 +26,6 @@ cases("call", {
 })  # fmt: skip
 
 
-@case("call", "the same after the user's own `torch.compile`")
-def _(make: Maker) -> Outcome:
-    torch.compile(net(Experts), backend="eager")(data())  # type: ignore[no-untyped-call]
-    return gradients(make(net(Experts)))
-
-
 @case("call", "keyword arguments, then others")
 def _(make: Maker) -> Outcome:
     model = make(net())
@@ -44,13 +37,6 @@ def _(make: Maker) -> Outcome:
 def _(make: Maker) -> Outcome:
     with torch.no_grad():
         return make(net()).eval()(data())
-
-
-@case("call", "`torch.inference_mode()` after training")
-def _(make: Maker) -> Outcome:
-    model = called(make)
-    with torch.inference_mode():
-        return model.eval()(data()).clone()
 
 
 @case("call", "`torch.func.functional_call(model, parameters, x)`")

@@ -51,9 +51,6 @@ cases("compile", {
         make(net()), backend="aot_eager", fullgraph=True
     )(data()),
     "`torch.export.export`": lambda make: torch.export.export(make(net()), (data(),)).module()(data()),
-    "`torch.export.export(strict=True)`": lambda make: torch.export.export(
-        make(net()), (data(),), strict=True
-    ).module()(data()),
 })  # fmt: skip
 
 
@@ -67,8 +64,3 @@ def _(make: Maker) -> Outcome:
 def _(make: Maker) -> Outcome:
     traced = torch.jit.trace(make(net()), data(), check_trace=False)  # type: ignore[no-untyped-call]
     return traced(data())
-
-
-@case("compile", "`torch.jit.script`", refused="call qsync.unwrap(model) first")
-def _(make: Maker) -> Outcome:
-    return torch.jit.script(make(net()))(data())

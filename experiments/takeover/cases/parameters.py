@@ -71,25 +71,11 @@ def _(make: Maker) -> Outcome:
 
 
 cases("parameters", {
-    "`model.to(torch.bfloat16)` after wrapping":
-        lambda make: make(net()).to(torch.bfloat16)(data().bfloat16()).float(),
     "`model.to(torch.bfloat16)` after the first call":
         lambda make: called(make).to(torch.bfloat16)(data().bfloat16()).float(),
 })  # fmt: skip
 
 
-@case("parameters", "a model loaded in BF16, then wrapped")
-def _(make: Maker) -> Outcome:
-    model = make(net().to(torch.bfloat16))
-    loss = model(data().bfloat16()).float().square().mean()
-    return [gradient.float() for gradient in gradients(model, loss)]
-
-
 @case("parameters", "`model.half()` after the first call", warns="0 of 5 products in int8 (5 fp16)")
 def _(make: Maker) -> Outcome:
     return called(make).half()(data().half()).float()
-
-
-@case("parameters", "`model.double()` after the first call", warns="0 of 5 products in int8 (5 fp64)")
-def _(make: Maker) -> Outcome:
-    return called(make).double()(data().double()).float()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
-from qsync.experiments.takeover.cases.case import Counting, Maker, Outcome, called, case, data, gradients, net
+from qsync.experiments.takeover.cases.case import Counting, Maker, Outcome, case, data, gradients, net
 
 
 @case("training", "AdamW, five steps")
@@ -55,14 +54,6 @@ def _(make: Maker) -> Outcome:
     return model(data())
 
 
-@case("training", "`clip_grad_norm_`")
-def _(make: Maker) -> Outcome:
-    model = make(net())
-    model(data()).square().mean().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-    return [p.grad for p in model.parameters()]
-
-
 @case("training", "three calls in one loss")
 def _(make: Maker) -> Outcome:
     model = make(net())
@@ -76,25 +67,3 @@ def _(make: Maker) -> Outcome:
     for _ in range(300):
         out = model(data())
     return out
-
-
-@case("training", "sequences of ten lengths")
-def _(make: Maker) -> Outcome:
-    model = make(net())
-    return [model(data(length)) for length in range(3, 13)]
-
-
-@case("training", "evaluation between steps")
-def _(make: Maker) -> Outcome:
-    model = called(make)
-    model.eval()
-    with torch.no_grad():
-        evaluated = model(data())
-    return [evaluated, *gradients(model.train())]
-
-
-@case("training", "double backward (a gradient penalty)", refused="cannot be differentiated twice")
-def _(make: Maker) -> Outcome:
-    model, x = make(net()), data().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    return gradients(model, slope.square().mean())

@@ -59,36 +59,6 @@ def _(make: Maker) -> Outcome:
     return make(torch.jit.trace(net(), data()))(data())  # type: ignore[no-untyped-call]
 
 
-@case("wrap", "`fully_shard` on each block and the model")
-def _(make: Maker) -> Outcome:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    with process_group_of_one():
-        model, mesh = make(net()), init_device_mesh("cpu", (1,))
-        for module in (model.first, model.second, model):
-            fully_shard(module, mesh=mesh)
-        found = gradients(model)
-        return [gradient.to_local() for gradient in found]
-
-
-@case("wrap", "`fully_shard` on a bare `nn.Linear`, two steps")
-def _(make: Maker) -> Outcome:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    with process_group_of_one():
-        model = make(net().head)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            out = model(data())
-            out.square().mean().backward()
-            optimizer.step()
-        return out
-
-
 @case("wrap", "`fully_shard` with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`")
 def _(make: Maker) -> Outcome:
     from torch.distributed.device_mesh import init_device_mesh
@@ -113,18 +83,3 @@ def _(make: Maker) -> Outcome:
     with process_group_of_one():
         layers = {"first.up": ColwiseParallel(), "first.down": RowwiseParallel()}
         return parallelize_module(make(net()), init_device_mesh("cpu", (1,)), layers)(data())
-
-
-@case("wrap", "a framework that replaces `model.forward`")
-def _(make: Maker) -> Outcome:
-    model = make(net())
-    before = model.forward
-    model.forward = lambda *args, **kwargs: before(*args, **kwargs).float()
-    return gradients(model)
-
-
-@case("wrap", "two models in one loss")
-def _(make: Maker) -> Outcome:
-    one, two = make(net()), make(net(seed=1))
-    (one(data()) * two(data())).mean().backward()
-    return [p.grad for model in (one, two) for p in model.parameters()]
