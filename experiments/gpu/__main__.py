@@ -12,6 +12,7 @@ again after all others.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -70,7 +71,6 @@ def main(
     if kept:
         experiment.check_measured()
         wanted = []
-        figures |= {"machine": machine} if (machine := _machine(found)) else {}
     elif device == "cuda":
         figures["doubts"] = _doubts()
     measured = "on a GPU" if device == "cuda" else "a dry run on a CPU: no figure is of a GPU"
@@ -88,21 +88,10 @@ def main(
     show(*said)
 
 
-def _machine(pieces: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the machine that the pieces in the folder were measured on."""
-    result = pieces["environment machine"].get("result")
-    machine: Mapping[str, Any] | None = result and result["machine"]
-    return machine
-
-
 def _kept(experiment: Experiment, piece: Piece) -> dict[str, Any] | None:
     """Return what came of a piece in an earlier run; None if it was not run."""
     kept = experiment.kept(piece.key)
-    if kept is None:
-        return None
-    found: dict[str, Any] = kept["result"]
-    why = _failure(found.get("result"))
-    return {"failed": why} if why else found
+    return kept and kept["result"]
 
 
 def _result(experiment: Experiment, piece: Piece, end: float) -> dict[str, Any]:
@@ -122,7 +111,6 @@ def _measured(experiment: Experiment, piece: Piece, most_s: float) -> dict[str, 
     """Run a piece; return its result, or why it has none, with what tests found until they were cut."""
     if packages := lacking(piece):
         return {"failed": f"{sys.executable} lacks {', '.join(packages)}: python -m pip install them"}
-    piece.result.parent.mkdir(parents=True, exist_ok=True)
     piece.result.unlink(missing_ok=True)  # of a run that was cut: it would be taken for this one's
     before = gpu_states()
     log = experiment.out / "logs" / f"{piece.key.replace(' ', '-').replace('/', '-')}.txt"
@@ -136,21 +124,18 @@ def _measured(experiment: Experiment, piece: Piece, most_s: float) -> dict[str, 
     # Tests that fail are a result; pytest's exit code says no more than its file.
     if read is None or (ended.why_not and not are_tests):
         return {"failed": ended.why_not or "it wrote no result"}
-    if why := _failure(read):
+    if why := report.failure(read):
+        shutil.rmtree(piece.result.parent / "pieces", ignore_errors=True)  # to be measured again
         return {"failed": why}
     return {"result": read, "seconds": ended.seconds, "gpus_before": before, "gpus_after": gpu_states()}
 
 
-def _failure(read: Any) -> str | None:
-    """Return why a measurement failed that wrote so; the failures of tests are a mapping, and a result."""
-    why = read.get("failed") if isinstance(read, Mapping) else None
-    return why if isinstance(why, str) else None
-
-
 def _read(file: Path) -> Any:
-    """Return what a piece wrote; None if it wrote nothing whole."""
+    """Return what a piece wrote, or printed; None if it wrote nothing whole."""
     try:
-        return read_json(file) if file.suffix == ".json" else _tests(file)
+        if file.suffix == ".txt":
+            return {"printed": file.read_text(errors="replace")}
+        return _tests(file) if file.suffix == ".xml" else read_json(file)
     except (OSError, QSyncError, json.JSONDecodeError, ElementTree.ParseError):
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -10,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from qsync.experiments.kernels.compare_kernels import SECTIONS
 from qsync.experiments.workloads.families import LARGE
@@ -27,11 +25,7 @@ _LAYERS = (
     "attention forward", "quantize", "host",
 )  # fmt: skip
 assert set(_LAYERS) <= set(SECTIONS)
-# The modes that are timed beside FP32 and torch.autocast, a piece each; those whose memory is predicted.
-_MODES = (("bf16",), ("int8", "fp8", "int8_all", "tf32"))
-_MEMORY_MODES = ("bf16", "int8", "fp8")
 _QUICK_DEMO = ("--workload", "resnet-small", "--steps", "2")
-_ON_CPU = {"fp8": "fp32_fast", "tf32": "fp32_fast"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +54,9 @@ def pieces(out: Path, device: str, tiny: bool) -> list[Piece]:
 
 
 def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
-    def measured(group: str, name: str, most_s: float, function: str, *arguments: Any) -> Piece:
-        result = out / "measured" / f"{group}-{name}.json".replace(" ", "-")
-        given = json.dumps([function, list(arguments), str(result)])
-        return Piece(group, name, _module("qsync.experiments.gpu.measured", given), most_s, result)
-
-    yield measured("environment", "machine", 120, "environment", device)
-    yield measured("environment", "doctor", 240, "doctor")  # compiles what the kernels and steps below run
+    # It compiles what the kernels and steps below run; what it prints is its result.
+    doctor = _module("qsync.commands.main", "doctor")
+    yield Piece("environment", "doctor", doctor, 240, out / "logs" / "environment-doctor.txt")
     for file in tests():
         result = out / "tests" / f"{file.stem}.xml"
         workers = ("-n", str(_workers()), *_PLUGINS_OFF)
@@ -80,14 +70,14 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         quick = ("--quick",) if tiny else ()
         command = _module("qsync.experiments.kernels.compare_kernels", *chosen, *quick)
         yield Piece("kernels", section, command, 120, folder / "figures.json")
-    for modes in [sum(_MODES, ())] if tiny else _MODES:  # every promise first
-        for name in LARGE:
-            yield measured(
-                "steps", f"{name} {modes[0]}", 120, "steps", name, _able(modes, device), tiny, device
-            )
+    suite = [("speed", name, 240) for name in LARGE]
     for name in ("bert_base", "resnet50_224", "gpt2_small"):
-        yield measured("prediction", name, 240, "prediction", name, tiny)
-        yield measured("memory", name, 60, "memory", name, _able(_MEMORY_MODES, device), tiny, device)
+        suite += [("prediction", name, 240), ("memory", name, 60)]
+    for part, name, most_s in suite:
+        folder = out / "suite" / f"{part}-{name}"
+        of_suite = ("--only", name, "--part", part, "--device", device, "--out", str(folder))
+        measured = _module("qsync.experiments.unseen", *of_suite, *(("--tiny",) if tiny else ()))
+        yield Piece("suite", f"{part} {name}", measured, most_s, folder / "figures.json")
     folder = out / "demo"
     demo = _module("qsync.commands.main", "demo", "--out", str(folder), *(_QUICK_DEMO if tiny else ()))
     yield Piece("demo", "two ranks", demo, 240, folder / "report.json")
@@ -115,11 +105,6 @@ def _is_installed(name: str) -> bool:
 def _workers() -> int:
     """Return how many processes test at once: a GPU serves several, and each needs a core."""
     return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
-
-
-def _able(modes: Sequence[str], device: str) -> list[str]:
-    """Return the modes that a kind of device has; on a CPU others stand for those that it lacks."""
-    return list(dict.fromkeys(mode if device == "cuda" else _ON_CPU.get(mode, mode) for mode in modes))
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:

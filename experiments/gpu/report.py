@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from statistics import median
 from typing import Any
 
 from rich.table import Table
 
 from qsync.backend.devices.gpu_state import why_held_down
 from qsync.experiments.harness import Bar, bar, table_of
-from qsync.experiments.unseen.family_runs import AUTOCAST
-from qsync.experiments.unseen.report import times_as_fast
+from qsync.experiments.unseen import report as suite
 
 Pieces = Mapping[str, Mapping[str, Any]]
-_MEDIAN, _WORST, _MEMORY = 0.02, 0.08, 0.05
 _WITHOUT = ("not_run", "cut", "failed")
 
 
 def bars(pieces: Pieces) -> list[Bar]:
-    """Return the promises; those of pieces without a result are open."""
+    """Return the promises; that of tests is open while some did not run and none failed."""
     tests = _tests(pieces)
     failed = sum(len(result["failed"]) for result in tests)
     are_all = tests and all("result" in found for key, found in pieces.items() if key.startswith("tests "))
-    errors = [abs(error) for _, result in _of(pieces, "prediction") for error in result["errors"]]
-    memory = [
-        abs(one["predicted_peak_bytes"] / one["peak_bytes"] - 1)
-        for _, result in _of(pieces, "memory")
-        for one in result.values()
-    ]
-    speeds = {
-        name.split()[0]: times_as_fast(variants, "bf16")[1] if {"bf16", AUTOCAST} <= set(variants) else None
-        for name, result in _of(pieces, "steps")
-        if "bf16" in (variants := result["variants"]) or "bf16" in result["unavailable"]
-    }
-    return [
-        bar("tests that fail on the GPU", failed if failed or are_all else None, 0),
-        bar("|predicted / measured - 1| of plans, median", median(errors) if errors else None, _MEDIAN),
-        bar("|predicted / measured - 1| of plans, worst", max(errors, default=None), _WORST),
-        bar("|predicted / measured - 1| of peak memory, worst", max(memory, default=None), _MEMORY),
-        *(bar(f"{name}: bf16, x autocast", ratio, 0.99, at_least=True) for name, ratio in speeds.items()),
+    families: dict[str, dict[str, Any]] = {}
+    for _, result in _of(pieces, "suite"):
+        for name, parts in result["families"].items():
+            families.setdefault(name, {}).update(parts)
+    of_tests = bar("tests that fail on the GPU", failed if failed or are_all else None, 0)
+    return [of_tests, *(suite.bars(families) if families else ())]
+
+
+def failure(result: Mapping[str, Any]) -> str | None:
+    """Return why a part of the suite failed; None for all other results."""
+    found = [
+        part["failed"]
+        for parts in result.get("families", {}).values() for part in parts.values() if "failed" in part
     ]  # fmt: skip
+    return found[0] if found else None
 
 
 def held_down(pieces: Pieces) -> list[str]:
@@ -55,9 +49,9 @@ def held_down(pieces: Pieces) -> list[str]:
 
 def cards(pieces: Pieces) -> str:
     """Say on which GPUs the pieces were measured; nothing if that is not known."""
-    found = [result for name, result in _of(pieces, "environment") if name == "machine"]
-    names = [f"{gpu['name']} (driver {gpu['driver_version']})" for one in found for gpu in one["gpus"]]
-    return f"{', '.join(names)}; NCCL {found[0]['nccl']}." if names else ""
+    states = [state for found in pieces.values() for state in found.get("gpus_before", ())]
+    names = dict.fromkeys(f"{gpu['name']} (driver {gpu['driver_version']})" for gpu in states)
+    return f"{', '.join(names)}." if names else ""
 
 
 def table(pieces: Pieces) -> Table:
@@ -76,7 +70,9 @@ def failures(pieces: Pieces) -> list[str]:
     tests = (failed for result in _tests(pieces) for failed in result["failed"].items())
     steps = (
         (f"{name} {of}", why)
-        for name, one in _of(pieces, "steps") for of, why in one["unavailable"].items()
+        for _, result in _of(pieces, "suite")
+        for name, parts in result["families"].items() if "speed" in parts
+        for of, why in parts["speed"]["unavailable"].items()
     )  # fmt: skip
     return [f"Failed: {what}: {why}" for what, why in (*tests, *kernels, *steps)]
 

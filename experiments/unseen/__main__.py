@@ -2,7 +2,8 @@
 
     python -m qsync.experiments.unseen --out FOLDER
 
-Every family is measured in processes of its own, and every part of it is a piece. Families that are held out
+Every family is measured in processes of its own, and every part of it is a piece. `--only` also takes the
+larger models that qsync.experiments.gpu measures. Families that are held out
 are measured on request only, and reported apart. `--publish` writes the tables into
 `docs/results/unseen.md`; with `--beside` they go below, as those of a second kind of processor.
 """
@@ -22,7 +23,7 @@ from qsync.experiments.harness.experiment import bars_table
 from qsync.experiments.harness.options import Beside, Fresh, Out, Publish
 from qsync.experiments.harness.processes import in_fresh_process
 from qsync.experiments.unseen import family_runs, report
-from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, SEEN, family_named
+from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, LARGE, SEEN, family_named
 
 _PAGE = Page(Path("docs/results/unseen.md"), note="One thread.")
 _PARTS, _SEED = ("speed", "prediction", "memory"), 0
@@ -37,6 +38,7 @@ def main(
     part: Annotated[list[str] | None, typer.Option(help=_PARTS_HELP)] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Time Inductor and torchao as well.")] = False,
     held_out: Annotated[bool, typer.Option("--held-out", help="Measure these families too.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size: to try the command.")] = False,
     kept: Annotated[bool, typer.Option("--kept", help="Report what --out has; measure nothing.")] = False,
     beside: Beside = False,
@@ -51,13 +53,15 @@ def main(
         if name not in (*_PARTS, _RANKS):
             raise QSyncError(f"there is no part {name!r}; choose from {', '.join((*_PARTS, _RANKS))}")
     parts = [*(part or _PARTS), *(["peers"] if peers else [])]
-    experiment = Experiment("unseen", out, settings={"tiny": tiny}, fresh=fresh and not kept, seed=_SEED)
+    experiment = Experiment(
+        "unseen", out, settings={"tiny": tiny, "device": device}, fresh=fresh and not kept, seed=_SEED
+    )
     show(f"Held out by seed {HELD_OUT_SEED}: {', '.join(HELD_OUT)}.")
     with experiment.progress():
         seen, apart = (
             {name: found for name in names if (found := _measured(experiment, name, parts, kept))}
             for names in (
-                [name for name in SEEN if name in (only or SEEN)],
+                [name for name in (*SEEN, *LARGE) if name in (only or SEEN)],
                 [name for name in HELD_OUT if held_out and name in (only or HELD_OUT)],
             )
         )
@@ -75,14 +79,14 @@ def main(
 
 def _measured(experiment: Experiment, name: str, parts: Sequence[str], kept: bool) -> dict[str, Any]:
     """Return what was measured of a family by part; with `kept` nothing that the folder has not."""
-    tiny, found = experiment.settings["tiny"], dict[str, Any]()
+    tiny, device, found = experiment.settings["tiny"], experiment.settings["device"], dict[str, Any]()
     rounds, plans = (1, 1) if tiny else (_ROUNDS, _PLANS)
     runs = {
-        "speed": partial(family_runs.speeds, name, rounds, family_runs.MODES, False, tiny),
-        "peers": partial(family_runs.speeds, name, rounds, (), True, tiny),
+        "speed": partial(family_runs.speeds, name, rounds, False, tiny, device),
+        "peers": partial(family_runs.speeds, name, rounds, True, tiny, device),
         "prediction": partial(family_runs.predicted, name, 1, plans, _SEED, tiny),
         _RANKS: partial(family_runs.predicted, name, 2, plans, _SEED, tiny),
-        "memory": partial(family_runs.memory, name, tiny),
+        "memory": partial(family_runs.memory, name, tiny, device),
     }
     for part in parts:
         run = runs[part]

@@ -31,7 +31,13 @@ from qsync.experiments.prediction.random_plans import run_model
 from qsync.experiments.workloads.families import Batch, family_named
 from qsync.runtime import choosers
 
-FP32, AUTOCAST, MODES = "fp32", "autocast", ("fp32_fast", "bf16", "int8", "int8_all")
+FP32, AUTOCAST = "fp32", "autocast"
+# The modes of qsync's that are measured, by device.
+MODES = {
+    "cpu": ("fp32_fast", "bf16", "int8", "int8_all"),
+    "cuda": ("bf16", "int8", "fp8", "int8_all", "tf32"),
+}
+ALL_MODES = tuple(dict.fromkeys(mode for of in MODES.values() for mode in of))
 
 
 def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -61,9 +67,9 @@ def _begin(name: str, tiny: bool, device: str) -> tuple[nn.Module, list[Batch]]:
 
 
 def speeds(
-    name: str, rounds: int, modes: Sequence[str], with_peers: bool, tiny: bool = False, device: str = "cpu"
+    name: str, rounds: int, with_peers: bool, tiny: bool = False, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Time FP32 eager, torch.autocast, these modes and (if asked) every other peer in turns.
+    """Time FP32 eager and torch.autocast, in turns with every mode, or with every other peer.
 
     Of each variant: seconds by round; on GPUs the bytes of a step's peak. Each variant trains a copy of the
     model; the last ones go where memory ends.
@@ -79,7 +85,7 @@ def speeds(
     case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
     # All are compared with torch.autocast, which comes first.
     makers = {autocast.name: partial(peer_step, where, autocast, model, batches)}
-    makers |= {mode: partial(in_mode, mode) for mode in modes}
+    makers |= {mode: partial(in_mode, mode) for mode in (() if with_peers else MODES[device])}
     makers |= {peer.name: partial(peer_step, where, peer, model, batches) for peer in others}
     for of, make in makers.items():
         case.add(of, make, theirs=True)
@@ -157,15 +163,13 @@ class _OfBatch(nn.Module):
 
 
 @_or_failure
-def memory(
-    name: str, tiny: bool = False, device: str = "cpu", modes: Sequence[str] = MODES
-) -> dict[str, Any]:
+def memory(name: str, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
     """Return the bytes of a step in FP32 and in each mode: saved for backward and at the peak, both ways."""
     model, batches = _begin(name, tiny, device)
     with process_group_of_one():
         trained = Trained(_OfBatch(model), (batches[0], None), lambda loss, _: loss)
         found = {}
-        for mode in (FP32, *modes):
+        for mode in (FP32, *MODES[device]):
             trained.program.choose(choosers.uniform(Precision(mode), select(device)), strict=False)
             trained.step()
             found[mode] = trained.measure(Choice(trained.program.assignment()))

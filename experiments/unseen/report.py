@@ -10,11 +10,12 @@ from rich.table import Table
 
 from qsync.experiments.harness import Bar, bar, milliseconds, table_of
 from qsync.experiments.harness.pairing import quartiles
-from qsync.experiments.unseen.family_runs import AUTOCAST, FP32, MODES
-from qsync.experiments.workloads.families import FAMILIES, TRANSFORMER
+from qsync.experiments.unseen.family_runs import ALL_MODES, AUTOCAST, FP32
+from qsync.experiments.workloads.families import LARGE, TRANSFORMER, family_named
 from qsync.replayer.step_noise import percentile
 
-# Times as fast as torch.autocast; INT8 is promised of transformers, INT8 in all products of two nets as well.
+# Times as fast as torch.autocast; INT8 is promised of transformers, INT8 in all products of two nets as well,
+# both on CPUs.
 BF16_BAR, INT8_BARS = 0.99, {"int8": 1.1, "int8_all": 1.2}
 CONVOLUTION_BARS = {name: {"int8_all": 1.2} for name in ("resnet50", "convnext")}
 # Limits of |error| of a predicted step.
@@ -29,9 +30,11 @@ def bars(found: Found) -> list[Bar]:
     made = []
     for name, parts in found.items():
         if "speed" in parts:
-            of_int8 = INT8_BARS if FAMILIES[name].kind == TRANSFORMER else CONVOLUTION_BARS.get(name, {})
-            limits = {"bf16": BF16_BAR, **of_int8}
             variants = parts["speed"]["variants"]
+            of_int8 = CONVOLUTION_BARS.get(name, {})
+            if family_named(name).kind == TRANSFORMER and name not in LARGE:
+                of_int8 = INT8_BARS
+            limits = {"bf16": BF16_BAR, **of_int8}
             for mode, limit in limits.items():
                 low, speed, high = times_as_fast(variants, mode)
                 spread = {"quartiles": [low, high]}
@@ -59,7 +62,7 @@ def failures(parts: Mapping[str, Any]) -> dict[str, str]:
     """Return what failed of a family -> why; peers that do not run are no failure."""
     failed = {part: of["failed"] for part, of in parts.items() if "failed" in of}
     speed = parts.get("speed", {"unavailable": {}})
-    return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (FP32, *MODES)}
+    return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (FP32, *ALL_MODES)}
 
 
 def _sizes(errors: Sequence[float]) -> dict[str, float]:
@@ -71,15 +74,16 @@ def _sizes(errors: Sequence[float]) -> dict[str, float]:
 def table(found: Found, suffix: str = "") -> Table:
     """Return the speed of every family, in FP32 and in each mode."""
     title = "Whole steps, times as fast as FP32 eager and as autocast (quartiles); measured"
-    headings = ("", "FP32", AUTOCAST, *MODES, *(f"{mode} / autocast" for mode in MODES))
-    rows = [[name, *_speed_cells(parts["speed"])] for name, parts in found.items() if "speed" in parts]
+    timed = {name: parts["speed"]["variants"] for name, parts in found.items() if "speed" in parts}
+    modes = [mode for mode in ALL_MODES if any(mode in variants for variants in timed.values())]
+    headings = ("", "FP32", AUTOCAST, *modes, *(f"{mode} / autocast" for mode in modes))
+    rows = [[name, *_speed_cells(variants, modes)] for name, variants in timed.items()]
     return table_of(title + suffix, headings, rows)
 
 
-def _speed_cells(speed: Mapping[str, Any]) -> list[str]:
-    variants = speed["variants"]
+def _speed_cells(variants: Mapping[str, Any], modes: Sequence[str]) -> list[str]:
     cells, over = [milliseconds(median(variants[FP32]["seconds"]))], []
-    for of in (AUTOCAST, *MODES):
+    for of in (AUTOCAST, *modes):
         cells.append(f"{times_as_fast(variants, of, FP32)[1]:.2f}")
         low, middle, high = times_as_fast(variants, of)
         over.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")

@@ -21,7 +21,7 @@ def speed(**x_autocast: float) -> dict:
         name: {"seconds": [0.5 / x, 5.0 / x, 5.0 / x]}  # the machine gets ten times slower
         for name, x in every.items()
     }
-    missing = {name: "cannot be traced" for name in family_runs.MODES if name not in x_autocast}
+    missing = {name: "cannot be traced" for name in family_runs.MODES["cpu"] if name not in x_autocast}
     return {"variants": variants, "unavailable": missing}
 
 
@@ -85,7 +85,8 @@ def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch, fast_
 
     monkeypatch.setattr(family_runs, "measure", measure)
     monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
-    found = family_runs.speeds("lstm", 1, ("bf16", "fp32_fast"), False, tiny=True)
+    monkeypatch.setitem(family_runs.MODES, "cpu", ("bf16", "fp32_fast"))
+    found = family_runs.speeds("lstm", 1, False, tiny=True)
     assert added == [["fp32", "autocast", "bf16", "fp32_fast"], ["fp32", "autocast", "bf16"]]
     assert list(found["variants"]) == list(added[1])
     assert "OutOfMemoryError: CUDA out of memory" in found["unavailable"]["fp32_fast"]
@@ -119,7 +120,7 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     # Where BF16 is emulated torch may have no LSTM under autocast.
     absent = set(parts["speed"]["unavailable"]) if emulation_note(torch.device("cpu")) else set()
     assert absent <= {"autocast"}
-    assert set(parts["speed"]["variants"]) == {"fp32", "autocast", *family_runs.MODES} - absent
+    assert set(parts["speed"]["variants"]) == {"fp32", "autocast", *family_runs.MODES["cpu"]} - absent
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {}
     assert len(content["bars"]) == 6 and report.failures(parts) == {}
@@ -135,5 +136,6 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
 
 def test_what_fails_is_a_sentence(monkeypatch):
     monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
-    found = family_runs.memory("lstm", True, modes=("nothing",))
+    monkeypatch.setitem(family_runs.MODES, "cpu", ("nothing",))
+    found = family_runs.memory("lstm", True)
     assert list(found) == ["failed"] and "nothing" in found["failed"]
