@@ -1,8 +1,7 @@
 """Replay and learned costs against real steps, and the limits that qsync promises.
 
 `replay_error`      replay against steps of random plans
-`learned_costs`     learned costs against baselines
-`cost_baselines`    the baselines
-`limits`            import, planning, capture, replay, a wrapped step
+`learned_costs`     learned costs against the roofline
+`limits`            import, capture, replay
 `random_plans`      random plans on real ranks, in turns with their profile
 """

@@ -1,17 +1,15 @@
 """The limits that qsync promises to keep: `python -m qsync.experiments.prediction.limits --out FOLDER`.
 
-Everything here is measured but for the profiles that planning and replay are timed on: those are SYNTHETIC,
-since only their size matters to how long these take.
+Everything here is measured but for the profiles that replay is timed on: those are SYNTHETIC, since only
+their size matters to how long it takes.
 """
 
 from __future__ import annotations
 
-import copy
 import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,33 +17,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import qsync
-from qsync import Cluster, DeviceClass, Link, Plan, Precision
+from qsync import Cluster, DeviceClass, Link, Precision
 from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish, bar, run_command
-from qsync.experiments.harness.pairing import measure, ratios
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.workloads.large_models import (
     PRECISIONS,
     able,
-    bert,
-    bert_graph,
     large_graph,
     llama_70b,
-    synthetic_basis,
     synthetic_profile,
-    tokens,
 )
 from qsync.lowering.incremental import Lowering
-from qsync.records.plans import ClassPlan
 from qsync.replayer import ClassCosts, replay
 
 SEED = 0
-STARTS, PLANS = 10, 5
+STARTS = 10
 _PAGE = Page(Path("docs/results/prediction.md"), marker="limits")
-_MEASURED = "all but the profiles of planning and replay: synthetic"
-PAIRED_STEPS = 30
+_MEASURED = "all but the profiles of replay: synthetic"
 REPLAYS, CHANGES, RANKS = 20, 400, 10
 LINK = Link(1e-4, 1e9, 0.6, num_ranks=2)
 
@@ -56,7 +45,7 @@ def main(out: Out = Path("limits"), publish: Publish = False, fresh: Fresh = Fal
     with experiment.progress():
         bars = [
             one
-            for part in (import_time, plan_time, large_capture, replay_time, wrapped_step)
+            for part in (import_time, large_capture, replay_time)
             for one in experiment.piece(part.__name__, part)
         ]
     experiment.finish({}, bars=bars, measured=_MEASURED, page=_PAGE if publish else None)
@@ -70,22 +59,6 @@ def import_time() -> list[Bar]:
     seconds = statistics.median(float(run.stdout) for run in runs)
     how = f"median of {STARTS} fresh interpreters"
     return [bar("import qsync, ms", seconds * 1e3, 50.0, how=how)]
-
-
-def plan_time() -> list[Bar]:
-    """Measure how long `qsync plan` takes for BERT-base."""
-    with tempfile.TemporaryDirectory() as folder:
-        basis = synthetic_basis(bert_graph())
-        basis.save(folder)
-        command = ["-m", "qsync.commands.main", "plan", folder, "--out", f"{folder}/plan.json"]
-        times = []
-        for _ in range(PLANS):
-            run = partial(subprocess.run, [sys.executable, *command], stdout=subprocess.DEVNULL, check=True)
-            times.append(_seconds(run))
-        lowered = sum(len(entry.lowered) for entry in Plan.load(f"{folder}/plan.json").classes.values())
-    size = f"{len(basis.graph.adjustable)} operators, {lowered} lowered"
-    how = f"wall time of the command, median of {PLANS}; {size}; SYNTHETIC profiles"
-    return [bar("qsync plan, BERT-base, s", statistics.median(times), 2.0, how=how)]
 
 
 def large_capture() -> list[Bar]:
@@ -139,18 +112,6 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def wrapped_step() -> list[Bar]:
-    """Measure what a step costs under a plan that lowers nothing."""
-    found = in_fresh_process(compare_steps)
-    plain = f"plain step {found['plain_s'] * 1e3:.0f} ms"
-    how = f"median of pairs; BERT 4x512, {PAIRED_STEPS} training steps in turn, one thread; {plain}"
-    when = "every step, dropout on; parameters at the end"
-    return [
-        bar("step, all-FP32 plan / unwrapped", found["ratio"], 1.02, how=how),
-        bar("loss, gradients bitwise equal", found["bitwise"], True, how=when),
-    ]
-
-
 def capture_llama() -> dict[str, Any]:
     """Capture a model of Llama-3-70B's sizes; for a fresh process, whose peak memory is read."""
     model, batch = llama_70b()
@@ -162,48 +123,6 @@ def capture_llama() -> dict[str, Any]:
         "num_ops": len(graph.ops),
         "num_parameters": sum(value.num_elements for value in graph.parameters),
     }
-
-
-def compare_steps() -> dict[str, Any]:
-    """Train a BERT of 4 layers, 512 wide, and its twin under an all-FP32 plan, in turn on equal batches."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    plain = bert(num_hidden_layers=4, hidden_size=512, num_attention_heads=8, intermediate_size=2048)
-    wrapped = copy.deepcopy(plain)
-    batches = [tokens(4, 128, seed) for seed in range(4)]
-    graph = qsync.capture(wrapped, batches[0])
-    assignment = {op.name: Precision.FP32 for op in graph.adjustable}
-    qsync.wrap(wrapped, Plan(graph.model, graph.hash, {"here": ClassPlan(assignment)}))
-    both = list(zip(plain.parameters(), wrapped.parameters(), strict=True))
-    models = {"plain": plain, "wrapped": wrapped}
-    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
-    losses: dict[str, list[torch.Tensor]] = {name: [] for name in models}
-
-    def step(name: str) -> None:
-        number = len(losses[name])
-        torch.manual_seed(number)
-        optimizers[name].zero_grad()
-        losses[name].append(models[name](**batches[number % len(batches)]).loss)
-        losses[name][-1].backward()  # type: ignore[no-untyped-call]
-        optimizers[name].step()
-
-    same: list[bool] = []
-
-    def compare() -> None:
-        equal_losses = torch.equal(losses["plain"][-1], losses["wrapped"][-1])
-        same.append(equal_losses and all(_equal(ours.grad, theirs.grad) for ours, theirs in both))
-
-    steps = {name: partial(step, name) for name in models}
-    samples = measure(steps, PAIRED_STEPS, torch.device("cpu"), compare, sample_s=0.0)
-    return {
-        "ratio": statistics.median(ratios(samples["wrapped"], samples["plain"])),
-        "plain_s": samples["plain"].median_s,
-        "bitwise": all(same) and all(torch.equal(ours, theirs) for ours, theirs in both),
-    }
-
-
-def _equal(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
-    return ours is theirs is None or (ours is not None and theirs is not None and torch.equal(ours, theirs))
 
 
 if __name__ == "__main__":

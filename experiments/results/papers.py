@@ -101,7 +101,7 @@ def _saved(workload: str) -> Callable[[Figures], str | None]:
 
 
 def _of_operators(figures: Figures) -> str | None:
-    medians = [entry["learned"]["all"][0] for entry in figures["held_out_models"].values()]
+    medians = [entry["learned"][0] for entry in figures["held_out_models"].values()]
     step = spread(whole_steps(figures)["learned"])[0]
     return f"{statistics.fmean(medians):.1%} of an operator, {step:.1%} of a step"
 

@@ -27,7 +27,6 @@ def summary(rows: Rows) -> dict[str, Any]:
                                          over batches, geometric mean over seeds
     to_default[indicator][budget]        error of the indicator's plan over the error of the default's plan on
                                          the same batch: geometric mean over batches and seeds
-    heldout[indicator]                   held-out loss under the indicator's plan minus the loss in FP32
     joint_to_sum                         error of a random plan over the sum of its operators' single errors
 
     Geometric means come with the factor of their interval. `to_default` compares on each batch because a
@@ -54,9 +53,6 @@ def _summary_of(rows: Rows) -> dict[str, Any]:
         "to_default": {
             name: {b: geometric(to_default(row, name, b) for row in rows) for b in budgets}
             for name in indicators
-        },
-        "heldout": {
-            name: mean(row["heldout"][name] - row["heldout"]["fp32"] for row in rows) for name in indicators
         },
         "joint_to_sum": geometric(entry["joint"] / entry["sum"] for row in rows for entry in row["joint"]),
     }  # fmt: skip
@@ -85,12 +81,11 @@ def geometric(values: Iterable[float]) -> dict[str, float | None]:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """Return, by model, rank correlation, gradient errors of plans, held-out losses and joint effects.
+    """Return, by model, rank correlation, gradient errors of plans and joint effects.
 
     The first rows are Spearman's correlations with the truth, in BF16 / INT8. A plan saves a share of the
     time that can be saved; its gradient error is given as a multiple of the default plan's error on the same
-    batch. A held-out loss is the loss under the plan that saves most, minus the loss in FP32. Intervals, in
-    brackets or after ±, are 95 % over seeds.
+    batch. Intervals in brackets are 95 % over seeds.
     """
     first = next(iter(found.values()))
     budgets = list(first["to_default"]["variance"])
@@ -105,10 +100,8 @@ def table(found: Mapping[str, Any]) -> Table:
                 rows[plan + _shown(name)] = list(map(_range, _of(found, "to_default", name, budget)))
         own = _of(found, "plan_error", "variance", budget)
         rows[f"{plan}{_shown('variance')}, of |g|²"] = [f"{cell['mean']:.1e}" for cell in own]
-    for name in first["heldout"]:
-        rows[f"held-out loss, plan by {_shown(name)}"] = list(map(_small, _of(found, "heldout", name)))
     rows["joint effect of random plans, of the sum"] = list(map(_range, _of(found, "joint_to_sum")))
-    title = "Correlation with the truth; plans' gradient errors and losses (measured; times simulated)"
+    title = "Correlation with the truth; plans' gradient errors (measured; times simulated)"
     return table_of(title, ["", *found], [[name, *cells] for name, cells in rows.items()])
 
 
@@ -133,8 +126,3 @@ def _range(cell: Mapping[str, Any]) -> str:
 
 def _ratio(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0e}"
-
-
-def _small(cell: Mapping[str, float | None]) -> str:
-    half = cell["half"]
-    return f"{cell['mean']:+.0e}" + ("" if half is None else f" ± {half:.0e}")

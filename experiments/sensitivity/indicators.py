@@ -2,11 +2,10 @@
 
 For each model and seed: weights after some FP32 steps, the truth by single flips with the real kernels, and
 from every indicator (1) its rank correlation with the truth, (2) the plan it leads to at equal step time, by
-an exact solver, with that plan's gradient error measured on batches that no indicator saw, and (3) the
-held-out loss after training on under that plan. Beside it: is the joint effect of random plans the sum of the
-single effects?
+an exact solver, with that plan's gradient error measured on batches that no indicator saw. Beside it: is the
+joint effect of random plans the sum of the single effects?
 
-Gradient errors and losses are measured; step times are simulated: FLOPs over the rates of `RATES`.
+Gradient errors are measured; step times are simulated: FLOPs over the rates of `RATES`.
 
 The truth takes hours, plans take minutes, so each is a piece of its own: without the pieces called
 `... plans` a folder's sensitivities are judged anew.
@@ -14,7 +13,6 @@ The truth takes hours, plans take minutes, so each is a piece of its own: withou
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import statistics
@@ -34,10 +32,9 @@ from qsync.experiments.harness import Experiment, Fresh, Models, Out, Page, Publ
 from qsync.experiments.sensitivity.baselines import INDICATORS, sensitivity_by
 from qsync.experiments.sensitivity.indicator_report import summary, table
 from qsync.experiments.workloads.subjects import NAMES, subject
-from qsync.experiments.workloads.workload import Workload, evaluate, train
+from qsync.experiments.workloads.workload import Workload, train
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
 from qsync.records.precision import PRECISIONS_BY_KIND
-from qsync.runtime import choosers, planned_forward
 
 PRECISIONS = (Precision.BF16, Precision.INT8)
 _PAGE = Page(Path("docs/results/sensitivity.md"), note="One thread.")
@@ -48,7 +45,6 @@ RATES = {
 }
 # Shares of the time between all FP32 and the fastest assignment that a plan has to save.
 BUDGETS = (0.3, 0.6)
-TRAINED_AT = 0.6
 # Images or sequences per batch, and batches: networks of ReLUs need more of them, because there the truth of
 # one batch depends on which few units an error brings to the other side.
 BATCHES = {"gpt": (2, 2), "bert": (2, 2), "vit": (8, 3), "resnet": (32, 4), "vgg": (64, 8)}
@@ -60,14 +56,13 @@ Omega = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is run: `warm_up` FP32 steps before, `steps` after, `random_plans` for joint effects.
+    """How much is run: `warm_up` FP32 steps before, `random_plans` for joint effects.
 
     Plans are judged on `unseen` batches: errors differ between batches by up to four decades, so few say
     little.
     """
 
     warm_up: int = 40
-    steps: int = 10
     unseen: int = 32
     random_plans: int = 3
 
@@ -102,7 +97,7 @@ def main(
         "threads": 1, "seeds": list(range(seeds)), "rates": RATES, "summary": summary(rows), "rows": rows,
     }  # fmt: skip
     experiment.finish(
-        content, measured="gradient errors and losses; step times are simulated, from FLOPs and rates",
+        content, measured="gradient errors; step times are simulated, from FLOPs and rates",
         tables=[table(content["summary"])], page=_PAGE if publish else None,
     )  # fmt: skip
 
@@ -159,7 +154,7 @@ def sensitivities(workload: Workload, seed: int, scale: Scale, num_batches: int)
 
 
 def judge_plans(workload: Workload, seed: int, scale: Scale, omega: Mapping[str, Omega]) -> Row:
-    """Return the gradient error of each indicator's plans, and the losses of training on under them.
+    """Return the gradient error of each indicator's plans.
 
     Errors are measured on batches that no indicator saw. Relative to their mean |g|^2: the mean over them,
     its standard error, and every batch.
@@ -184,11 +179,7 @@ def judge_plans(workload: Workload, seed: int, scale: Scale, omega: Mapping[str,
     norm = statistics.fmean(squares)
     relative = {key: [error / norm for error in errors[plan]] for key, plan in keys.items()}
     by_plan = {name: {str(part): spread(relative[name, part]) for part in BUDGETS} for name in omega}
-    trained = {name: plans[name, TRAINED_AT] for name in omega}
-    return {
-        "squared_gradient": squares, "plan_error": by_plan,
-        "heldout": heldout(model, workload, seed, scale, trained),
-    }  # fmt: skip
+    return {"squared_gradient": squares, "plan_error": by_plan}
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -241,25 +232,6 @@ def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str
 def rate(kind: str, precision: Precision) -> float:
     """Return how many times as fast as FP32 a precision is."""
     return 1.0 if precision is Precision.FP32 else RATES.get(kind, RATES["other"])[precision]
-
-
-def heldout(
-    model: torch.nn.Module, workload: Workload, seed: int, scale: Scale, plans: Mapping[str, Assignment]
-) -> dict[str, float]:
-    """Return the held-out loss after more training in FP32 and under each plan, on the same batches."""
-    steps = range(scale.warm_up, scale.warm_up + scale.steps)
-    losses: dict[str, float] = {}
-    done: dict[tuple[tuple[str, Precision], ...], float] = {}
-    for name, plan in {"fp32": {}, **plans}.items():
-        key = tuple(sorted((op, p) for op, p in plan.items() if p is not Precision.FP32))
-        if key not in done:
-            trained = copy.deepcopy(model)
-            planned_forward.attach(trained, choosers.following(plan))
-            train(trained, workload, seed, steps)
-            planned_forward.detach(trained)
-            done[key] = evaluate(trained, workload, num_batches=4)
-        losses[name] = done[key]
-    return losses
 
 
 def _drawn_plan(graph: OpGraph, seed: str) -> dict[str, Precision]:

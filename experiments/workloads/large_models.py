@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 import qsync
-from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.plan_folder import Basis
 from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision, type_bytes
 from qsync.records.profiles import Cost, Profile, Sensitivity
 
@@ -33,21 +31,12 @@ def bert(**sizes: Any) -> torch.nn.Module:
     return BertForSequenceClassification(BertConfig(**sizes))
 
 
-def tokens(rows: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return a batch for `bert` on the device in force, the meta device included."""
-    if torch.get_default_device().type == "meta":
-        tokens, labels = torch.empty(rows, length, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, 30000, (rows, length), generator=generator)
-        labels = torch.randint(0, 2, (rows,), generator=generator)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
-
-
 def bert_graph(**sizes: Any) -> OpGraph:
     """Return the graph of a BERT in training, 8 sequences of 128 tokens, captured on the meta device."""
     with torch.device("meta"):
-        graph: OpGraph = qsync.capture(bert(**sizes), tokens(8, 128))
+        tokens = torch.empty(8, 128, dtype=torch.int64)
+        batch = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens[:, 0]}
+        graph: OpGraph = qsync.capture(bert(**sizes), batch)
     return graph
 
 
@@ -82,14 +71,6 @@ def made_up_sensitivity(draw: random.Random, graph: OpGraph, decades: float) -> 
             if p in _OMEGA
         }
     return Sensitivity(graph.hash, "made up", omega)
-
-
-def synthetic_basis(graph: OpGraph) -> Basis:
-    """Make a complete basis with made-up costs: two ranks, one of them at half speed."""
-    classes = tuple(DeviceClass(name, "cpu", 1, 64 * 2**30, PRECISIONS) for name in ("train", "infer"))
-    profiles = {name: synthetic_profile(graph, name, slow) for name, slow in (("train", 1.0), ("infer", 2.0))}
-    sensitivity = made_up_sensitivity(random.Random(0), graph, 0.3)
-    return Basis(graph, Cluster(classes, Link(1e-4, 1e9, 0.6)), profiles, sensitivity)
 
 
 def synthetic_profile(graph: OpGraph, name: str, slow: float) -> Profile:

@@ -11,7 +11,7 @@ from graphs import cluster_of, encoder, sensitivity_of
 from roofline_costs import HERE, lawful, truth
 
 from qsync.errors import CalibrationError, FormatError, MismatchError
-from qsync.experiments.prediction.cost_baselines import Linear, Roofline
+from qsync.experiments.prediction.learned_costs import Roofline
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast
 from qsync.planning import plan, replay
@@ -60,7 +60,7 @@ def learned() -> CostModel:
 
 
 def test_a_known_law_is_found_also_for_a_kind_that_only_its_family_has():
-    """A linear fit by kind knows nothing of it, and no roofline knows the shares of the peaks."""
+    """No roofline knows the shares of the peaks."""
 
     def followed(samples: list[Sample], noise: float = 0.0) -> list[Sample]:
         draw, found = random.Random(1), []
@@ -78,13 +78,12 @@ def test_a_known_law_is_found_also_for_a_kind_that_only_its_family_has():
         replace(s, call=replace(s.call, kind="addmm", inputs=(b, *s.call.inputs[:2])))
         for s, b in zip(new, bias, strict=True)
     ]
-    for samples, baselines in ((new, (Roofline,)), (followed(added), (Roofline, Linear))):
+    for samples in (new, followed(added)):
         seconds = np.array([s.seconds for s in samples])
         calls = [asked(s) for s in samples]
         own = np.abs(model.seconds(calls) / seconds - 1)
         assert np.median(own) < 0.03
-        for baseline in baselines:
-            assert np.median(own) < 0.2 * np.median(np.abs(baseline(known).seconds(calls) / seconds - 1))
+        assert np.median(own) < 0.2 * np.median(np.abs(Roofline(known).seconds(calls) / seconds - 1))
 
 
 def test_the_stated_error_is_that_of_shapes_not_seen(learned):
@@ -152,7 +151,7 @@ def test_a_sum_of_gradients_costs_its_bytes_whatever_kind_made_them(learned):
     x, weight = LINEAR.inputs
     summed = replace(LINEAR, inputs=(replace(x, summed=True), weight))
     bytes_s = 3 * 4 * 64 * 32 / HERE.bytes_per_s
-    for model in (learned, Linear(learned.samples), Roofline([])):
+    for model in (learned, Roofline([])):
         for direction, more in (("forward", 0.0), ("backward", bytes_s)):
             alone, both = model.seconds([(call, "bf16", direction, HERE) for call in (LINEAR, summed)])
             assert both - alone == pytest.approx(more)
