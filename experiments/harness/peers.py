@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qsync.errors import UnsupportedError, installing
 
@@ -103,28 +102,6 @@ def peers_on(device: torch.device, inductor: bool, linear: bool) -> list[Peer]:
         if (inductor or not peer.inductor) and (linear or not peer.torchao)
         and (device.type == "cuda" or not peer.cuda_only)
     ]  # fmt: skip
-
-
-class _Contiguous(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
-
-
-def with_contiguous_gradients(model: torch.nn.Module) -> torch.nn.Module:
-    """Make gradients contiguous where they enter linear layers, in place.
-
-    torchao's INT8 backward calls `view` on them, and stops at those of attention, which are transposed
-    (torchao 0.18, BERT of transformers 5).
-    """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda module, inputs, output: _Contiguous.apply(output))  # type: ignore[no-untyped-call]
-    return model
 
 
 @contextlib.contextmanager

@@ -28,13 +28,14 @@ class Rerun:
     commands: tuple[tuple[str, ...], ...]
     file: str = "figures.json"
 
-    def run(self, folder: Path) -> None:
-        """Run the commands. Raises QSyncError for one that fails; what it finished stays in the folder."""
+    def run(self, folder: Path) -> bool:
+        """Run the commands, and return True; QSyncError for one that fails, whose finished parts stay."""
         for module, *options in self.commands:
             given = [option.replace(_OUT, str(folder)) for option in options]
             code = subprocess.run([sys.executable, "-m", module, *given], check=False).returncode
             if code != 0:
                 raise QSyncError(f"python -m {module} {' '.join(given)} ended with exit code {code}")
+        return True
 
     def found(self, folder: Path) -> Mapping[str, Any]:
         """Return the figures in the folder; none where it has no file of them."""
@@ -76,7 +77,7 @@ RERUNS: Mapping[str, Rerun] = {
     "diagnosis": Rerun(150, "diagnosis.md", (_published("diagnosis", "--clean-minutes", "120"),)),
     "unseen": Rerun(
         240, "unseen.md",
-        (_published("unseen", "--held-out", "--peers",
+        (_published("unseen", "--held-out",
                     *(f"--part={part}" for part in ("speed", "prediction", "memory", "ranks"))),),
     ),
     "sensitivity": Rerun(300, "sensitivity.md", (_published("sensitivity.indicators", "--processes", "2"),)),

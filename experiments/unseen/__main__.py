@@ -36,7 +36,6 @@ def main(
     out: Out = Path("unseen"),
     only: Annotated[list[str] | None, typer.Option(help="Only this family; repeat for several.")] = None,
     part: Annotated[list[str] | None, typer.Option(help=_PARTS_HELP)] = None,
-    peers: Annotated[bool, typer.Option("--peers", help="Time Inductor and torchao as well.")] = False,
     held_out: Annotated[bool, typer.Option("--held-out", help="Measure these families too.")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size: to try the command.")] = False,
@@ -52,14 +51,13 @@ def main(
     for name in part or ():
         if name not in (*_PARTS, _RANKS):
             raise QSyncError(f"there is no part {name!r}; choose from {', '.join((*_PARTS, _RANKS))}")
-    parts = [*(part or _PARTS), *(["peers"] if peers else [])]
     experiment = Experiment(
         "unseen", out, settings={"tiny": tiny, "device": device}, fresh=fresh and not kept, seed=_SEED
     )
     show(f"Held out by seed {HELD_OUT_SEED}: {', '.join(HELD_OUT)}.")
     with experiment.progress():
         seen, apart = (
-            {name: found for name in names if (found := _measured(experiment, name, parts, kept))}
+            {name: found for name in names if (found := _measured(experiment, name, part or _PARTS, kept))}
             for names in (
                 [name for name in (*SEEN, *LARGE) if name in (only or SEEN)],
                 [name for name in HELD_OUT if held_out and name in (only or HELD_OUT)],
@@ -82,8 +80,7 @@ def _measured(experiment: Experiment, name: str, parts: Sequence[str], kept: boo
     tiny, device, found = experiment.settings["tiny"], experiment.settings["device"], dict[str, Any]()
     rounds, plans = (1, 1) if tiny else (_ROUNDS, _PLANS)
     runs = {
-        "speed": partial(family_runs.speeds, name, rounds, False, tiny, device),
-        "peers": partial(family_runs.speeds, name, rounds, True, tiny, device),
+        "speed": partial(family_runs.speeds, name, rounds, tiny, device),
         "prediction": partial(family_runs.predicted, name, 1, plans, _SEED, tiny),
         _RANKS: partial(family_runs.predicted, name, 2, plans, _SEED, tiny),
         "memory": partial(family_runs.memory, name, tiny, device),

@@ -20,10 +20,10 @@ import qsync
 from qsync import Precision
 from qsync.backend import select
 from qsync.errors import shortened
-from qsync.experiments.harness import peers
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.experiments.harness.pairing import Samples, measure
+from qsync.experiments.harness.peers import under_autocast
 from qsync.experiments.harness.ranks import process_group_of_one
 from qsync.experiments.kernels.cases import Case, Run
 from qsync.experiments.memory.memory_runs import Choice, Trained
@@ -66,29 +66,26 @@ def _begin(name: str, tiny: bool, device: str) -> tuple[nn.Module, list[Batch]]:
     return model.to(device), on_device
 
 
-def speeds(
-    name: str, rounds: int, with_peers: bool, tiny: bool = False, device: str = "cpu"
-) -> dict[str, Any]:
-    """Time FP32 eager and torch.autocast, in turns with every mode, or with every other peer.
+def speeds(name: str, rounds: int, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
+    """Time FP32 eager, torch.autocast and every mode in turns.
 
     Of each variant: seconds by round; on GPUs the bytes of a step's peak. Each variant trains a copy of the
     model; the last ones go where memory ends.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
     case = Case("", name, FP32)
-    linear = not any(isinstance(module, (nn.Conv1d, nn.Conv2d)) for module in model.modules())
-    autocast, *others = peers.peers_on(where, inductor=with_peers, linear=with_peers and linear)
+
+    def autocast() -> Run:
+        mine = copy.deepcopy(model)
+        return training_step(mine, batches, under_autocast(mine, where))
 
     def in_mode(mode: str) -> Run:
         return training_step(qsync.wrap(copy.deepcopy(model), mode), batches)
 
     case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
-    # All are compared with torch.autocast, which comes first.
-    makers = {autocast.name: partial(peer_step, where, autocast, model, batches)}
-    makers |= {mode: partial(in_mode, mode) for mode in (() if with_peers else MODES[device])}
-    makers |= {peer.name: partial(peer_step, where, peer, model, batches) for peer in others}
-    for of, make in makers.items():
-        case.add(of, make, theirs=True)
+    case.add(AUTOCAST, autocast, theirs=True)
+    for mode in MODES[device]:
+        case.add(mode, partial(in_mode, mode), theirs=True)
     samples = _measured_together(case, rounds, where)
     on_gpu = where.type == "cuda"
     peaks_of = {of: step_peak_bytes(case.runs[of], where) if on_gpu else None for of in samples}
@@ -99,16 +96,6 @@ def speeds(
         },
         "unavailable": case.unavailable,
     }  # fmt: skip
-
-
-def peer_step(device: torch.device, peer: peers.Peer, model: nn.Module, batches: Sequence[Batch]) -> Run:
-    """Return one training step of a copy of the model, as a peer runs it."""
-    mine = copy.deepcopy(model)
-    if peer.torchao:
-        mine = peers.torchao(mine, peer.torchao)
-    if peer.torchao == "int8":
-        mine = peers.with_contiguous_gradients(mine)
-    return training_step(mine, batches, peer.call(mine, device))
 
 
 def training_step(model: nn.Module, batches: Sequence[Batch], call: Callable[..., Any] | None = None) -> Run:

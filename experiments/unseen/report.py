@@ -21,7 +21,7 @@ CONVOLUTION_BARS = {name: {"int8_all": 1.2} for name in ("resnet50", "convnext")
 # Limits of |error| of a predicted step.
 PREDICTION_BARS = {"median": 0.02, "95th percentile": 0.05, "worst": 0.08}
 MEMORY_BAR = 0.05  # of |error| of a predicted peak
-# Family -> part ("speed", "peers", "prediction", "memory") -> what was measured.
+# Family -> part ("speed", "prediction", "ranks", "memory") -> what was measured.
 Found = Mapping[str, Mapping[str, Any]]
 
 
@@ -59,7 +59,7 @@ def times_as_fast(variants: Mapping[str, Any], of: str, against: str = AUTOCAST)
 
 
 def failures(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Return what failed of a family -> why; peers that do not run are no failure."""
+    """Return what failed of a family -> why; that torch.autocast does not run is no failure."""
     failed = {part: of["failed"] for part, of in parts.items() if "failed" in of}
     speed = parts.get("speed", {"unavailable": {}})
     return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (FP32, *ALL_MODES)}

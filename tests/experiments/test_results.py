@@ -82,15 +82,13 @@ def reruns(tmp_path, monkeypatch):
 
 
 def states(out: Path) -> dict[str, str]:
-    found = json.loads((out / "figures.json").read_text())["experiments"]
-    return {name: one["state"] for name, one in found.items()}
+    found: dict[str, str] = json.loads((out / "figures.json").read_text())["experiments"]
+    return found
 
 
 def test_what_is_finished_is_not_run_again_and_what_failed_is(reruns):
     results.main(reruns, only=["one run"])
     assert states(reruns) == {"one run": "finished", "other": "not finished"}
-    one = json.loads((reruns / "figures.json").read_text())["experiments"]["one run"]
-    assert (one["commits"], one["promises"], one["held"]) == (["abc"], 2, 1)
     (reruns / "fails").touch()
     with pytest.raises(QSyncError, match="other did not finish"):
         results.main(reruns)
@@ -167,7 +165,7 @@ def test_the_papers_table_reads_the_figures_of_their_experiments():
     text = as_markdown(table)
     assert text.count("median 1.2%, 95th percentile 5.0%") == 2  # QSync's row, and dPRO's
     assert "median 3.1%" in text and not rows_of({"speedup": {"bars": []}})
-    assert text.count("| a chip, abc |") == 6
-    assert "+0.97 to +0.97 points over 1 tasks" in text and "loss lower on 1, higher on 0" in text
+    assert text.count("| a chip, abc |") == 5
+    assert "+0.97 to +0.97 points over 1 tasks" in text
     assert "69% (64% to 74%)" in text and len(table.rows) == len(CLAIMS)
-    assert {claim.experiment for claim in CLAIMS} <= {*RERUNS, ""}
+    assert {claim.experiment for claim in CLAIMS} <= set(RERUNS)

@@ -86,7 +86,7 @@ def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch, fast_
     monkeypatch.setattr(family_runs, "measure", measure)
     monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
     monkeypatch.setitem(family_runs.MODES, "cpu", ("bf16", "fp32_fast"))
-    found = family_runs.speeds("lstm", 1, False, tiny=True)
+    found = family_runs.speeds("lstm", 1, tiny=True)
     assert added == [["fp32", "autocast", "bf16", "fp32_fast"], ["fp32", "autocast", "bf16"]]
     assert list(found["variants"]) == list(added[1])
     assert "OutOfMemoryError: CUDA out of memory" in found["unavailable"]["fp32_fast"]
