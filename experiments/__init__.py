@@ -16,7 +16,7 @@
 `takeover`     what users do to a wrapped model
 `integrations`  training loops of other libraries around planned models
 `elastic`      cards that come and go
-`clients`      eight training scripts as people write them
+`clients`      five training scripts as people write them
 `diagnosis`    faults planted in real jobs, and what qsync names
 `gpu`          every claim about GPUs, measured on one
 `expansion`    what growing a model saves

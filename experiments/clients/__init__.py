@@ -1,4 +1,4 @@
-"""Eight training scripts as people write them, and the lines by which each becomes qsync's.
+"""Five training scripts as people write them, and the lines by which each becomes qsync's.
 
 Each script is a complete program for torchrun. It prints its loss at every step and saves a checkpoint.
 

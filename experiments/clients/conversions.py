@@ -63,17 +63,6 @@ CLIENTS = {
             ),
         ),
         Client(
-            "dcgan", "net.pth",
-            (
-                _IMPORT,
-                ("    netG, netD = DDP(netG), DDP(netD)\n",
-                 "    pair = (images[: args.batch_size], real_labels)\n"
-                 "    netD = qsync.hybrid(netD, pair, lambda m, xy: criterion(m(xy[0]), xy[1]), **OPTIONS)\n"
-                 "    netG = qsync.hybrid(\n"
-                 "        netG, fixed_noise, lambda m, z: criterion(netD(m(z)), real_labels), **OPTIONS)\n"),
-            ),
-        ),
-        Client(
             "lstm_lm", "model.pt",
             (
                 _IMPORT,
@@ -92,32 +81,11 @@ CLIENTS = {
             ),
         ),
         Client(
-            "accelerate_loop", "model.bin",
-            (
-                _IMPORT,
-                ("    model = make_model()\n",
-                 "    batch = tuple(part[: args.batch_size] for part in dataset.tensors)\n"
-                 "    model = qsync.hybrid(\n"
-                 "        make_model(), batch, lambda m, b: F.cross_entropy(m(b[0]), b[1]), **OPTIONS)\n"),
-            ),
-        ),
-        Client(
             "lightning_fit", "last.ckpt",
             (
                 ("from torch import nn\n",
                  "from torch import nn\nfrom qsync.integrations.lightning import QSyncStrategy\n"),
                 ('strategy="ddp"', "strategy=QSyncStrategy(hybrid_options=OPTIONS)"),
-            ),
-        ),
-        Client(
-            "fsdp2_loop", "model_state_dict.pt",
-            (
-                _IMPORT,
-                ("    model = make_model()\n",
-                 "    model = qsync.hybrid(\n"
-                 "        make_model(), torch.zeros(args.batch_size, 64, dtype=torch.long),\n"
-                 "        lambda m, t: F.cross_entropy(m(t[:, :-1]).flatten(0, 1), t[:, 1:].flatten()),\n"
-                 "        ddp=False, **OPTIONS)\n"),
             ),
         ),
     )

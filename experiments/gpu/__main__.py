@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from xml.etree import ElementTree
@@ -29,13 +27,12 @@ from qsync.backend.devices.gpu_state import gpu_states
 from qsync.errors import UnsupportedError, shortened
 from qsync.experiments.gpu import report
 from qsync.experiments.gpu.commands import run_within
-from qsync.experiments.gpu.pieces import Piece, lacking, pieces
+from qsync.experiments.gpu.pieces import Piece, pieces
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command, show
 from qsync.records.json_files import read_json
 
 _PAGE = Path("docs/results/gpu.md")
 _LEAST_S = 10.0  # that are left for a piece to be begun
-_BUSY_MIB, _BUSY_PER_CENT = 1024, 10  # of a GPU that nobody else uses
 
 
 def main(
@@ -67,19 +64,16 @@ def main(
         or {"not_run": "not begun" if piece in wanted else "not asked for"}
         for piece in every
     }
-    figures: dict[str, Any] = {"doubts": [], "pieces": found}
+    figures: dict[str, Any] = {"doubts": untested_torch() if device == "cuda" else [], "pieces": found}
     if kept:
         experiment.check_measured()
         wanted = []
-    elif device == "cuda":
-        figures["doubts"] = _doubts()
     measured = "on a GPU" if device == "cuda" else "a dry run on a CPU: no figure is of a GPU"
     with experiment.progress():
         # What failed or was cut before comes last: it would take the minutes of every run.
         for piece in sorted(wanted, key=lambda piece: not {"result", "not_run"} & set(found[piece.key])):
             found[piece.key] = _result(experiment, piece, end)
             experiment.note(figures, bars=report.bars(found), measured=measured)
-    figures["doubts"] += report.held_down(found)
     said = [*(f"Doubt: {doubt}" for doubt in figures["doubts"]), *report.failures(found)]
     experiment.finish(
         figures, bars=report.bars(found), tables=[report.table(found)], measured=measured,
@@ -108,21 +102,16 @@ def _result(experiment: Experiment, piece: Piece, end: float) -> dict[str, Any]:
 
 
 def _measured(experiment: Experiment, piece: Piece, most_s: float) -> dict[str, Any]:
-    """Run a piece; return its result, or why it has none, with what tests found until they were cut."""
-    if packages := lacking(piece):
-        return {"failed": f"{sys.executable} lacks {', '.join(packages)}: python -m pip install them"}
+    """Run a piece; return its result, or why it has none."""
     piece.result.unlink(missing_ok=True)  # of a run that was cut: it would be taken for this one's
     before = gpu_states()
     log = experiment.out / "logs" / f"{piece.key.replace(' ', '-').replace('/', '-')}.txt"
     ended = run_within(piece.command, most_s, log)
-    read, are_tests = _read(piece.result), piece.group == "tests"
     if ended.cut:
-        if not are_tests or read is None:
-            return {"cut": ended.why_not}
-        # pytest lists the test that was interrupted as if it had passed.
-        return {"cut": ended.why_not, "partial": {**read, "passed": max(0, read["passed"] - 1)}}
+        return {"cut": ended.why_not}
+    read = _read(piece.result)
     # Tests that fail are a result; pytest's exit code says no more than its file.
-    if read is None or (ended.why_not and not are_tests):
+    if read is None or (ended.why_not and piece.group != "tests"):
         return {"failed": ended.why_not or "it wrote no result"}
     if why := report.failure(read):
         shutil.rmtree(piece.result.parent / "pieces", ignore_errors=True)  # to be measured again
@@ -168,24 +157,6 @@ def _check(device: str) -> None:
             f"torch {torch.__version__} reaches no GPU ({why}); "
             "install a driver and a torch that fit (docs/guide/gpu.md), or give --device cpu for a dry run"
         ) from None
-
-
-def _doubts() -> list[str]:
-    """Return why figures of this GPU may be off: others use it, or torch is of an untested version."""
-    found = untested_torch()
-    for row in gpu_states():
-        used, load = _number(row, "memory.used"), _number(row, "utilization.gpu")
-        if used > _BUSY_MIB or load > _BUSY_PER_CENT:
-            found.append(
-                f"{row['name']} is in use by others ({used} MiB, {load} % busy): figures of time are doubtful"
-            )
-    return found
-
-
-def _number(row: Mapping[str, str], field: str) -> int:
-    """Return a field of nvidia-smi; 0 for what it does not know ("[N/A]")."""
-    text = row.get(field, "")
-    return int(text) if text.isdecimal() else 0
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
-# How a command is ended, and the seconds until the next: interrupted, pytest still writes what it has found.
-_GRACES_S = {signal.SIGINT: 6.0, signal.SIGTERM: 3.0, signal.SIGKILL: 3.0}
-# Where a shell's `&` made this process ignore SIGINT, what it starts would ignore it too.
-_HEED_INTERRUPTIONS = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+# How a command is ended, and the seconds until the next.
+_GRACES_S = {signal.SIGTERM: 3.0, signal.SIGKILL: 3.0}
 
 
 class Ended(NamedTuple):
@@ -33,7 +30,7 @@ def run_within(command: Sequence[str], most_s: float, log: Path) -> Ended:
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=_HEED_INTERRUPTIONS,
+            start_new_session=True,
         )  # fmt: skip
         try:
             code = process.wait(most_s)

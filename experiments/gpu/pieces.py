@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from qsync.experiments.kernels.compare_kernels import SECTIONS
@@ -16,7 +15,6 @@ from qsync.experiments.workloads.families import LARGE
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
 # `both` (tests/support/compiled_and_plain.py) is a fixture with a case on a GPU.
 _CUDA_CASES = re.compile(r"mark\.cuda|def test_\w+\([^)]*\bboth\b")
-_TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")  # pyproject.toml has options and markers of theirs
 _PLUGINS_OFF = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns of workers
 _MOST_WORKERS = 8
 # Of the sections of compare_kernels those of layers, in this order; whole steps are pieces of their own.
@@ -30,17 +28,13 @@ _QUICK_DEMO = ("--workload", "resnet-small", "--steps", "2")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece: its group and name, its command, the seconds it may take, and the file that it writes.
-
-    `needs` are packages to install beside those of qsync.
-    """
+    """One piece: its group and name, its command, the seconds it may take, and the file that it writes."""
 
     group: str
     name: str
     command: tuple[str, ...]
     most_s: float
     result: Path
-    needs: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -61,9 +55,7 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         result = out / "tests" / f"{file.stem}.xml"
         workers = ("-n", str(_workers()), *_PLUGINS_OFF)
         options = ("-m", "cuda", "-q", *workers, f"--junitxml={result}", str(file))
-        imports_tvm = "qsync.backend.casts.tvm import" in file.read_text(encoding="utf-8")
-        needs = (*_TEST_TOOLS, *(("apache-tvm",) if imports_tvm else ()))  # others run what is compiled
-        yield Piece("tests", file.stem, _module("pytest", *options), 150, result, needs)
+        yield Piece("tests", file.stem, _module("pytest", *options), 150, result)
     for section in _LAYERS:
         folder = out / "kernels" / section.replace(" ", "-")
         chosen = ("--only", section, "--device", device, "--out", str(folder))
@@ -87,19 +79,6 @@ def tests() -> Sequence[Path]:
     """Return the files of tests that need a GPU; none where the package has no tests beside it."""
     files = sorted(_TESTS.rglob("test_*.py"))
     return [file for file in files if _CUDA_CASES.search(file.read_text(encoding="utf-8"))]
-
-
-def lacking(piece: Piece) -> list[str]:
-    """Return the packages that a piece needs and this Python lacks."""
-    return [name for name in piece.needs if not _is_installed(name)]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _workers() -> int:

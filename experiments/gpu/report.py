@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.table import Table
 
-from qsync.backend.devices.gpu_state import why_held_down
 from qsync.experiments.harness import Bar, bar, table_of
 from qsync.experiments.unseen import report as suite
 
@@ -17,7 +16,7 @@ _WITHOUT = ("not_run", "cut", "failed")
 
 def bars(pieces: Pieces) -> list[Bar]:
     """Return the promises; that of tests is open while some did not run and none failed."""
-    tests = _tests(pieces)
+    tests = [result for _, result in _of(pieces, "tests")]
     failed = sum(len(result["failed"]) for result in tests)
     are_all = tests and all("result" in found for key, found in pieces.items() if key.startswith("tests "))
     families: dict[str, dict[str, Any]] = {}
@@ -35,16 +34,6 @@ def failure(result: Mapping[str, Any]) -> str | None:
         for parts in result.get("families", {}).values() for part in parts.values() if "failed" in part
     ]  # fmt: skip
     return found[0] if found else None
-
-
-def held_down(pieces: Pieces) -> list[str]:
-    """Return the pieces during which a GPU's clock was held down, and by what."""
-    return [
-        f"{key}: the clock of {state['name']} was held down by {why}"
-        for key, found in pieces.items()
-        for state in found.get("gpus_after", ())
-        if (why := why_held_down(state))
-    ]
 
 
 def cards(pieces: Pieces) -> str:
@@ -67,7 +56,7 @@ def failures(pieces: Pieces) -> list[str]:
         for case in result["cases"]
         for name, why in case.get("failed", {}).items()
     )
-    tests = (failed for result in _tests(pieces) for failed in result["failed"].items())
+    tests = (failed for _, result in _of(pieces, "tests") for failed in result["failed"].items())
     steps = (
         (f"{name} {of}", why)
         for _, result in _of(pieces, "suite")
@@ -75,16 +64,6 @@ def failures(pieces: Pieces) -> list[str]:
         for of, why in parts["speed"]["unavailable"].items()
     )  # fmt: skip
     return [f"Failed: {what}: {why}" for what, why in (*tests, *kernels, *steps)]
-
-
-def _tests(pieces: Pieces) -> list[Mapping[str, Any]]:
-    """Return the counts of every file of tests, of one that was cut until then."""
-    found = [found for key, found in pieces.items() if key.startswith("tests ")]
-    return [
-        one["result"] if "result" in one else one["partial"]
-        for one in found
-        if {"result", "partial"} & set(one)
-    ]
 
 
 def _of(pieces: Pieces, group: str) -> Iterator[tuple[str, Any]]:
@@ -98,14 +77,10 @@ def _of(pieces: Pieces, group: str) -> Iterator[tuple[str, Any]]:
 def _state(found: Mapping[str, Any]) -> str:
     """Say of a piece what came of it."""
     if "result" not in found:
-        why_not = next(f"{why.replace('_', ' ')}: {found[why]}" for why in _WITHOUT if why in found)
-        return f"{why_not}; until then {_counts(found['partial'])}" if "partial" in found else why_not
+        return next(f"{why.replace('_', ' ')}: {found[why]}" for why in _WITHOUT if why in found)
     result, took = found["result"], f"{found['seconds']:.0f} s"
     if set(result) == {"passed", "skipped", "failed"}:
-        return f"{_counts(result)}, {took}"
+        counts = f"{result['passed']} passed, {result['skipped']} skipped, {len(result['failed'])} failed"
+        return f"{counts}, {took}"
     held = [one["holds"] for one in result.get("bars", ())]
     return f"{sum(map(bool, held))} of {len(held)} bars hold, {took}" if held else took
-
-
-def _counts(tests: Mapping[str, Any]) -> str:
-    return f"{tests['passed']} passed, {tests['skipped']} skipped, {len(tests['failed'])} failed"

@@ -1,4 +1,4 @@
-"""Seconds until the first step of eight training scripts: plain, at qsync's first start, at its second.
+"""Seconds until the first step of five training scripts: plain, at qsync's first start, at its second.
 
     python -m qsync.experiments.takeover.first_step --out FOLDER
 
