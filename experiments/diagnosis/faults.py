@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import io
-import itertools
-import mmap
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -64,29 +60,8 @@ def _slow_loading(job: Training) -> None:
     job.rows.before = lambda: pause(job)
 
 
-def _bursts(job: Training) -> None:
-    """Load as many batches at once as come in eight steps: a pool of workers that is too small."""
-    turns = itertools.count()
-
-    def load() -> None:
-        if next(turns) % 8 == 0:
-            time.sleep(4 * max(0.06, job.step_s))
-
-    job.rows.before = load
-
-
 def _sleep_between(job: Training) -> None:
     job.between = lambda: pause(job)
-
-
-def _collect(job: Training) -> None:
-    job.held = [[number] for number in range(1_000_000)]
-    job.between = gc.collect
-
-
-def _pickle(job: Training) -> None:
-    state = {str(number): [number] for number in range(150_000)}
-    job.between = lambda: pickle.dumps(state)
 
 
 def _checkpoint(job: Training) -> None:
@@ -94,17 +69,6 @@ def _checkpoint(job: Training) -> None:
         torch.save([job.trained.state_dict(), job.optimizer.state_dict()], io.BytesIO())
 
     job.between = save
-
-
-def _evaluate(job: Training) -> None:
-    batch = job.rows[0]
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            for _ in range(3):
-                job.model(batch[:, :-1])
-
-    job.between = evaluate
 
 
 def _slow_forward(job: Training) -> None:
@@ -159,24 +123,10 @@ def _larger_batch(job: Training) -> None:
     job.rows.size *= 2
 
 
-def _longer_rows(job: Training) -> None:
-    job.rows.length *= 2
-
-
 def _other_precision(job: Training) -> None:
     plan = plan_of(job.trained)
     assert plan is not None
     swap_plan(job.trained, plan.pin("blocks.*", Precision.FP32), "infer")
-
-
-def _page_faults(job: Training) -> None:
-    """Write to memory that is mapped anew in every forward."""
-
-    def touch(*_: object) -> None:
-        with mmap.mmap(-1, 64 << 20) as memory:
-            memory[:: mmap.PAGESIZE] = b"1" * (len(memory) // mmap.PAGESIZE)
-
-    job.trained.register_forward_pre_hook(touch)
 
 
 def _hang_between(job: Training) -> None:
@@ -185,10 +135,6 @@ def _hang_between(job: Training) -> None:
 
 def _hang_in_loading(job: Training) -> None:
     job.rows.before = lambda: time.sleep(LONG_S)
-
-
-def _hang_in_forward(job: Training) -> None:
-    job.trained.register_forward_pre_hook(lambda *_: time.sleep(LONG_S))
 
 
 def _raise(job: Training) -> None:
@@ -211,14 +157,9 @@ _LOADING, _HOST, _COMPUTE, _OPTIMIZER, _LINK = (
     ("data loading",), ("host",), ("compute",), ("optimizer",), ("communication",),
 )  # fmt: skip
 FAULTS: dict[str, Fault] = {
-    "loading-0": Fault("slow data loading on rank 0", 0, _slow_loading, _LOADING),
     "loading-1": Fault("slow data loading on rank 1", 1, _slow_loading, _LOADING),
-    "bursts": Fault("a loader that stalls in every eighth step", 1, _bursts, _LOADING),
     "host-0": Fault("a sleep between steps", 0, _sleep_between, _HOST),
-    "collect": Fault("gc.collect between steps, with a million objects", 1, _collect, _HOST),
-    "pickle": Fault("a pickle of Python's state in every step", 1, _pickle, _HOST),
     "checkpoint": Fault("a checkpoint in every step, by one rank", 0, _checkpoint, _HOST),
-    "evaluate": Fault("an evaluation in every step, by one rank", 0, _evaluate, _HOST),
     "forward": Fault("a slower forward", 1, _slow_forward, _COMPUTE),
     "backward": Fault("a slower backward (a hook on a gradient)", 0, _slow_backward, _COMPUTE),
     "optimizer": Fault("a slower optimizer", 1, _slow_optimizer, _OPTIMIZER),
@@ -227,12 +168,9 @@ FAULTS: dict[str, Fault] = {
     "one-core": Fault("both ranks on one core", None, _share_core, _COMPUTE),
     "link": Fault("slow all-reduces", None, _delay_link, _LINK, prepare=_hook_link),
     "batch": Fault("a batch twice as large on one rank", 1, _larger_batch, _COMPUTE),
-    "length": Fault("sequences twice as long on all ranks", None, _longer_rows, _COMPUTE),
     "precision": Fault("blocks in FP32, planned in BF16", 1, _other_precision, _COMPUTE),
-    "faults": Fault("page faults (memory mapped anew in every forward)", 0, _page_faults, _COMPUTE),
     "hang": Fault("a rank stuck between steps", 1, _hang_between, sentence="after backward|before forward"),
     "hang-loading": Fault("a rank stuck in its data loader", 1, _hang_in_loading, sentence="in data loading"),
-    "hang-forward": Fault("a rank stuck in forward", 0, _hang_in_forward, sentence="in forward"),
     "error": Fault("a rank that raises", 1, _raise, sentence="left with an error.*a planted error"),
     "leaves": Fault("a rank that ends its loop early", 1, _leave, sentence="finished before"),
     "killed-0": Fault("rank 0 killed (SIGKILL)", 0, _kill, sentence="lost the rendezvous store"),

@@ -4,9 +4,10 @@
 `cluster`    a lighthouse and cards as real processes: start, kill, stop, release
 `events`     random events from a seed, each once the job has recovered from the last
 `verdict`    what the logs must show: digests, samples, batches, and what was lost
-`restarts`   the same job under torchrun, which restarts from its last checkpoint
-`churn`      what the simulation says of the same events
+`torchrun`   the same job under torchrun: hybrid, or plain with checkpoints
+`restarts`   what a killed rank costs there
 `steady`     the same job without events, elastic and in hybrid
-`throughput` the picture of a job over time
+`drift`      a card that becomes slower and recovers
+`churn`      what the simulation says of the same events
 `saving`     what checkpoints cost training
 """

@@ -44,6 +44,8 @@ PARTS = {"margin": (MARGIN,), "unseen": (UNSEEN,), "ranks": (RANKS, ACCEPTED, RE
 PREDICTED = Path(peak.__file__).with_name("memory_error.json")
 _PAGE = Page(Path("docs/results/memory.md"), note="One thread.", marker="memory")
 SAVED_BAR, PEAK_BAR = 0.01, 0.05
+# Random plans of each model and seed; seeds that the margin has not seen; plans on each of two ranks.
+PLANS, SEEDS, RANK_PLANS = 30, (1, 2), 6
 HEADINGS = (
     "", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "of its budget", "holds",
 )  # fmt: skip
@@ -58,9 +60,6 @@ ALL = "all"
 def main(
     out: Out = Path("memory_error"),
     part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PARTS)}; all if left out.")] = None,
-    plans: Annotated[int, typer.Option(help="Random plans of each model and seed.")] = 30,
-    seed: Annotated[list[int], typer.Option(help="Of the plans that the margin has not seen.")] = [1, 2],  # noqa: B006
-    rank_plans: Annotated[int, typer.Option(help="Random plans of each model on each of two ranks.")] = 6,
     state: Annotated[bool, typer.Option(help="Write the margin beside the memory model.")] = False,
     fresh: Fresh = False,
 ) -> None:
@@ -70,24 +69,20 @@ def main(
     for name in parts:
         if name not in PARTS:
             raise typer.BadParameter(f"there is no part {name!r}; choose from {', '.join(PARTS)}")
-    if SEED in seed:
-        raise typer.BadParameter(f"the margin comes from the plans of seed {SEED}; give another --seed")
     experiment = Experiment("memory error", out, seed=SEED, fresh=fresh)
     rows: list[dict[str, Any]] = []
     if state and "margin" not in parts:
         raise QSyncError("--state writes the margin; measure that part too, or leave --state out")
     with experiment.progress():
         if "margin" in parts:
-            rows = judged(_random_plans(experiment, plans, MARGIN, SEED))
+            rows = judged(_random_plans(experiment, MARGIN, SEED))
             if state:  # the other parts are judged by it
                 _state({"worst_underprediction": {"cpu": worst_underprediction(rows)}})
         if "unseen" in parts:
-            rows += [row for one in seed for row in _random_plans(experiment, plans, UNSEEN, one)]
+            rows += [row for seed in SEEDS for row in _random_plans(experiment, UNSEEN, seed)]
         if "ranks" in parts:
-            rows += experiment.piece(
-                "ranks", lambda: run_ranks(MODELS, rank_plans, max(SEED, *seed) + 1),
-                plans=rank_plans, seeds=seed, **_stated(),
-            )  # fmt: skip
+            run = partial(run_ranks, MODELS, RANK_PLANS, max(SEEDS) + 1)
+            rows += experiment.piece("ranks", run, **_stated())
     found = summary(rows)
     figures = {
         "threads": 1, "parts": found, "worst_underprediction": {"cpu": worst_underprediction(rows)},
@@ -101,12 +96,12 @@ def main(
         _state({key: value for key, value in content.items() if key not in ("plans", "bars")})
 
 
-def _random_plans(experiment: Experiment, num: int, part: str, seed: int) -> list[dict[str, Any]]:
+def _random_plans(experiment: Experiment, part: str, seed: int) -> list[dict[str, Any]]:
     """Return what random plans of every model take; every model and seed is a piece."""
     stated = {} if part == MARGIN else _stated()
     pieces = [
         experiment.piece(
-            f"{part} {seed} {name}", partial(random_plans, name, num, part, seed), plans=num, **stated
+            f"{part} {seed} {name}", partial(random_plans, name, PLANS, part, seed), plans=PLANS, **stated
         )
         for name in MODELS
     ]

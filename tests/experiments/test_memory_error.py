@@ -111,7 +111,8 @@ def test_other_seeds_draw_other_plans():
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """The experiment on one small model, and its files elsewhere."""
-    monkeypatch.setattr(memory_error, "MODELS", ("small",))
+    for name, value in {"MODELS": ("small",), "PLANS": 2, "SEEDS": (7, 8), "RANK_PLANS": 1}.items():
+        monkeypatch.setattr(memory_error, name, value)
     monkeypatch.setattr(memory_error, "make", lambda name: dropping())
     monkeypatch.setattr(memory_error, "PREDICTED", tmp_path / "stated.json")
     monkeypatch.setattr(memory_error, "_PAGE", replace(memory_error._PAGE, path=tmp_path / "memory.md"))
@@ -125,7 +126,7 @@ def small(tmp_path, monkeypatch):
 
 
 def test_the_experiment_writes_what_it_measured(small):
-    memory_error.main(small, None, plans=2, seed=[7, 8], rank_plans=1, state=True)
+    memory_error.main(small, None, state=True)
     content = json.loads((small / "figures.json").read_text())
     assert content["measured"] is True and {"machine", "versions", "commits_of_pieces"} <= content.keys()
     parts = content["parts"]
@@ -142,20 +143,20 @@ def test_the_experiment_writes_what_it_measured(small):
 
 def test_unseen_plans_are_judged_by_the_margin_that_stands(small, monkeypatch):
     monkeypatch.setattr(peak, "stated_error", lambda device: 0.25)
-    memory_error.main(small, ["unseen"], plans=1, seed=[7], rank_plans=1, state=False)
+    monkeypatch.setattr(memory_error, "PLANS", 1)
+    monkeypatch.setattr(memory_error, "SEEDS", (7,))
+    memory_error.main(small, ["unseen"], state=False)
     assert not (small / "stated.json").exists() and "stale" in (small / "memory.md").read_text()
     (row,) = json.loads((small / "figures.json").read_text())["plans"]
     comes_and_goes = row["predicted_peak_bytes"] - row["throughout_bytes"]
     assert row["budget_bytes"] == row["predicted_peak_bytes"] + -(-comes_and_goes // 4)
 
 
-def test_a_part_or_seed_that_cannot_be_is_refused(small):
+def test_a_part_that_cannot_be_is_refused(small):
     with pytest.raises(typer.BadParameter, match="choose from margin, unseen, ranks"):
-        memory_error.main(small, ["all"], plans=1, seed=[7], rank_plans=1, state=False)
-    with pytest.raises(typer.BadParameter, match="give another --seed"):
-        memory_error.main(small, None, plans=1, seed=[0], rank_plans=1, state=False)
+        memory_error.main(small, ["all"], state=False)
     with pytest.raises(QSyncError, match="measure that part"):
-        memory_error.main(small, ["unseen"], plans=1, seed=[7], rank_plans=1, state=True)
+        memory_error.main(small, ["unseen"], state=True)
 
 
 @pytest.mark.dist
