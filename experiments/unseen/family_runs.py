@@ -37,7 +37,8 @@ MODES = {
     "cpu": ("fp32_fast", "bf16", "int8", "int8_all"),
     "cuda": ("bf16", "int8", "fp8", "int8_all", "tf32"),
 }
-ALL_MODES = tuple(dict.fromkeys(mode for of in MODES.values() for mode in of))
+BASE = "base bf16"  # what a user runs who keeps the autocast of the loop
+ALL_MODES = (BASE, *dict.fromkeys(mode for of in MODES.values() for mode in of))
 
 
 def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -67,7 +68,7 @@ def _begin(name: str, tiny: bool, device: str) -> tuple[nn.Module, list[Batch]]:
 
 
 def speeds(name: str, rounds: int, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
-    """Time FP32 eager, torch.autocast and every mode in turns.
+    """Time FP32 eager, torch.autocast, the base bf16 and every mode in turns.
 
     Of each variant: seconds by round; on GPUs the bytes of a step's peak. Each variant trains a copy of the
     model; the last ones go where memory ends.
@@ -75,15 +76,17 @@ def speeds(name: str, rounds: int, tiny: bool = False, device: str = "cpu") -> d
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
     case = Case("", name, FP32)
 
-    def autocast() -> Run:
+    def autocast(base: str | None = None) -> Run:
         mine = copy.deepcopy(model)
-        return training_step(mine, batches, under_autocast(mine, where))
+        planned = qsync.wrap(mine, base=base) if base else mine
+        return training_step(planned, batches, under_autocast(planned, where))
 
     def in_mode(mode: str) -> Run:
         return training_step(qsync.wrap(copy.deepcopy(model), mode), batches)
 
     case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
     case.add(AUTOCAST, autocast, theirs=True)
+    case.add(BASE, partial(autocast, "bf16"), theirs=True)
     for mode in MODES[device]:
         case.add(mode, partial(in_mode, mode), theirs=True)
     samples = _measured_together(case, rounds, where)

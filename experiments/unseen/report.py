@@ -10,7 +10,7 @@ from rich.table import Table
 
 from qsync.experiments.harness import Bar, bar, milliseconds, table_of
 from qsync.experiments.harness.pairing import quartiles
-from qsync.experiments.unseen.family_runs import ALL_MODES, AUTOCAST, FP32
+from qsync.experiments.unseen.family_runs import ALL_MODES, AUTOCAST, BASE, FP32
 from qsync.experiments.workloads.families import LARGE, TRANSFORMER, family_named
 from qsync.replayer.step_noise import percentile
 
@@ -34,7 +34,7 @@ def bars(found: Found) -> list[Bar]:
             of_int8 = CONVOLUTION_BARS.get(name, {})
             if family_named(name).kind == TRANSFORMER and name not in LARGE:
                 of_int8 = INT8_BARS
-            limits = {"bf16": BF16_BAR, **of_int8}
+            limits = {"bf16": BF16_BAR, BASE: BF16_BAR, **of_int8}
             for mode, limit in limits.items():
                 low, speed, high = times_as_fast(variants, mode)
                 spread = {"quartiles": [low, high]}

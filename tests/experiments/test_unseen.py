@@ -15,7 +15,7 @@ from qsync.records.json_files import read_json
 
 def speed(**x_autocast: float) -> dict:
     """What `speeds` returns where FP32 takes a second and autocast half of one."""
-    x_autocast = {"fp32_fast": 0.5, **x_autocast}
+    x_autocast = {"fp32_fast": 0.5, "base bf16": 1.0, **x_autocast}
     every = {"fp32": 0.5, "autocast": 1.0, **x_autocast}
     variants = {
         name: {"seconds": [0.5 / x, 5.0 / x, 5.0 / x]}  # the machine gets ten times slower
@@ -36,6 +36,7 @@ def test_int8_is_promised_of_transformers_and_two_nets_and_bf16_of_all():
         "convnext": {"speed": speed(bf16=1.0, int8=0.9, int8_all=1.1)},
     }
     assert holds(report.bars(found)) == {
+        **{f"{name}: base bf16, x autocast": True for name in found},
         "vit: bf16, x autocast": True, "vit: int8, x autocast": True, "vit: int8_all, x autocast": False,
         "unet: bf16, x autocast": False,
         "convnext: bf16, x autocast": True, "convnext: int8_all, x autocast": False,
@@ -45,7 +46,8 @@ def test_int8_is_promised_of_transformers_and_two_nets_and_bf16_of_all():
 
 def test_a_mode_that_fails_misses_its_bar_and_is_named():
     found = {"unet": {"speed": speed(int8=1.0, int8_all=1.0)}}
-    assert not any(holds(report.bars(found)).values())
+    of_bars = holds(report.bars(found))
+    assert not of_bars["unet: bf16, x autocast"] and not of_bars["families with a failure"]
     assert report.failures(found["unet"]) == {"bf16": "cannot be traced"}
 
 
@@ -85,11 +87,11 @@ def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch, fast_
 
     monkeypatch.setattr(family_runs, "measure", measure)
     monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
-    monkeypatch.setitem(family_runs.MODES, "cpu", ("bf16", "fp32_fast"))
+    monkeypatch.setitem(family_runs.MODES, "cpu", ("bf16",))
     found = family_runs.speeds("lstm", 1, tiny=True)
-    assert added == [["fp32", "autocast", "bf16", "fp32_fast"], ["fp32", "autocast", "bf16"]]
+    assert added == [["fp32", "autocast", "base bf16", "bf16"], ["fp32", "autocast", "base bf16"]]
     assert list(found["variants"]) == list(added[1])
-    assert "OutOfMemoryError: CUDA out of memory" in found["unavailable"]["fp32_fast"]
+    assert "OutOfMemoryError: CUDA out of memory" in found["unavailable"]["bf16"]
 
 
 @pytest.mark.dist
@@ -119,11 +121,14 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     parts = content["families"]["lstm"]
     # Where BF16 is emulated torch may have no LSTM under autocast.
     absent = set(parts["speed"]["unavailable"]) if emulation_note(torch.device("cpu")) else set()
-    assert absent <= {"autocast"}
-    assert set(parts["speed"]["variants"]) == {"fp32", "autocast", *family_runs.MODES["cpu"]} - absent
+    assert absent <= {"autocast", "base bf16"}
+    assert (
+        set(parts["speed"]["variants"])
+        == {"fp32", "autocast", "base bf16", *family_runs.MODES["cpu"]} - absent
+    )
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {}
-    assert len(content["bars"]) == 6 and report.failures(parts) == {}
+    assert len(content["bars"]) == 7 and report.failures(parts) == {}
     (tmp_path / "pieces" / "speed-lstm.json").unlink()
     command.main(**{**run, "only": None}, kept=True)
     families = read_json(tmp_path / "figures.json")["families"]
