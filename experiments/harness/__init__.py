@@ -10,7 +10,7 @@
 `emulated_profiles`  profiles as if a device were slower, a batch smaller, casts free
 `pairing`            time variants in turns
 `intervals`          the 95 % confidence interval of a mean
-`peers`              torch.autocast, Inductor and torchao, to compare with
+`peers`              torch.autocast and Inductor, to compare with
 `cases`              what users do, and what becomes of it
 `measured_memory`    peak of one step, bytes saved for backward
 `freed_memory`       make glibc keep freed memory

@@ -12,7 +12,7 @@ import qsync
 from qsync.backend.devices.device_detection import machine
 from qsync.records.json_files import check_folder
 
-_PACKAGES = ("torch", "torchao", "transformers", "apache-tvm", "numpy", "scipy")
+_PACKAGES = ("torch", "transformers", "apache-tvm", "numpy", "scipy")
 
 
 def folder_of(out: Path) -> Path:

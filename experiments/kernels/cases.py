@@ -23,7 +23,7 @@ from torch import Tensor
 from qsync import Precision
 from qsync.backend import Kernels, Operand, select
 from qsync.errors import UnsupportedError
-from qsync.experiments.harness import peers
+from qsync.experiments.harness.peers import peers
 from qsync.records.precision import PRECISIONS_BY_KIND, is_encoded, operand_type
 
 LINEAR_SHAPES = ((512, 768, 768), (1024, 768, 3072), (2048, 1024, 4096), (4096, 256, 256))  # M x K x N
@@ -150,11 +150,9 @@ class Layer:
 
         return call
 
-    def training(self, call: Callable[[], Tensor], leaves: list[Tensor] | None = None) -> Run:
+    def training(self, call: Callable[[], Tensor]) -> Run:
         """Return the call and its backward pass: gradients of all operands."""
-        return lambda: torch.autograd.grad(
-            y := call(), self.operands if leaves is None else leaves, self.gradients[y.dtype]
-        )
+        return lambda: torch.autograd.grad(y := call(), self.operands, self.gradients[y.dtype])
 
 
 def linear(bench: Bench, shape: tuple[int, ...]) -> Layer:
@@ -243,25 +241,11 @@ def precisions_of(kind: str, device: str, forward: bool) -> list[tuple[Precision
 
 def _add_peers(case: Case, layer: Layer, training: bool) -> None:
     """Add the peers of a layer; any may fail."""
-    bench = layer.bench
-    makers: dict[str, Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]] = {
-        peer.name: partial(_peer, layer, peer)
-        for peer in peers.peers_on(bench.device, bench.inductor, layer.kind == "linear")
-    }
-    for name, make in makers.items():
-        made = (lambda make: layer.training(*make())) if training else (lambda make: make()[0])
-        case.add(name, partial(made, make), theirs=True)
 
+    def made(of_peer: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Run:
+        run = of_peer(layer.eager)
+        call = partial(run, *layer.operands)
+        return layer.training(call) if training else call
 
-def _peer(layer: Layer, peer: peers.Peer) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return the call of a peer and the leaves of its gradients."""
-    device, operands = layer.bench.device, layer.operands
-    if not peer.torchao:
-        run = peer.call(layer.eager, device)
-        return lambda: run(*operands), operands
-    x, weight, bias = operands
-    inner = torch.nn.Linear(weight.shape[1], weight.shape[0], device=device)
-    inner.load_state_dict({"weight": weight.detach(), "bias": bias.detach()})
-    model = peers.torchao(torch.nn.Sequential(inner), peer.torchao)  # changed are children
-    run = peer.call(model, device)
-    return lambda: run(x), [x, *model.parameters()]
+    for name, of_peer in peers(layer.bench.device, layer.bench.inductor).items():
+        case.add(name, partial(made, of_peer), theirs=True)

@@ -4,7 +4,7 @@
 
 Measured on one thread, paired: each round runs every variant once in rotating order, and a ratio is the
 median of the rounds' own ratios. Users get what is measured: `backend.select(device).kernel` and `.cast`.
-Peers are torch eager, torch.autocast, torch.compile (Inductor) and torchao. Whole steps are measured by
+Peers are torch eager, torch.autocast and torch.compile (Inductor). Whole steps are measured by
 qsync.experiments.unseen.
 """
 

@@ -1,7 +1,6 @@
-"""Replay and learned costs against real steps, and the limits that qsync promises.
+"""Replay against real steps, and the limits that qsync promises.
 
 `replay_error`      replay against steps of random plans
-`learned_costs`     learned costs against the roofline
 `limits`            import, capture, replay
 `random_plans`      random plans on real ranks, in turns with their profile
 """

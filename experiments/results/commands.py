@@ -68,7 +68,6 @@ RERUNS: Mapping[str, Rerun] = {
         30, "allocation.md",
         (_published("allocation.compare_methods"), _published("allocation.planning_times")),
     ),
-    "learned costs": Rerun(40, "prediction.md", (_published("prediction.learned_costs"),)),
     "elastic": Rerun(60, "elastic.md", (_published("elastic"),)),
     "integrations": Rerun(60, "integrations.md", (_published("integrations"),)),
     "growing": Rerun(60, "growing.md", (_published("expansion.compare_growth"),)),

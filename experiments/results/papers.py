@@ -14,10 +14,8 @@ from rich.table import Table
 
 from qsync.experiments.accuracy.report import STEPS, fastest_uniform
 from qsync.experiments.harness import table_of
-from qsync.experiments.prediction.learned_costs import whole_steps
 from qsync.experiments.speedup.report import STEP_ERROR
 from qsync.experiments.speedup.ways import QSYNC
-from qsync.predictor.cost_model.model import spread
 from qsync.replayer.step_noise import percentile
 
 Figures = Mapping[str, Any]
@@ -87,12 +85,6 @@ def _saved(workload: str) -> Callable[[Figures], str | None]:
     return ours
 
 
-def _of_operators(figures: Figures) -> str | None:
-    medians = [entry["learned"][0] for entry in figures["held_out_models"].values()]
-    step = spread(whole_steps(figures)["learned"])[0]
-    return f"{statistics.fmean(medians):.1%} of an operator, {step:.1%} of a step"
-
-
 _QSYNC, _LEMON = "QSync (IPDPS 2024)", "LEMON (ICLR 2024)"
 _OF_STEPS = "error of the predicted step"
 CLAIMS = (
@@ -122,10 +114,6 @@ CLAIMS = (
     Claim(
         "dPRO (MLSys 2022)", _OF_STEPS, "< 5 % in most cases", "unseen", _error_on_ranks,
         "theirs: GPU clusters in one precision; ours: as QSync's first row, in mixed precision",
-    ),
-    Claim(
-        "CDMPP (EuroSys 2024)", "error for models not seen", "14.03 %", "learned costs", _of_operators,
-        "theirs: tensor programs on GPUs, CPUs and accelerators; ours: operators of 5 models, one CPU thread",
     ),
 )  # fmt: skip
 

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
-from roofline_costs import HERE, lawful
 
 from qsync import cost_learning
 from qsync.commands.loading import load_basis
 from qsync.cost_learning import can_measure
 from qsync.errors import FormatError
-from qsync.experiments.prediction.learned_costs import evaluate, verdicts
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.op_calls import Argument, Call
 from qsync.predictor.cost_model.samples import samples_of
@@ -154,19 +152,3 @@ def test_only_what_can_stand_alone_is_measured():
     assert not can_measure(Call("embedding", (Argument((4, 8), parameter=True),), (2, 8)))
     assert not can_measure(Call("linear", (Argument((0, 8)), Argument((4, 8), parameter=True)), (0, 4)))
     assert all(can_measure(call) for call in pool(200))
-
-
-def test_the_experiment_compares_all_ways_on_what_was_held_out():
-    """On made-up profiles: that each way is judged on every shape and model, and steps against their own."""
-    measured = {}
-    for name, layers, width in (("cells-0", 1, 48), ("one", 2, 64), ("two", 1, 96)):
-        graph = encoder(num_layers=layers, width=width)
-        measured[name] = (graph, lawful(graph))
-    content = evaluate({"sheet": HERE.to_json()}, measured)
-    assert set(content["held_out_models"]) == {"one", "two"}
-    for name in ("one", "two"):
-        steps = content["whole_steps"][name]
-        assert all(abs(e) < 0.25 for e in steps["learned"].values())
-        assert all(e < -0.3 for e in steps["roofline"].values())
-    assert content["held_out_shapes"]["learned"][0] < content["held_out_shapes"]["roofline"][0]
-    assert verdicts(content)["whole steps, median"] in (True, False)

@@ -217,8 +217,8 @@ def test_a_table_is_the_same_in_the_terminal_and_in_markdown():
 
 
 def test_a_line_is_printed_as_it_is(capsys):
-    show("install it: pip install 'qsync-train[peers]'")
-    assert "'qsync-train[peers]'" in capsys.readouterr().out
+    show("install it: pip install 'qsync-train[test]'")
+    assert "'qsync-train[test]'" in capsys.readouterr().out
 
 
 def test_a_function_runs_in_an_interpreter_of_its_own():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from qsync.errors import QSyncError, UnsupportedError
-from qsync.experiments.harness import peers
 from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases, compare_kernels, host_overhead
@@ -183,12 +182,6 @@ def test_rounds_are_paired_and_the_order_rotates():
 def test_ratios_and_quartiles():
     assert ratios(samples(2.0, 6.0), samples(1.0, 2.0)) == [2.0, 3.0]
     assert quartiles([1.0]) == [1.0, 1.0, 1.0]
-
-
-def test_torchao_is_a_peer_that_may_be_absent(bench, monkeypatch):
-    monkeypatch.setattr(peers, "torchao_version", lambda: None)
-    case = compare_kernels.layer_case(bench, "linear forward", "linear", LINEAR)
-    assert "not installed" in case.unavailable["torchao int8"]
 
 
 def test_an_unknown_section_is_refused_in_a_sentence():
