@@ -26,11 +26,10 @@ from qsync.experiments.accuracy.tasks import TASKS, task_named
 from qsync.experiments.accuracy.training import TrainingRun, trained
 from qsync.experiments.harness import Beside, Experiment, Fresh, Out, Page, Publish, run_command
 from qsync.experiments.harness.processes import in_fresh_process
-from qsync.experiments.speedup.ways import DDP, QSYNC
+from qsync.experiments.speedup.ways import DDP
 
 _PAGE = Page(Path("docs/results/accuracy.md"))
 _TINY_STEPS = 4
-_SAME = 0.02  # numbers of steps that differ by no more are one run
 
 
 def main(
@@ -57,10 +56,9 @@ def main(
             }
             wanted = {
                 key: run
-                for at in (report.STEPS, report.SECONDS)
                 for seed in range(seeds)  # a seed of all tasks before the next: what is cut is even
                 for name in chosen
-                for key, run in _runs(name, methods[name], seed, tiny)[at].values()
+                for key, run in _runs(name, methods[name], seed, tiny).values()
             }
             for _ in experiment.pieces(wanted, trained, processes):
                 pass
@@ -68,7 +66,7 @@ def main(
     tasks = {name: found for name in chosen if (found := _task(experiment, name, seeds, tiny))}
     experiment.check_measured()
     bars = report.bars(tasks)
-    missing = [name for name in chosen if name not in tasks or not tasks[name]["runs"][report.STEPS]]
+    missing = [name for name in chosen if name not in tasks or not tasks[name]["runs"][DDP]]
     page = replace(_PAGE.beside() if beside else _PAGE, note=report.note(bars, tasks, missing))
     experiment.finish(
         {"tasks": tasks, "not_finished": missing}, bars=bars, tables=[report.table(tasks)],
@@ -77,22 +75,16 @@ def main(
     )  # fmt: skip
 
 
-def _runs(
-    task: str, methods: Mapping[str, Any], seed: int, tiny: bool
-) -> dict[str, dict[str, tuple[str, TrainingRun]]]:
-    """Return the run of every method, with its piece's name: at equal steps, and at the plan's seconds."""
-    equal = _TINY_STEPS if tiny else task_named(task).steps
-    found: dict[str, dict[str, tuple[str, TrainingRun]]] = {report.STEPS: {}, report.SECONDS: {}}
+def _runs(task: str, methods: Mapping[str, Any], seed: int, tiny: bool) -> dict[str, tuple[str, TrainingRun]]:
+    """Return the run of every method, with its piece's name."""
+    steps, found = _TINY_STEPS if tiny else task_named(task).steps, {}
     for name in METHODS:
         method = methods[name]
-        in_time = round(equal * methods[QSYNC]["step_s"] / method["step_s"])
-        nearly = abs(in_time / equal - 1) <= _SAME
         # Named by what is computed, precisions and samples: ways that compute the same share it.
         computed = json.dumps([method["assignments"], method["samples"]], sort_keys=True)
         digest = hashlib.sha256(computed.encode()).hexdigest()[:12]
-        for at, steps in ((report.STEPS, equal), (report.SECONDS, equal if nearly else max(in_time, 1))):
-            run = TrainingRun(task, method, seed, steps)
-            found[at][name] = f"{task} {digest} seed {seed} steps {steps}", run
+        run = TrainingRun(task, method, seed, steps)
+        found[name] = f"{task} {digest} seed {seed} steps {steps}", run
     return found
 
 
@@ -104,15 +96,13 @@ def _task(experiment: Experiment, name: str, seeds: int, tiny: bool) -> dict[str
     kept = experiment.kept(f"methods {name}")
     if kept is None:
         return None
-    runs: dict[str, Any] = {at: {method: {} for method in METHODS} for at in (report.STEPS, report.SECONDS)}
+    runs: dict[str, Any] = {method: {} for method in METHODS}
     for seed in range(seeds):
-        for at, wanted in _runs(name, kept["result"], seed, tiny).items():
-            found = {method: experiment.kept(key) for method, (key, _) in wanted.items()}
-            if None not in found.values():
-                for method, piece in found.items():
-                    runs[at][method][str(seed)] = piece["result"] if piece else None
-    for at in runs:
-        runs[at] = runs[at] if runs[at][DDP] else {}
+        wanted = _runs(name, kept["result"], seed, tiny)
+        found = {method: experiment.kept(key) for method, (key, _) in wanted.items()}
+        if None not in found.values():
+            for method, piece in found.items():
+                runs[method][str(seed)] = piece["result"] if piece else None
     steps = _TINY_STEPS if tiny else task_named(name).steps
     about = {"steps": steps, "description": task_named(name).workload().description}
     return {"methods": kept["result"], "runs": runs, **about}

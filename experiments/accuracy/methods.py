@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from qsync import OpGraph, Plan, Precision, api
-from qsync.allocator import allocate
 from qsync.allocator.planner import as_plan
 from qsync.experiments.accuracy.tasks import task_named
 from qsync.experiments.allocation.bases import GPU_BATCH
 from qsync.experiments.allocation.methods import two_stages
 from qsync.experiments.harness.emulated_profiles import NETWORK, of_share
 from qsync.experiments.harness.freed_memory import keep_freed_memory
-from qsync.experiments.harness.ranks import FAST, MARGIN, WEAK
+from qsync.experiments.harness.ranks import FAST, WEAK
 from qsync.experiments.sensitivity.baselines import sensitivity_by
 from qsync.experiments.speedup.ways import ALL_16, ALONE, QSYNC, QSYNC_FASTEST, TITLES, samples_of, ways
 from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
@@ -31,12 +30,8 @@ from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
 from qsync.replayer import Recapture
 
-QSYNC_DEPTH, QSYNC_INT8 = "qsync_depth", "qsync_int8"
-NAMES = {
-    **TITLES,
-    QSYNC_DEPTH: "QSync's own rule (depth, greedy)",
-    QSYNC_INT8: "qsync, weak cards without 16 bits",
-}
+QSYNC_DEPTH = "qsync_depth"
+NAMES = {**TITLES, QSYNC_DEPTH: "QSync's own rule (depth, greedy)"}
 METHODS = tuple(name for name in NAMES if name not in (ALONE, ALL_16, QSYNC_FASTEST))
 _PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 _BASE = Precision.FP32
@@ -76,7 +71,6 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
     )
     costs = learned_from(graph, profile)
     cluster, profiles = _on_cards(fill(profile, large, costs, measured_on=graph), large, costs)
-    at = (large, profiles)
     plans = ways(Basis(large, cluster, profiles, by_variance), Recapture(graph, {}), _BASE)
     # QSync's own rule: operators recover by its indicator.
     own = plans[QSYNC]
@@ -85,12 +79,6 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
     ordered = two_stages(by_rule, own.target_s, margin=margin, base=_BASE)
     chosen = {name: own.assignment for name, own in ordered.classes.items()}
     plans[QSYNC_DEPTH] = as_plan(large, chosen, profiles, cluster, sensitivity=by_variance)
-    # A weak card with INT8 and no type of 16 bits, as processors with VNNI are.
-    fast, weak = cluster.classes
-    without = replace(weak, precisions=tuple(p for p in weak.precisions if p is not Precision.BF16))
-    plans[QSYNC_INT8] = allocate(
-        *at, by_variance, replace(cluster, classes=(fast, without)), margin=MARGIN, base=_BASE
-    )
     return {name: asdict(_of_plan(plans[name], len(batches[0][0]))) for name in METHODS}
 
 

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from qsync.experiments.accuracy.methods import METHODS, NAMES, QSYNC_INT8
+from qsync.experiments.accuracy.methods import METHODS, NAMES
 from qsync.experiments.harness import Bar, bar, table_of
 from qsync.experiments.harness.intervals import half_width
-from qsync.experiments.speedup.ways import DDP, QSYNC, UNIFORM, WEAK_INT8
+from qsync.experiments.speedup.ways import DDP, QSYNC, UNIFORM
 
-# What runs are compared at: equal steps, or the seconds that the plan takes for them.
-STEPS, SECONDS = "steps", "seconds"
 _WITHIN = 1.02  # of the plan's step, so that a uniform choice counts as no slower
 _BETTER = "families on which a plan beats the fastest uniform choice of at most its step"
 LEAST_SEEDS = 5
@@ -54,37 +52,34 @@ def fastest_uniform(methods: Mapping[str, Mapping[str, Any]]) -> str | None:
     return min(able, key=lambda name: float(methods[name]["step_s"]), default=None)
 
 
-def losses(task: Mapping[str, Any], method: str, at: str = STEPS) -> list[float]:
+def losses(task: Mapping[str, Any], method: str) -> list[float]:
     """Return the final held-out losses of a method, by seed."""
-    return [float(run["final_loss"]) for run in task["runs"][at][method].values()]
+    return [float(run["final_loss"]) for run in task["runs"][method].values()]
 
 
 def bars(tasks: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
     """Return the promises: the plan no worse than FP32, and no plan worse than the fastest uniform choice.
 
-    Where weak cards have no type of 16 bits, INT8 is the only uniform choice. Tasks with fewer than 5 seeds
-    say nothing yet.
+    Tasks with fewer than 5 seeds say nothing yet.
     """
     found = [
         (name, task) for name, task in tasks.items()
-        if task["runs"][STEPS] and len(losses(task, DDP)) >= LEAST_SEEDS
+        if len(losses(task, DDP)) >= LEAST_SEEDS
     ]  # fmt: skip
     pairs = [
-        (name, f"{name}: {NAMES[plan]} - {NAMES[uniform]}", difference_of(task, plan, uniform))
+        (f"{name}: {NAMES[QSYNC]} - {NAMES[uniform]}", difference_of(task, QSYNC, uniform))
         for name, task in found
-        for plan, uniform in ((QSYNC, fastest_uniform(task["methods"])), (QSYNC_INT8, WEAK_INT8))
-        if uniform is not None
+        if (uniform := fastest_uniform(task["methods"])) is not None
     ]
     worse = [name for name, task in found if difference_of(task, QSYNC, DDP).above]
-    better, losing = ([said for _, said, one in pairs if getattr(one, side)] for side in ("below", "above"))
-    families = {name for name, _, one in pairs if one.below}
+    better, losing = ([said for said, one in pairs if getattr(one, side)] for side in ("below", "above"))
 
     def count(names: Collection[str]) -> int | None:
         return len(names) if found else None
 
     return [
         bar("tasks whose final loss under the plan is above FP32's", count(worse), 0, which=worse),
-        bar(_BETTER, count(families), 2, at_least=True, which=better),
+        bar(_BETTER, count(better), 2, at_least=True, which=better),
         bar("comparisons in which the plan loses to it", count(losing), 0, which=losing),
     ]
 
@@ -101,18 +96,15 @@ def note(bars: Sequence[Bar], tasks: Mapping[str, Mapping[str, Any]], missing: S
     return "\n".join([*about, *counted, *left])
 
 
-def difference_of(task: Mapping[str, Any], one: str, other: str, at: str = STEPS) -> Difference:
+def difference_of(task: Mapping[str, Any], one: str, other: str) -> Difference:
     """Return the final loss of a method minus that of another, paired by seed."""
-    return difference(losses(task, one, at), losses(task, other, at))
+    return difference(losses(task, one), losses(task, other))
 
 
 def table(tasks: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return each method's step, loss, and difference from FP32, by task."""
-    headings = (
-        "", "", "step / FP32's (simulated)", "added variance", "loss, equal steps", "above FP32's",
-        "loss, equal seconds", "above FP32's", "accuracy, equal steps",
-    )  # fmt: skip
-    done = [(name, task) for name, task in tasks.items() if task["runs"][STEPS]]
+    headings = ("", "", "step / FP32's (simulated)", "added variance", "loss", "above FP32's", "accuracy")
+    done = [(name, task) for name, task in tasks.items() if task["runs"][DDP]]
     rows = [[name, NAMES[method], *_cells(task, method)] for name, task in done for method in METHODS]
     return table_of("Final held-out losses", headings, rows, left=2)
 
@@ -120,19 +112,13 @@ def table(tasks: Mapping[str, Mapping[str, Any]]) -> Table:
 def _cells(task: Mapping[str, Any], method: str) -> list[str]:
     of, fp32 = task["methods"], statistics.fmean(losses(task, DDP))
     decimals = max(4, 3 - math.floor(math.log10(fp32)))  # four digits of a small loss
-    cells = [f"{of[method]['step_s'] / of[DDP]['step_s']:.2f}", f"{of[method]['added_variance']:.1e}"]
-    for at in (STEPS, SECONDS):
-        if method not in task["runs"].get(at, {}):
-            cells += ["-", "-"]
-            continue
-        paired, counted = difference_of(task, method, DDP, at), len(losses(task, method, at))
-        fewer = f" ({counted} seeds)" if 1 < counted < len(losses(task, DDP)) else ""
-        cells += [
-            f"{statistics.fmean(losses(task, method, at)):.{decimals}f}",
-            _percent(paired, statistics.fmean(losses(task, DDP, at))) + fewer if method != DDP else "",
-        ]
-    accuracies = [run["final_accuracy"] for run in task["runs"][STEPS][method].values()]
-    return [*cells, f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-"]
+    accuracies = [run["final_accuracy"] for run in task["runs"][method].values()]
+    return [
+        f"{of[method]['step_s'] / of[DDP]['step_s']:.2f}", f"{of[method]['added_variance']:.1e}",
+        f"{statistics.fmean(losses(task, method)):.{decimals}f}",
+        _percent(difference_of(task, method, DDP), fp32) if method != DDP else "",
+        f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-",
+    ]  # fmt: skip
 
 
 def _percent(found: Difference, fp32: float) -> str:

@@ -219,9 +219,9 @@ def _together(entries: list[dict[str, Any]]) -> dict[str, Any]:
     periods = entries[0]["periods_s"]
     step_s = statistics.median(periods) if periods else float("nan")
     least = min(entry["blocked_s"] for entry in entries)
-    by_rank = {key: {str(e["rank"]): e[key] for e in entries} for key in ("cpu_s", "peak_memory_bytes")}
+    peaks = {str(e["rank"]): e["peak_memory_bytes"] for e in entries}
     return {
-        "measured_step_s": step_s, "periods_s": periods, **by_rank,
+        "measured_step_s": step_s, "periods_s": periods, "peak_memory_bytes": peaks,
         "wait_fraction": {str(e["rank"]): (e["blocked_s"] - least) / step_s for e in entries},
         "parameters_identical": len({e["parameters"] for e in entries}) == 1,
         "losses": [statistics.fmean(values) for values in zip(*(e["losses"] for e in entries), strict=True)],

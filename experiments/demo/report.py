@@ -49,7 +49,6 @@ def assemble(
             "measured_step_quartiles_s": statistics.quantiles(periods, n=4) if len(periods) > 1 else None,
             **entry.summary(basis.graph, again[name]),
             "wait_fraction": by_rank("wait_fraction", statistics.fmean, measured),
-            "cpu_s": by_rank("cpu_s", statistics.fmean, measured),
             "peak_memory_bytes": by_rank("peak_memory_bytes", max, measured),
             "heldout_loss": statistics.fmean(losses),
             "heldout_losses": losses,

@@ -28,8 +28,7 @@ class Runner:
     """One run of the demo on one rank: a model, alone or in DDP, with its optimizer.
 
     `periods_s` holds the time from one step's last reduced gradient to the next step's, `blocked_s` how long
-    each backward pass lasted after this rank's own last gradient was there, `cpu_s` the CPU time of this
-    process in that period (all its threads: on a CPU that is compute and communication without pauses).
+    each backward pass lasted after this rank's own last gradient was there.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Runner:
     step: int = 0
     periods_s: list[float] = field(default_factory=list)
     blocked_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     _last_gradient: float = 0.0
 
@@ -62,18 +60,16 @@ class Runner:
     def train(self, num_steps: int) -> None:
         """Take steps; the first of them starts with all ranks aligned and is not a period."""
         reduced: float | None = None
-        reduced_cpu = 0.0
         for _ in range(num_steps):
             inputs, targets = self._batch()
             loss = self.workload.loss_fn(self.trained(inputs.to(self.device)), targets.to(self.device))
             loss.backward()  # type: ignore[no-untyped-call]
             synchronize(self.device)
-            now, cpu = time.perf_counter(), time.process_time()
+            now = time.perf_counter()
             if reduced is not None:
-                self.cpu_s.append(cpu - reduced_cpu)
                 self.periods_s.append(now - reduced)
                 self.blocked_s.append(now - self._last_gradient)
-            reduced, reduced_cpu = now, cpu
+            reduced = now
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.append(float(loss.detach()))
@@ -97,7 +93,7 @@ class Runner:
             self.train(2)
         self.optimizer = self._new_optimizer()
         self.step = 0
-        for samples in (self.periods_s, self.blocked_s, self.cpu_s, self.losses):
+        for samples in (self.periods_s, self.blocked_s, self.losses):
             samples.clear()
 
     def outcome(self) -> dict[str, Any]:
@@ -111,7 +107,6 @@ class Runner:
             "rank": self.rank, "parameters": digest.hexdigest(), "losses": self.losses,
             "periods_s": self.periods_s, "peak_memory_bytes": peak,
             "blocked_s": statistics.fmean(self.blocked_s) if self.blocked_s else 0.0,
-            "cpu_s": statistics.median(self.cpu_s) if self.cpu_s else 0.0,
         }  # fmt: skip
 
     def _persistent_bytes(self) -> int:

@@ -64,7 +64,7 @@ def main(
         *_exactness(job, exact, same),
         *_times(job, same, again, simulated),
         *_drift(drifted),
-        bar("a checkpoint every 20 steps, part of a step", stalls["stall"]["Checkpoints"], 0.05),
+        bar("a checkpoint every 20 steps, part of a step", stalls["stall"], 0.05),
     ]
     experiment.finish(
         {"by_event": _by_kind(job["events"]), "judged": job["judged"], "without_events": same,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -18,11 +19,9 @@ _CUDA_CASES = re.compile(r"mark\.cuda|def test_\w+\([^)]*\bboth\b")
 _PLUGINS_OFF = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns of workers
 _MOST_WORKERS = 8
 # Of the sections of compare_kernels those of layers, in this order; whole steps are pieces of their own.
-_LAYERS = (
-    "linear training", "conv training", "attention training", "linear forward", "conv forward",
-    "attention forward", "quantize", "host",
-)  # fmt: skip
+_LAYERS = ("linear training", "conv training", "attention training", "quantize", "host")
 assert set(_LAYERS) <= set(SECTIONS)
+_SUITE = {"speed": 240, "prediction": 240, "memory": 60}  # parts, with the seconds that each may take
 _QUICK_DEMO = ("--workload", "resnet-small", "--steps", "2")
 
 
@@ -62,14 +61,11 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         quick = ("--quick",) if tiny else ()
         command = _module("qsync.experiments.kernels.compare_kernels", *chosen, *quick)
         yield Piece("kernels", section, command, 120, folder / "figures.json")
-    suite = [("speed", name, 240) for name in LARGE]
-    for name in ("bert_base", "resnet50_224", "gpt2_small"):
-        suite += [("prediction", name, 240), ("memory", name, 60)]
-    for part, name, most_s in suite:
+    for part, name in itertools.product(_SUITE, LARGE):
         folder = out / "suite" / f"{part}-{name}"
         of_suite = ("--only", name, "--part", part, "--device", device, "--out", str(folder))
         measured = _module("qsync.experiments.unseen", *of_suite, *(("--tiny",) if tiny else ()))
-        yield Piece("suite", f"{part} {name}", measured, most_s, folder / "figures.json")
+        yield Piece("suite", f"{part} {name}", measured, _SUITE[part], folder / "figures.json")
     folder = out / "demo"
     demo = _module("qsync.commands.main", "demo", "--out", str(folder), *(_QUICK_DEMO if tiny else ()))
     yield Piece("demo", "two ranks", demo, 240, folder / "report.json")

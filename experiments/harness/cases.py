@@ -20,8 +20,7 @@ Do = Callable[[Any], Any]
 class Case:
     """One thing that users do, its verdict, and a part of the sentence that they read.
 
-    Where the tests do not run all cases, they run those that are `tested`: every kind of refusal, and every
-    way to train. Numbers of it may differ by `tolerance`.
+    Numbers of it may differ by `tolerance`.
     """
 
     group: str
@@ -30,7 +29,6 @@ class Case:
     verdict: str = WORKS
     says: str = ""
     tolerance: float = 0.0
-    tested: bool = False
 
     def became(self, verdict: str, sentence: str = "", **found: Any) -> dict[str, Any]:
         """Return what became of it, beside what should."""
@@ -43,13 +41,13 @@ class Cases(list[Case]):
 
     def case(
         self, group: str, name: str, tolerance: float = 0.0, *, refused: str = "", warns: str = "",
-        logs: str = "", tested: bool = False,
+        logs: str = "",
     ) -> Callable[[Do], Do]:  # fmt: skip
         """List a function as a case; it works, unless it is `refused` or `warns` with such a sentence."""
         verdict = REFUSED if refused else WARNS if warns else WORKS
 
         def listed(do: Do) -> Do:
-            self.append(Case(group, name, do, verdict, refused or warns or logs, tolerance, tested))
+            self.append(Case(group, name, do, verdict, refused or warns or logs, tolerance))
             return do
 
         return listed

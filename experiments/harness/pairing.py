@@ -25,13 +25,11 @@ WARM_UPS = 3
 class Samples:
     """Seconds per call of one variant, a figure per round: the i-th of every variant is of the same round.
 
-    `calls` were timed together in each; `cpu_share` is the median of CPU time over wall time (above 1: the
-    variant keeps more than one core busy).
+    `calls` were timed together in each.
     """
 
     seconds: tuple[float, ...]
     calls: int
-    cpu_share: float
 
     @property
     def median_s(self) -> float:
@@ -56,7 +54,6 @@ def measure(
     names = list(variants)
     calls = {name: _calls(variants[name], device, sample_s) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    shares: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()  # a collection would fall on whoever happens to run
     try:
@@ -64,15 +61,11 @@ def measure(
             start = number % max(len(names), 1)
             order = names[start:] + names[:start]
             for name in order[::-1] if number % 2 else order:
-                wall, cpu = _timed(variants[name], calls[name], device)
-                seconds[name].append(wall / calls[name])
-                shares[name].append(cpu / wall)
+                seconds[name].append(_timed(variants[name], calls[name], device) / calls[name])
             ticked()
     finally:
         gc.enable()
-    return {
-        name: Samples(tuple(seconds[name]), calls[name], statistics.median(shares[name])) for name in names
-    }
+    return {name: Samples(tuple(seconds[name]), calls[name]) for name in names}
 
 
 def ratios(slower: Samples, faster: Samples) -> list[float]:
@@ -88,18 +81,17 @@ def quartiles(values: list[float]) -> list[float]:
 def _calls(run: Callable[[], object], device: torch.device, sample_s: float) -> int:
     for _ in range(WARM_UPS - 1):
         run()
-    wall, _ = _timed(run, 1, device)
-    return min(MOST_CALLS, max(1, math.ceil(sample_s / wall)))
+    return min(MOST_CALLS, max(1, math.ceil(sample_s / _timed(run, 1, device))))
 
 
-def _timed(run: Callable[[], object], calls: int, device: torch.device) -> tuple[float, float]:
-    """Wall and CPU seconds of so many calls."""
+def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Return the seconds of so many calls."""
     synchronize(device)
-    wall, cpu = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
     for _ in range(calls):
         run()
     synchronize(device)
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return time.perf_counter() - begun
 
 
 def synchronize(device: torch.device) -> None:

@@ -68,24 +68,23 @@ def _outcome(arm: Arm, clip: float | None = None, options: Any = None, **setting
 
 
 cases(_GROUP, _outcome, {
-    "`accelerator.prepare(hybrid, optimizer, loader)`": {},
     "`gradient_accumulation_steps=2`, `accelerator.accumulate`": {
-        "gradient_accumulation_steps": 2, "tested": True,
+        "gradient_accumulation_steps": 2,
     },
     '`mixed_precision="bf16"` around a hybrid of another base': {
         "mixed_precision": "bf16", "options": {"base": "fp32"},
-        "refused": 'give base="bf16" to qsync.hybrid', "tested": True,
+        "refused": 'give base="bf16" to qsync.hybrid',
     },
-    "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it": {"options": {"ddp": False}, "tested": True},
+    "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it": {"options": {"ddp": False}},
 })  # fmt: skip
 
 
-@case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE, tested=True)
+@case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, mixed_precision="bf16", options=arm.in_bf16)
 
 
-@case(_GROUP, "`save_state`, `load_state`", tested=True)
+@case(_GROUP, "`save_state`, `load_state`")
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = prepared(arm, accelerator)
@@ -131,15 +130,15 @@ def _shares(arm: Arm, accumulation: int, passes: int) -> Outcome:
 
 cases(_GROUP, _shares, {
     "a plan with shares and as many passes as `gradient_accumulation_steps`": {
-        "accumulation": 2, "passes": 2, "tested": True,
+        "accumulation": 2, "passes": 2,
     },
     "a plan with shares and other passes than `gradient_accumulation_steps`": {
-        "accumulation": 2, "passes": 4, "refused": "give Accelerator(", "tested": True,
+        "accumulation": 2, "passes": 4, "refused": "give Accelerator(",
     },
 })  # fmt: skip
 
 
-@case(_GROUP, "`qsync.token_mean` in Accelerate's own DDP, accumulation 2", tested=True)
+@case(_GROUP, "`qsync.token_mean` in Accelerate's own DDP, accumulation 2")
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, loader = prepared(arm, accelerator, ddp=False)
@@ -159,7 +158,6 @@ def _(arm: Arm) -> Outcome:
     _GROUP,
     "`accelerator.prepare` of a LengthSampler's loader",
     refused="leave its loader out of accelerator.prepare",
-    tested=True,
 )
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from qsync.experiments.integrations.cases import (
-    BF16_TOLERANCE,
     OTHER_PLAN,
     Arm,
     Net,
@@ -139,25 +138,18 @@ def _outcome(arm: Arm, kind: Any = Classifier, **given: Any) -> Outcome:
 
 
 cases(_GROUP, _outcome, {
-    "`fit`, `self(x)` in training_step": {},
-    "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2, "tested": True},
-    "a part in evaluation mode": {"kind": Resting, "tested": True},
-    "manual optimization with `loss_fn`": {"kind": Manual, "options": {"loss_fn": loss_of}},
+    "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2},
+    "a part in evaluation mode": {"kind": Resting},
     "manual optimization without it": {
-        "kind": Manual, "refused": "training_step returns no loss to profile", "tested": True,
+        "kind": Manual, "refused": "training_step returns no loss to profile",
     },
     "two networks in training_step": {
-        "kind": TwoNetworks, "refused": "calls net and other; call one network", "tested": True,
+        "kind": TwoNetworks, "refused": "calls net and other; call one network",
     },
 })  # fmt: skip
 
 
-@case(_GROUP, '`precision="bf16-mixed"`: the base', BF16_TOLERANCE)
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, precision="bf16-mixed", options=arm.in_bf16)
-
-
-@case(_GROUP, "validation before and during training, `test`, `predict`", tested=True)
+@case(_GROUP, "validation before and during training, `test`, `predict`")
 def _(arm: Arm) -> Outcome:
     module, loader = net(Classifier), DataLoader(rows(), 4)
     made = trainer(arm, val_check_interval=2)
@@ -181,7 +173,7 @@ def _resumed(
     return module, again
 
 
-@case(_GROUP, "saved and resumed: bitwise the uninterrupted run", tested=True)
+@case(_GROUP, "saved and resumed: bitwise the uninterrupted run")
 def _(arm: Arm) -> Outcome:
     settings = {"max_steps": -1, "limit_train_batches": 2}
     whole = net(Classifier)
@@ -191,13 +183,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*part.norms, *again.norms], again, facts(same=same))
 
 
-@case(_GROUP, "a qsync checkpoint resumed by DDPStrategy")
-def _(arm: Arm) -> Outcome:
-    module, again = _resumed(arm, Arm(None, arm.folder), {"max_steps": 2}, {"max_steps": 4})
-    return Outcome([*module.norms, *again.norms], again)
-
-
-@case(_GROUP, "resumed under another plan", logs="under another plan", tested=True)
+@case(_GROUP, "resumed under another plan", logs="under another plan")
 def _(arm: Arm) -> Outcome:
     module, again = _resumed(arm, arm, {"max_steps": 2}, {"max_steps": 4}, OTHER_PLAN)
     return Outcome(module.norms, again)
@@ -207,7 +193,6 @@ def _(arm: Arm) -> Outcome:
     _GROUP,
     "DDPStrategy around a LightningModule that holds a hybrid",
     refused="by the world size again",
-    tested=True,
 )
 def _(arm: Arm) -> Outcome:
     module = net(Classifier)
@@ -221,7 +206,6 @@ def _(arm: Arm) -> Outcome:
     _GROUP,
     "other accumulation on the ranks",
     refused="accumulate_grad_batches differs between ranks",
-    tested=True,
 )
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, accumulate_grad_batches=1 if arm.is_plain else 1 + dist.get_rank())
@@ -231,7 +215,6 @@ def _(arm: Arm) -> Outcome:
     _GROUP,
     "a misspelt DDP option of the strategy",
     refused="did you mean find_unused_parameters?",
-    tested=True,
 )
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, ddp={} if arm.is_plain else {"find_unused_parameter": True})

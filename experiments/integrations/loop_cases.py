@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 from qsync.distributed.monitoring.drift_monitor import monitors
 from qsync.experiments.integrations.cases import (
@@ -45,12 +42,7 @@ def _steps(arm: Arm, make: Callable[[Arm], Any]) -> Outcome:
     return Outcome(trained(model), model)
 
 
-cases(_LOOP, _steps, {
-    "forward, backward, step": {"make": _hybrid},
-})  # fmt: skip
-
-
-@case(_LOOP, "three calls of the model in one loss", tested=True)
+@case(_LOOP, "three calls of the model in one loss")
 def _(arm: Arm) -> Outcome:
     def triplet(model: Any, one: Batch) -> Any:
         parts = [model(part) for part in (one[0], one[0].flip(0), one[0].roll(1, 0))]
@@ -60,7 +52,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(model, loss_fn=triplet), model)
 
 
-@case(_LOOP, "a GAN: two hybrids, two optimizers", tested=True)
+@case(_LOOP, "a GAN: two hybrids, two optimizers")
 def _(arm: Arm) -> Outcome:
     class Critic(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +83,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, nn.ModuleList([critic, generator]))
 
 
-@case(_LOOP, "distillation: a hybrid teacher without gradients, a hybrid student", tested=True)
+@case(_LOOP, "distillation: a hybrid teacher without gradients, a hybrid student")
 def _(arm: Arm) -> Outcome:
     teacher, student = _hybrid(arm), _hybrid(arm, Net())
     for p, q in zip(student.parameters(), net().parameters(), strict=True):
@@ -105,20 +97,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(student, loss_fn=distance), student)
 
 
-@case(_LOOP, "`torch.compile(hybrid)`")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
-    return Outcome(trained(torch.compile(model) if not arm.is_plain else model), model)
-
-
-@case(_LOOP, "`ZeroRedundancyOptimizer`")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
-    return Outcome(trained(model, optimizer=optimizer), model)
-
-
-@case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP", tested=True)
+@case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP")
 def _(arm: Arm) -> Outcome:
     model: Any = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
     norms = trained(model)
@@ -127,45 +106,14 @@ def _(arm: Arm) -> Outcome:
 
 
 cases(_TWICE, _steps, {
-    "`qsync.hybrid(hybrid)`": {
-        "make": lambda arm: _hybrid(arm, _hybrid(arm)), "refused": "would be averaged twice",
-    },
-    "`qsync.hybrid(DistributedDataParallel(model))`": {
-        "make": lambda arm: _hybrid(arm, DistributedDataParallel(net())),
-        "refused": "would be averaged twice",
-    },
     "`qsync.hybrid(model, ddp=False)`, and no DDP at all": {
         "make": lambda arm: _hybrid(arm, ddp=arm.is_plain),
-        "warns": "averaged only if the loop does that", "tested": True,
+        "warns": "averaged only if the loop does that",
     },
 })  # fmt: skip
 
 
-@case(_COPY, "`torch.save(hybrid)`, `torch.load`")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
-    norms = trained(model)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    return Outcome([*norms, *trained(loaded)], loaded)
-
-
-@case(_COPY, "`AveragedModel(hybrid)` (EMA), evaluated")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
-    averaged = AveragedModel(model)
-    norms = []
-    for _ in range(2):
-        norms += trained(model, 1)
-        averaged.update_parameters(model)
-    with torch.no_grad():
-        loss = float(loss_of(averaged, batch(9)))
-    return Outcome(norms, averaged, [loss])
-
-
-@case(_COPY, "state dicts of model and optimizer into the plain model, and back", tested=True)
+@case(_COPY, "state dicts of model and optimizer into the plain model, and back")
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -182,7 +130,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *trained(again, 2, of_again)], again, facts(same=same))
 
 
-@case(_COPY, "safetensors: saved planned, loaded plain", tested=True)
+@case(_COPY, "safetensors: saved planned, loaded plain")
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm)
     norms = trained(model)

@@ -30,9 +30,7 @@ from qsync.experiments.integrations.cases import (
     facts,
     loss_of,
     net,
-    norm,
     same_state,
-    sgd,
     trained,
 )
 
@@ -55,21 +53,7 @@ def _planned(arm: Arm, model: Any = None) -> Any:
     return arm.hybrid(net() if model is None else model, batch(), loss_of, ddp=False)
 
 
-@case(_FSDP, "accumulation with `set_requires_gradient_sync`")
-def _(arm: Arm) -> Outcome:
-    model = _sharded(_planned(arm))
-    optimizer, norms = sgd(model), []
-    for number in range(3):
-        optimizer.zero_grad()
-        for k in range(2):
-            model.set_requires_gradient_sync(k == 1)
-            (loss_of(model, batch(2 * number + k)) / 2).backward()
-        norms.append(norm(model))
-        optimizer.step()
-    return Outcome(norms, model)
-
-
-@case(_FSDP, "`fully_shard(hybrid)`, which is in DDP", refused="sharded after qsync.hybrid", tested=True)
+@case(_FSDP, "`fully_shard(hybrid)`, which is in DDP", refused="sharded after qsync.hybrid")
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(net(), batch(), loss_of)
     fully_shard(model.module)
@@ -78,16 +62,16 @@ def _(arm: Arm) -> Outcome:
 
 cases(_FSDP, _steps, {
     "`qsync.hybrid(model, ddp=False)`, then `fully_shard` on blocks and model": {
-        "make": lambda arm: _sharded(_planned(arm)), "tested": True,
+        "make": lambda arm: _sharded(_planned(arm)),
     },
     "`fully_shard` before `qsync.hybrid`": {
         "make": lambda arm: _planned(arm, _sharded(net())),
-        "refused": "call qsync.hybrid(model, ..., ddp=False) first", "tested": True,
+        "refused": "call qsync.hybrid(model, ..., ddp=False) first",
     },
 })  # fmt: skip
 
 
-@case(_DCP, "sharded and planned, saved, loaded into a plain model that was never sharded", tested=True)
+@case(_DCP, "sharded and planned, saved, loaded into a plain model that was never sharded")
 def _(arm: Arm) -> Outcome:
     model = _sharded(_planned(arm))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -102,7 +86,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *more], plain, facts(same=same))
 
 
-@case(_DCP, "a plain model in DDP saved, loaded into a hybrid, optimizer included", tested=True)
+@case(_DCP, "a plain model in DDP saved, loaded into a hybrid, optimizer included")
 def _(arm: Arm) -> Outcome:
     plain = DistributedDataParallel(net(), gradient_as_bucket_view=True)
     of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
@@ -139,7 +123,7 @@ def _adapted() -> Any:
     return model
 
 
-@case(_PEFT, "`get_peft_model`, then `qsync.hybrid`", tested=True)
+@case(_PEFT, "`get_peft_model`, then `qsync.hybrid`")
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(_adapted(), batch(), loss_of)
     return Outcome(trained(model), model)
@@ -149,7 +133,6 @@ def _(arm: Arm) -> Outcome:
     _PEFT,
     "`get_peft_model` after `qsync.hybrid`",
     refused="does not average body.0.lora_A.default.weight",
-    tested=True,
 )
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(net(), batch(), loss_of)
@@ -184,7 +167,7 @@ class WithExchange(Net):
         return self.head(self.exchange(x + self.body(x)))  # type: ignore[no-any-return]
 
 
-@case(_SEQUENCE, "a layer that exchanges its sequence inside", tested=True)
+@case(_SEQUENCE, "a layer that exchanges its sequence inside")
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(net(WithExchange), batch(), loss_of)
     return Outcome(trained(model), model)

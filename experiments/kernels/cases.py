@@ -4,14 +4,14 @@ A layer stands in FP32 surroundings: its input, weight and bias are FP32, casts 
 and so are casts of their gradients back to FP32. Its result is FP32, but for the variants whose result is
 BF16 (`bf16`, torch.autocast, and those called `... bf16 out`): their gradient then arrives in BF16 as well. A
 bar against FP32 is judged on FP32 results where the variant has them, a bar against torch.autocast on BF16
-results: equal terms. Forward passes save what backward will need, as in training.
+results: equal terms.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ LINEAR_SHAPES = ((512, 768, 768), (1024, 768, 3072), (2048, 1024, 4096), (4096, 
 # batch, channels in and out, side, kernel
 CONV_SHAPES = ((16, 64, 32, 3), (16, 256, 16, 3), (16, 256, 16, 1))
 ATTENTION_SHAPES = ((8, 12, 128, 64), (4, 12, 512, 64), (1, 16, 1024, 64))  # batch, heads, length, width
-WITH_WEIGHT = " + weight"  # the weight's cast, once per optimizer step, is part of the call
 BF16_OUT = " bf16 out"
 Run = Callable[[], Any]
 
@@ -118,11 +117,6 @@ class Layer:
         gradient = torch.empty_like(y).copy_(bench.random(*y.shape))  # in the memory format of the result
         self.gradients = {torch.float32: gradient, torch.bfloat16: gradient.bfloat16()}
 
-    @property
-    def has_weight(self) -> bool:
-        """Return whether the second operand is a weight, which is cast once per optimizer step."""
-        return self.kind != "attention"
-
     def eager(self, *operands: Tensor) -> Tensor:
         """Run the call as it stands in a model."""
         return self.target(*operands, **self.options)
@@ -134,17 +128,12 @@ class Layer:
         encoded = kernels.cast(value, type_name)
         return Operand(value, encoded) if is_encoded(type_name) else encoded
 
-    def qsync(
-        self, precision: Precision, out_type: str, once: Mapping[int, Any] | None = None
-    ) -> Callable[[], Tensor]:
-        """Return the call in a precision of qsync, casts included but for operands cast `once` (by index)."""
+    def qsync(self, precision: Precision, out_type: str) -> Callable[[], Tensor]:
+        """Return the call in a precision of qsync, casts included."""
         kernel = self.bench.kernels.kernel(self.kind, precision)
-        ready = once or {}
 
         def call() -> Tensor:
-            operands = [
-                ready[i] if i in ready else self.cast(i, precision) for i in range(len(self.operands))
-            ]
+            operands = [self.cast(i, precision) for i in range(len(self.operands))]
             y: Tensor = kernel(self.target, out_type, *operands, **self.options)
             return y
 
@@ -189,63 +178,35 @@ def quantize_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     return case
 
 
-def forward_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
-    """Compare forward passes, the activation's cast included; the weight's where the name says so.
-
-    Attention is not recorded for backward: recorded, it saves what spares its backward a product.
-    """
-    case = Case(section, layer.shape, "fp32", bars)
-    case.add("fp32", lambda: lambda: layer.eager(*layer.operands))
-    for precision, out_type in precisions_of(layer.kind, layer.bench.device.type, forward=True):
-        name, call = str(precision), partial(layer.qsync, precision, out_type)
-        if not layer.has_weight:
-            case.add(name, call)
-            continue
-        cast_once = partial(lambda p, call: call({1: layer.cast(1, p)}), precision, call)
-        case.add(name, cast_once)
-        case.add(name + WITH_WEIGHT, call)
-    _add_peers(case, layer, training=False)
-    if not layer.has_weight:
-        case.runs = {name: torch.no_grad()(run) for name, run in case.runs.items()}
-    return case
-
-
 def training_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     """Compare forward and backward, every cast included: the weight's as well."""
     case = Case(section, layer.shape, "fp32", bars)
     eager = layer.training(lambda: layer.eager(*layer.operands))
     case.add("fp32", lambda: eager)
-    for precision, out_type in precisions_of(layer.kind, layer.bench.device.type, forward=False):
+    for precision, out_type in precisions_of(layer.kind, layer.bench.device.type):
         bf16_out = out_type == "bf16" and precision is not Precision.BF16
         made = partial(lambda p, o: layer.training(layer.qsync(p, o)), precision, out_type)
         case.add(f"{precision}{BF16_OUT}" if bf16_out else str(precision), made)
-    _add_peers(case, layer, training=True)
+    _add_peers(case, layer)
     return case
 
 
-def precisions_of(kind: str, device: str, forward: bool) -> list[tuple[Precision, str]]:
+def precisions_of(kind: str, device: str) -> list[tuple[Precision, str]]:
     """Return the precisions to measure an operator in, with the type of the result.
 
-    `int8_all` differs from `int8` in backward only. A CPU may emulate FP16, and has neither TF32 nor FP8.
-
-    >>> precisions_of("conv2d", "cpu", forward=True)
-    [(Precision.BF16, "bf16"), (Precision.INT8, "fp32")]
+    A CPU may emulate FP16, and has neither TF32 nor FP8.
     """
-    wanted = [Precision.INT8]
-    wanted += [Precision.INT8_ALL] if kind == "linear" and not forward else []
+    wanted = [Precision.INT8, *([Precision.INT8_ALL] if kind == "linear" else [])]
     wanted += [Precision.FP8, Precision.FP16, Precision.TF32] if device == "cuda" else []
     able = [precision for precision in wanted if precision in PRECISIONS_BY_KIND[kind]]
-    results = ("fp32",) if forward else ("fp32", "bf16")
-    return [(Precision.BF16, "bf16"), *itertools.product(able, results)]
+    return [(Precision.BF16, "bf16"), *itertools.product(able, ("fp32", "bf16"))]
 
 
-def _add_peers(case: Case, layer: Layer, training: bool) -> None:
+def _add_peers(case: Case, layer: Layer) -> None:
     """Add the peers of a layer; any may fail."""
 
     def made(of_peer: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Run:
-        run = of_peer(layer.eager)
-        call = partial(run, *layer.operands)
-        return layer.training(call) if training else call
+        return layer.training(partial(of_peer(layer.eager), *layer.operands))
 
     for name, of_peer in peers(layer.bench.device, layer.bench.inductor).items():
         case.add(name, partial(made, of_peer), theirs=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +27,7 @@ from qsync.experiments.harness.options import Beside, Fresh, Out, Publish
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases as kernel_cases
 from qsync.experiments.kernels import host_overhead
-from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, Case, Layer
+from qsync.experiments.kernels.cases import BF16_OUT, Bar, Bench, Case, Layer
 
 ROUNDS = 15
 QUICK_ROUNDS = 3
@@ -36,14 +35,11 @@ INT8_BF16 = "int8" + BF16_OUT
 # The sections, with their bars.
 BARS: dict[str, tuple[Bar, ...]] = {
     "quantize": (Bar("int8", "clone", 2.0, at_most=True),),  # of linear layers' inputs
-    "linear forward": (Bar("int8", "fp32", 3.3), Bar("int8" + WITH_WEIGHT, "fp32", 3.3)),
     "linear training": (
         Bar("bf16", "fp32", 2.0), Bar("bf16", "autocast", 1.0), Bar("int8", "fp32", 2.25),
         Bar(INT8_BF16, "autocast", 1.1), Bar("int8_all", "fp32", 3.0),
     ),
-    "conv forward": (Bar("int8", "fp32", 2.3), Bar("int8" + WITH_WEIGHT, "fp32", 2.3)),
     "conv training": (Bar("bf16", "fp32", 2.0),),
-    "attention forward": (Bar("bf16", "autocast", 0.99),),
     "attention training": (Bar("bf16", "autocast", 0.99),),
     "host": host_overhead.BARS,
 }  # fmt: skip
@@ -54,7 +50,6 @@ _LAYERS: dict[str, tuple[Callable[[Bench, tuple[int, ...]], Layer], tuple[tuple[
     "conv": (kernel_cases.conv2d, kernel_cases.CONV_SHAPES),
     "attention": (kernel_cases.attention, kernel_cases.ATTENTION_SHAPES),
 }
-SMALL_LINEAR, SMALL_LINEAR_LIMIT = (512, 768, 768), 2.5  # of INT8's forward pass
 
 
 def main(
@@ -62,12 +57,10 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option(help=f"A section: {', '.join(SECTIONS)}. Repeatable.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of every case.")] = None,
     quick: Annotated[
         bool, typer.Option(help=f"{QUICK_ROUNDS} rounds of one shape of each layer, no Inductor.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of operands, weights and batches.")] = 0,
     beside: Beside = False,
     publish: Publish = False,
     fresh: Fresh = False,
@@ -78,10 +71,10 @@ def main(
             raise QSyncError(f"there is no section {section!r}; choose among {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
     settings = {
-        "device": device, "rounds": rounds or (QUICK_ROUNDS if quick else ROUNDS), "inductor": not quick,
+        "device": device, "rounds": QUICK_ROUNDS if quick else ROUNDS, "inductor": not quick,
         "keep_freed_memory": keep_freed_memory(),
     }  # fmt: skip
-    experiment = Experiment("kernels", out, seed=seed, settings=settings, fresh=fresh)
+    experiment = Experiment("kernels", out, seed=0, settings=settings, fresh=fresh)
     page = _PAGE.beside() if beside else _PAGE
     with experiment.progress():
         cases = partial(standard_cases, shapes=1) if quick else standard_cases
@@ -148,11 +141,7 @@ def layer_case(bench: Bench, section: str, kind: str, shape: tuple[int, ...]) ->
     layer, bars = _LAYERS[kind][0](bench, shape), BARS[section]
     if section == "quantize":
         return kernel_cases.quantize_case(layer, section, bars if layer.kind == "linear" else ())
-    if section.endswith("training"):
-        return kernel_cases.training_case(layer, section, bars)
-    if shape == SMALL_LINEAR:
-        bars = tuple(replace(one, limit=SMALL_LINEAR_LIMIT) for one in bars)
-    return kernel_cases.forward_case(layer, section, bars)
+    return kernel_cases.training_case(layer, section, bars)
 
 
 def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
@@ -184,7 +173,7 @@ def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
         variants[name] = {
             "median_s": found.median_s, "quartiles_s": quartiles(list(found.seconds)),
             "speedup": statistics.median(speedups), "speedup_quartiles": quartiles(speedups),
-            "calls": found.calls, "cpu_share": found.cpu_share,
+            "calls": found.calls,
         }  # fmt: skip
     return {
         "section": case.section, "shape": case.shape, "baseline": case.baseline, "variants": variants,
@@ -205,7 +194,7 @@ def table(cases: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remarks(content: Mapping[str, Any]) -> list[str]:
-    """Say what could not be measured or failed, and what used several cores."""
+    """Say what could not be measured or failed."""
     cases = content["cases"]
     missing = {name: why for case in cases for name, why in case["unavailable"].items()}
     return [
@@ -213,10 +202,6 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
         *(
             f"Failed: {name}, {case['section']} {case['shape']}: {why}"
             for case in cases for name, why in case.get("failed", {}).items()
-        ),
-        *(
-            f"More than one core: {name}, {case['section']} {case['shape']}"
-            for case in cases for name, entry in case["variants"].items() if entry["cpu_share"] > 1.1
         ),
     ]  # fmt: skip
 

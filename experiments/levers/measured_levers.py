@@ -101,8 +101,6 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
         {
             "plan": title,
             "levers": {c: str(entry) for c, entry in plan.levers.classes.items()} if plan.levers else {},
-            "saving_less": {c: list(entry.saving_less) for c, entry in plan.classes.items()},
-            "budgets": dict(plan.budgets), "bucket_cap_bytes": plan.bucket_cap_bytes,
             "added_variance": plan.added_variance, "predicted_s": plan.step_s,
             "measured_s": statistics.median(times[title]), "turns_s": times[title],
             "predicted_bytes": [predicted_bytes(plan, c) for c in (FAST, WEAK)],

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from qsync.experiments.accuracy.report import STEPS, fastest_uniform
+from qsync.experiments.accuracy.report import fastest_uniform
 from qsync.experiments.harness import table_of
 from qsync.experiments.speedup.report import STEP_ERROR
 from qsync.experiments.speedup.ways import QSYNC
@@ -60,7 +60,7 @@ def _accuracy_gain(figures: Figures) -> str | None:
     gains = []
     for task in figures["tasks"].values():
         uniform = fastest_uniform(task["methods"])
-        runs = task["runs"][STEPS]
+        runs = task["runs"]
         if uniform is None or QSYNC not in runs or uniform not in runs:
             continue
         pairs = [

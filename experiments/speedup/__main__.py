@@ -1,7 +1,7 @@
 """How many more samples per second a weak card brings, by every way to use it.
 
     python -m qsync.experiments.speedup --out FOLDER
-    python -m qsync.experiments.speedup --out FOLDER --model gpt --share 0.5
+    python -m qsync.experiments.speedup --out FOLDER --model gpt
 
 Models are profiled on this machine. Steps of two ranks, the weak one at a share of the fast one's speed, are
 replayed (simulated) at every share, and measured on two real ranks at some. Steps of 4 and 8 ranks, and of
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from qsync import Precision, QSyncError
 from qsync.experiments.allocation.bases import MeasuredModel, measure
@@ -41,20 +40,14 @@ _ABOUT = "profiles, and rows called measured; all else is simulated, and the wea
 def main(
     out: Out = Path("speedup"),
     model: Models = None,
-    share: Annotated[
-        list[float] | None, typer.Option(help="Measure at this share of the fast card's speed; repeatable.")
-    ] = None,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Compare every way at every share; an interrupted run continues."""
-    names, measured = model or list(MODELS), share or list(MEASURED)
+    names = model or MODELS
     for name in names:
         if name not in NAMES:
             raise QSyncError(f"there is no model {name!r}; choose from {', '.join(NAMES)}")
-    for one in measured:
-        if not 0 < one <= 1:
-            raise QSyncError(f"--share must lie in (0, 1], found {one}; 0.5 is half as fast")
     torch.set_num_threads(1)
     experiment, problems = Experiment("speedup", out, settings={"seconds": _PROFILE_S}, fresh=fresh), []
     with experiment.progress():
@@ -71,7 +64,7 @@ def main(
                 make = partial(_simulated, folder, pair)
                 problems.append(experiment.piece(f"{name} on {'-'.join(pair)}", make))
         for name in names:
-            for of in measured:
+            for of in MEASURED:
                 problems.append(experiment.piece(f"{name} measured at {of}", partial(_measured, name, of)))
     bars = report.bars(problems)
     page = Page(_PAGE, _PICTURE, report.note(bars, problems)) if publish else None

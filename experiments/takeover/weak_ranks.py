@@ -25,7 +25,7 @@ def measured(experiment: Experiment) -> dict[str, Any]:
 def _runs(out: Path, share: float) -> dict[str, dict[str, float]]:
     content = run_demo(out=out / str(share), weak_share=share, steps=_STEPS, base="bf16")
     return {
-        name: {key: run[key] for key in ("measured_step_s", "added_variance", "cpu_s")}
+        name: {key: run[key] for key in ("measured_step_s", "added_variance")}
         for name, run in content["runs"].items()
     }
 

@@ -297,16 +297,5 @@ LARGE: dict[str, Family] = {
             {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
             Inputs(8, (512,), labels="text"),
         ),
-        Family(
-            "gpt2_medium", TRANSFORMER, "GPT2LMHeadModel",
-            {"n_layer": 24, "n_embd": 1024, "n_head": 16, "vocab_size": 50257},
-            Inputs(8, (512,), labels="text"),
-        ),
-        Family(
-            "llama_1b", TRANSFORMER, "LlamaForCausalLM",
-            {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
-             "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 32000},
-            Inputs(4, (512,), labels="text"),
-        ),
     )
 }  # fmt: skip

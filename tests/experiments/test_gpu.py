@@ -206,7 +206,7 @@ def test_the_report_judges_what_there_is():
             "result": {"passed": 3, "skipped": 0, "failed": {"a::b": "assert 1 == 2"}}, "seconds": 4.0,
         },
         "suite speed bert_base": suite("bert_base", speed={"variants": variants, "unavailable": {}}),
-        "suite speed llama_1b": suite("llama_1b", speed={
+        "suite speed gpt2_small": suite("gpt2_small", speed={
             "variants": {of: variants[of] for of in ("fp32", "autocast")},
             "unavailable": {"bf16": "OutOfMemoryError: 2"},
         }),
@@ -219,14 +219,14 @@ def test_the_report_judges_what_there_is():
     bars = {bar["name"]: (bar["measured"], bar["holds"]) for bar in report.bars(found)}
     assert bars["tests that fail on the GPU"] == (1, False)
     assert bars["bert_base: bf16, x autocast"] == (1.25, True)
-    assert bars["llama_1b: bf16, x autocast"] == (0.0, False)
+    assert bars["gpt2_small: bf16, x autocast"] == (0.0, False)
     assert bars["|predicted / measured - 1| of plans, worst"] == (pytest.approx(0.1), False)
     assert bars["|predicted / measured - 1| of memory peaks, worst"] == (pytest.approx(0.03), True)
     assert list(report.table(found).columns[1].cells)[:1] == ["3 passed, 0 skipped, 1 failed, 4 s"]
     assert "cut: cut after 240 s" in list(report.table(found).columns[1].cells)
     assert report.failures(found) == [
         "Failed: a::b: assert 1 == 2",
-        "Failed: llama_1b bf16: OutOfMemoryError: 2",
+        "Failed: gpt2_small bf16: OutOfMemoryError: 2",
     ]
     assert {bar["holds"] for bar in report.bars({})} == {None}
 

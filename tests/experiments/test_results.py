@@ -148,7 +148,7 @@ def test_the_papers_table_reads_the_figures_of_their_experiments():
     step = {"ddp": 2.0, "weak_16": 1.2, "weak_int8": 0.9, "all_int8": 0.95, "qsync": 1.0}
     task = {
         "methods": {name: {"step_s": seconds} for name, seconds in step.items()},
-        "runs": {"steps": {"qsync": runs(0.9, 0.92, 0.91), "weak_int8": runs(0.89, 0.911, 0.9)}},
+        "runs": {"qsync": runs(0.9, 0.92, 0.91), "weak_int8": runs(0.89, 0.911, 0.9)},
     }
     growing = {"start": "expanded", "items": {"mean": 0.69, "least": 0.64, "most": 0.74}}
     found = {

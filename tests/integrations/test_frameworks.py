@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.mark.parametrize("module", run_cases.MODULES)
 def test_cases_keep_their_verdicts(module, tmp_path):
-    config = {"module": module, "tested": True, "folder": str(tmp_path), "weak_share": 1.0}
+    config = {"module": module, "folder": str(tmp_path), "weak_share": 1.0}
     found = run_on_ranks(run_cases.run, config, command="integrations")
     assert len(found) >= 7
     for row in found:
