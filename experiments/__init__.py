@@ -8,7 +8,7 @@
 `speedup`      samples per second of every way to use a weak card
 `kernels`      kernels against their bars and peers
 `sensitivity`  indicators against measured gradient errors
-`prediction`   replay against real steps, the promised limits
+`prediction`   random plans on real ranks, the promised limits
 `memory`       predicted bytes against measured ones
 `allocation`   plans against those of other methods
 `levers`       levers, predicted and measured

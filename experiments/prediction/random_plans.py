@@ -12,14 +12,13 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from qsync import Cluster, OpGraph, Precision, api
+from qsync import Cluster, OpGraph, Precision, Profile, api
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.data_parallel import in_ddp
@@ -27,16 +26,14 @@ from qsync.distributed.ddp_profiling import DdpProfiler, ProfileOptions
 from qsync.distributed.monitoring import liveness
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
-from qsync.experiments.workloads import families, subjects
+from qsync.experiments.workloads.families import family_named
 from qsync.experiments.workloads.workload import make_optimizer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.machine_drift import drift_factors
 from qsync.predictor.profiling.made_optimizer import made
 from qsync.progress import shown_on_rank_zero
 from qsync.records.kernel_support import unsupported_by_shape
-from qsync.records.plan_folder import Basis
 from qsync.records.precision import PRECISIONS_BY_KIND
-from qsync.records.profiles import Sensitivity
 from qsync.replayer import replay
 from qsync.replayer.explanation import phases
 from qsync.replayer.explanation.phases import Phases
@@ -67,51 +64,30 @@ class PlanRun:
         return self.interval_s is not None and self.interval_s[0] <= self.measured_s <= self.interval_s[1]
 
 
-def run_model(
-    name: str, num_ranks: int, num_plans: int, *, turns: int = 3, seed: int = 0, weak_share: float = 1.0,
-    out: Path | None = None, tiny: bool = False,
-) -> list[PlanRun]:  # fmt: skip
-    """Run random plans of a subject or a family on ranks of this machine; write the basis to `out`, if any.
+def run_family(name: str, num_ranks: int, num_plans: int, seed: int = 0, tiny: bool = False) -> list[PlanRun]:
+    """Run random plans of a family on ranks of this machine.
 
-    Of two ranks the second has `weak_share` of its core where the machine has no devices that differ. Raises
-    QSyncError for an unknown model, and when a rank failed.
+    Raises QSyncError for an unknown family, and when a rank failed.
     """
-    if name not in subjects.NAMES:
-        families.family_named(name)
-    config = {
-        "model": name, "num_plans": num_plans, "turns": turns, "seed": seed, "weak_share": weak_share,
-        "tiny": tiny, **({"out": str(out)} if out else {}),
-    }  # fmt: skip
+    family_named(name)
+    config = {"family": name, "num_plans": num_plans, "seed": seed, "tiny": tiny, "weak_share": 1.0}
     runs = run_on_ranks(_run_on_rank, config, command="random_plans", num_ranks=num_ranks)
     return [PlanRun(**run) for run in runs]
 
 
 def _run_on_rank(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
-    """Run the plans of a model on one rank, with all others."""
-    rank = dist.get_rank()
-    step, lr = _training_step(config["model"], config["tiny"], rank, place)
+    """Run the plans of a family on one rank, with all others."""
+    model, batches = family_named(config["family"]).make(config["tiny"])
+    batch = {
+        key: value.to(place.device) if isinstance(value, torch.Tensor) else value
+        for key, value in batches[0].items()
+    }
+    step = job.TrainingStep(model.to(place.device), batch)
     with liveness.start(60.0), shown_on_rank_zero("qsync: running random plans") as progress:
-        own = job.detect_rank(step.model, place.measured_share(), FAST if rank == 0 else WEAK)
-        options = ProfileOptions(None, make_optimizer(lr), None, BUCKET_CAP_MB, progress=progress)
-        runs, basis = run_plans(step, own, options, config["num_plans"], config["turns"], config["seed"])
-    if rank == 0 and "out" in config:
-        basis.save(Path(config["out"]))
+        own = job.detect_rank(step.model, None, FAST if dist.get_rank() == 0 else WEAK)
+        options = ProfileOptions(None, make_optimizer(1e-4), None, BUCKET_CAP_MB, progress=progress)
+        runs = run_plans(step, own, options, config["num_plans"], seed=config["seed"])
     return [asdict(run) for run in runs]
-
-
-def _training_step(name: str, tiny: bool, rank: int, place: Place) -> tuple[job.TrainingStep, float]:
-    """Return the step of a model on this rank's batch, and the learning rate."""
-
-    def here(value: Any) -> Any:
-        return value.to(place.device) if isinstance(value, torch.Tensor) else value
-
-    if name in subjects.NAMES:
-        chosen = subjects.subject(name)
-        batch = tuple(map(here, chosen.batch(0, 0, rank)))
-        return job.TrainingStep(chosen.make_model(0).to(place.device), batch, chosen.loss), chosen.lr
-    model, batches = families.family_named(name).make(tiny)
-    of_rank = {key: here(value) for key, value in batches[0].items()}
-    return job.TrainingStep(model.to(place.device), of_rank), 1e-4
 
 
 def run_plans(
@@ -121,8 +97,8 @@ def run_plans(
     num_plans: int,
     turns: int = 3,
     seed: int = 0,
-) -> tuple[list[PlanRun], Basis]:
-    """Run random plans on all ranks, in turns with their profile; return both, the same on every rank.
+) -> list[PlanRun]:
+    """Run random plans on all ranks, in turns with their profile; return the same on every rank.
 
     It trains the model of the step.
     """
@@ -135,15 +111,13 @@ def run_plans(
     plans = random_plans(graph, cluster, usable, num_plans, seed)
     for turn in range(turns):
         runner.take_turn([plan[own] for plan in plans], random.Random(f"{seed} {turn}"))
-    basis, measured_s = runner.results(graph, cluster)
+    cluster, profiles, measured_s = runner.results(graph, cluster)
     runs = []
     for plan, seconds in zip(plans, measured_s, strict=True):
-        timeline = replay(
-            graph, plan, basis.profiles, basis.cluster, bucket_cap_bytes=options.bucket_cap_bytes
-        )
+        timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=options.bucket_cap_bytes)
         texts = {name: {op: str(p) for op, p in of.items()} for name, of in plan.items()}
         runs.append(PlanRun(texts, timeline.step_s, timeline.interval_s, seconds))
-    return runs, basis
+    return runs
 
 
 def random_plans(
@@ -224,8 +198,8 @@ class _Runner:
                 self._progress(f"plan {k + 1} of {len(assignments)}")
                 self._run(k, assignments[k])
 
-    def results(self, graph: OpGraph, cluster: Cluster) -> tuple[Basis, list[float]]:
-        """Return the basis from all turns, and the seconds of a step of every plan, without the drift.
+    def results(self, graph: OpGraph, cluster: Cluster) -> tuple[Cluster, Mapping[str, Profile], list[float]]:
+        """Return cluster and profiles from all turns, and the seconds of every plan's step without the drift.
 
         A period is divided by the drift of the rank that the others waited for: the least blocked.
         """
@@ -248,7 +222,7 @@ class _Runner:
             fmean(median(of_rank) for of_rank in zip(*turns, strict=True))
             for _, turns in sorted(periods_s.items())
         ]
-        return Basis(graph, cluster, profiles, Sensitivity(graph.hash, "none", {}, 1)), measured_s
+        return cluster, profiles, measured_s
 
     def _run(self, k: int, assignment: Assignment) -> None:
         self._program.choose(choosers.following(assignment))

@@ -72,7 +72,6 @@ RERUNS: Mapping[str, Rerun] = {
     "integrations": Rerun(60, "integrations.md", (_published("integrations"),)),
     "growing": Rerun(60, "growing.md", (_published("expansion.compare_growth"),)),
     "memory": Rerun(90, "memory.md", ((_HERE + "memory.memory_error", "--out", _OUT, "--state"),)),
-    "prediction": Rerun(120, "prediction.md", (_published("prediction.replay_error"),)),
     "diagnosis": Rerun(150, "diagnosis.md", (_published("diagnosis", "--clean-minutes", "120"),)),
     "unseen": Rerun(
         240, "unseen.md",

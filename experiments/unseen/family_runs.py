@@ -27,7 +27,7 @@ from qsync.experiments.harness.peers import under_autocast
 from qsync.experiments.harness.ranks import process_group_of_one
 from qsync.experiments.kernels.cases import Case, Run
 from qsync.experiments.memory.memory_runs import Choice, Trained
-from qsync.experiments.prediction.random_plans import run_model
+from qsync.experiments.prediction.random_plans import run_family
 from qsync.experiments.workloads.families import Batch, family_named
 from qsync.runtime import choosers
 
@@ -136,7 +136,7 @@ def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str
 @_or_failure
 def predicted(name: str, num_ranks: int, num_plans: int, seed: int, tiny: bool = False) -> dict[str, Any]:
     """Run random plans on ranks; return by how much replay misses each, and what lies in its interval."""
-    runs = run_model(name, num_ranks, num_plans, seed=seed, tiny=tiny)
+    runs = run_family(name, num_ranks, num_plans, seed, tiny)
     return {"errors": [run.error for run in runs], "inside": [run.is_inside for run in runs]}
 
 
