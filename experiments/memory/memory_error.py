@@ -6,11 +6,9 @@ from the graph alone.
 
     margin      random plans (precisions and operators that save less drawn at random). The most by which the
                 prediction was ever too small, twice, is the margin of every plan
-    unseen      random plans of other seeds, judged against the margin that stands
-    two ranks   random plans of a seed of its own, different ones on two real ranks, judged alike
+    two ranks   random plans of a seed of its own, different ones on two real ranks, judged by the margin
     accepted    plans that `qsync.plan` accepts under tight budgets, run on the two ranks
 
-Parts can be measured one by one (`--part`); a last run without it puts all of them into the figures.
 `--state` writes the margin beside the model, and the figures into docs/results/memory.md.
 """
 
@@ -28,7 +26,6 @@ import torch
 import typer
 from rich.table import Table
 
-from qsync import QSyncError
 from qsync.experiments.harness import Experiment, Page, bar, grouped, run_command, table_of, yes
 from qsync.experiments.harness.options import Fresh, Out
 from qsync.experiments.harness.ranks import process_group_of_one
@@ -38,14 +35,11 @@ from qsync.records.json_files import write_json
 
 Rows = Sequence[Mapping[str, Any]]
 
-MARGIN, UNSEEN, RANKS, ACCEPTED, REFUSED = "margin", "unseen", "two ranks", "accepted", "refused"
-# The choices of `--part`, with the parts that their rows bear.
-PARTS = {"margin": (MARGIN,), "unseen": (UNSEEN,), "ranks": (RANKS, ACCEPTED, REFUSED)}
+MARGIN, ACCEPTED, REFUSED = "margin", "accepted", "refused"
 PREDICTED = Path(peak.__file__).with_name("memory_error.json")
 _PAGE = Page(Path("docs/results/memory.md"), note="One thread.", marker="memory")
 SAVED_BAR, PEAK_BAR = 0.01, 0.05
-# Random plans of each model and seed; seeds that the margin has not seen; plans on each of two ranks.
-PLANS, SEEDS, RANK_PLANS = 30, (1, 2), 6
+PLANS, RANK_PLANS = 30, 6  # random ones of each model, and on each of two ranks
 HEADINGS = (
     "", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "of its budget", "holds",
 )  # fmt: skip
@@ -59,58 +53,31 @@ ALL = "all"
 
 def main(
     out: Out = Path("memory_error"),
-    part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PARTS)}; all if left out.")] = None,
     state: Annotated[bool, typer.Option(help="Write the margin beside the memory model.")] = False,
     fresh: Fresh = False,
 ) -> None:
-    """Measure the parts, print a table, write figures, and on demand the margin."""
+    """Measure, print a table, write figures, and on demand the margin."""
     torch.set_num_threads(1)
-    parts = part or list(PARTS)
-    for name in parts:
-        if name not in PARTS:
-            raise typer.BadParameter(f"there is no part {name!r}; choose from {', '.join(PARTS)}")
     experiment = Experiment("memory error", out, seed=SEED, fresh=fresh)
-    rows: list[dict[str, Any]] = []
-    if state and "margin" not in parts:
-        raise QSyncError("--state writes the margin; measure that part too, or leave --state out")
     with experiment.progress():
-        if "margin" in parts:
-            rows = judged(_random_plans(experiment, MARGIN, SEED))
-            if state:  # the other parts are judged by it
-                _state({"worst_underprediction": {"cpu": worst_underprediction(rows)}})
-        if "unseen" in parts:
-            rows += [row for seed in SEEDS for row in _random_plans(experiment, UNSEEN, seed)]
-        if "ranks" in parts:
-            run = partial(run_ranks, MODELS, RANK_PLANS, max(SEEDS) + 1)
-            rows += experiment.piece("ranks", run, **_stated())
+        pieces = [
+            experiment.piece(f"margin {name}", partial(random_plans, name, PLANS), plans=PLANS)
+            for name in MODELS
+        ]
+        rows = judged([row for piece in pieces for row in piece])
+        worst = {"worst_underprediction": {"cpu": worst_underprediction(rows)}}
+        if state:  # the other plans are judged by it
+            _state(worst)
+        run = partial(run_ranks, MODELS, RANK_PLANS, SEED + 1)
+        rows += experiment.piece("ranks", run, stated_margin=peak.stated_error("cpu"))
     found = summary(rows)
-    figures = {
-        "threads": 1, "parts": found, "worst_underprediction": {"cpu": worst_underprediction(rows)},
-        "plans": rows,
-    }  # fmt: skip
     content = experiment.finish(
-        figures, bars=[one for name, of in found.items() for one in _bars(name, of["models"][ALL])],
+        {"threads": 1, "parts": found, **worst, "plans": rows},
+        bars=[one for name, of in found.items() for one in _bars(name, of["models"][ALL])],
         tables=[table(found)], page=_PAGE if state else None,
     )  # fmt: skip
     if state:
         _state({key: value for key, value in content.items() if key not in ("plans", "bars")})
-
-
-def _random_plans(experiment: Experiment, part: str, seed: int) -> list[dict[str, Any]]:
-    """Return what random plans of every model take; every model and seed is a piece."""
-    stated = {} if part == MARGIN else _stated()
-    pieces = [
-        experiment.piece(
-            f"{part} {seed} {name}", partial(random_plans, name, PLANS, part, seed), plans=PLANS, **stated
-        )
-        for name in MODELS
-    ]
-    return [row for piece in pieces for row in piece]
-
-
-def _stated() -> dict[str, float]:
-    """Return the margin that stands, by which a piece is judged."""
-    return {"stated_margin": peak.stated_error("cpu")}
 
 
 def _state(content: Mapping[str, Any]) -> None:
@@ -118,13 +85,13 @@ def _state(content: Mapping[str, Any]) -> None:
     peak.stated_error.cache_clear()
 
 
-def random_plans(name: str, num: int, part: str, seed: int) -> list[dict[str, Any]]:
+def random_plans(name: str, num: int) -> list[dict[str, Any]]:
     """Return a row for each of so many random plans of a model on one rank."""
     with process_group_of_one():
         trained = make(name)
         return [
-            {"part": part, "model": name, "seed": seed, "plan": number}
-            | trained.measure(drawn(trained.graph, number, seed))
+            {"part": MARGIN, "model": name, "seed": SEED, "plan": number}
+            | trained.measure(drawn(trained.graph, number))
             for number in range(num)
         ]
 

@@ -9,12 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import typer  # noqa: E402
 from graphs import cluster_of, profile_of, sensitivity_of  # noqa: E402
 from torch import nn  # noqa: E402
 
 from qsync.allocator import allocate  # noqa: E402
-from qsync.errors import QSyncError  # noqa: E402
 from qsync.experiments.harness.ranks import process_group_of_one  # noqa: E402
 from qsync.experiments.memory import memory_error, memory_runs  # noqa: E402
 from qsync.experiments.workloads.gpt import Gpt  # noqa: E402
@@ -111,7 +109,7 @@ def test_other_seeds_draw_other_plans():
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """The experiment on one small model, and its files elsewhere."""
-    for name, value in {"MODELS": ("small",), "PLANS": 2, "SEEDS": (7, 8), "RANK_PLANS": 1}.items():
+    for name, value in {"MODELS": ("small",), "PLANS": 2, "RANK_PLANS": 1}.items():
         monkeypatch.setattr(memory_error, name, value)
     monkeypatch.setattr(memory_error, "make", lambda name: dropping())
     monkeypatch.setattr(memory_error, "PREDICTED", tmp_path / "stated.json")
@@ -126,37 +124,23 @@ def small(tmp_path, monkeypatch):
 
 
 def test_the_experiment_writes_what_it_measured(small):
-    memory_error.main(small, None, state=True)
+    memory_error.main(small, state=True)
     content = json.loads((small / "figures.json").read_text())
     assert content["measured"] is True and {"machine", "versions", "commits_of_pieces"} <= content.keys()
     parts = content["parts"]
     assert parts["margin"]["models"]["small"]["plans"] == 2 and parts["margin"]["seeds"] == [0]
-    assert parts["unseen"]["models"]["all"]["plans"] == 4 and parts["unseen"]["seeds"] == [7, 8]
-    assert parts["two ranks"]["seeds"] == [9] and parts["accepted"]["refused"] == {"small": 1}
+    assert parts["two ranks"]["seeds"] == [1] and parts["accepted"]["refused"] == {"small": 1}
     stated = json.loads((small / "stated.json").read_text())
     assert stated["worst_underprediction"] == content["worst_underprediction"]
     page = (small / "memory.md").read_text()
     assert page.startswith("a <!--") and page.endswith("--> b") and "stale" not in page
-    assert "| margin, small | 2 |" in page and "| unseen, all | 4 |" in page
+    assert "| margin, small | 2 |" in page and "| two ranks, all | 1 |" in page
     assert abs(parts["margin"]["models"]["small"]["profiled"]["median"]) < 0.05
 
 
-def test_unseen_plans_are_judged_by_the_margin_that_stands(small, monkeypatch):
-    monkeypatch.setattr(peak, "stated_error", lambda device: 0.25)
-    monkeypatch.setattr(memory_error, "PLANS", 1)
-    monkeypatch.setattr(memory_error, "SEEDS", (7,))
-    memory_error.main(small, ["unseen"], state=False)
+def test_without_state_neither_page_nor_margin_is_written(small):
+    memory_error.main(small)
     assert not (small / "stated.json").exists() and "stale" in (small / "memory.md").read_text()
-    (row,) = json.loads((small / "figures.json").read_text())["plans"]
-    comes_and_goes = row["predicted_peak_bytes"] - row["throughout_bytes"]
-    assert row["budget_bytes"] == row["predicted_peak_bytes"] + -(-comes_and_goes // 4)
-
-
-def test_a_part_that_cannot_be_is_refused(small):
-    with pytest.raises(typer.BadParameter, match="choose from margin, unseen, ranks"):
-        memory_error.main(small, ["all"], state=False)
-    with pytest.raises(QSyncError, match="measure that part"):
-        memory_error.main(small, ["unseen"], state=True)
 
 
 @pytest.mark.dist
@@ -188,7 +172,7 @@ def rows(*pairs, part="margin", seed=0):
 def test_the_margin_is_made_from_the_worst_underprediction_of_what_comes_and_goes():
     assert memory_error.worst_underprediction(rows((1000, 1010), (1000, 900))) == 10 / 500
     assert memory_error.worst_underprediction(rows((1000, 900), (1000, 950))) == 0.0
-    assert memory_error.worst_underprediction(rows((1000, 1010), part="unseen")) == 0.0
+    assert memory_error.worst_underprediction(rows((1000, 1010), part="two ranks")) == 0.0
 
 
 def test_errors_hold_only_within_the_bars_and_the_budget():
