@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync
 from qsync.backend.devices.emulation import slowed_otherwise
-from qsync.elastic_training.shares import SampleOrder
+from qsync.distributed.shares import SampleOrder
 from qsync.experiments.elastic.card import NUM_SAMPLES, Log, Rows, Slowed, digest_of, loss_of, model_of
 from qsync.experiments.elastic.cluster import WEAK
 from qsync.experiments.elastic.events import NAMES

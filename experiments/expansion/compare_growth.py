@@ -1,9 +1,8 @@
 """Savings by growing: `python -m qsync.experiments.expansion.compare_growth --out FOLDER`.
 
 For each workload and seed a small model is trained, expanded and trained on: a byte-level GPT on the source
-of Python's standard library, a ViT on digits. The measures are tokens (images) and CPU seconds until the
-held-out loss that the large model ends with from scratch, without and with what the source took. Beside it:
-plain stacking and tiling, which is not lossless.
+of Python's standard library, a ViT on digits. The measure is tokens (images) until the
+held-out loss that the large model ends with from scratch, without and with what the source took.
 
 Models train on one thread each, `--processes` of them at once.
 """
@@ -25,9 +24,8 @@ from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, setti
 from qsync.experiments.expansion.training_runs import Method, run, source_path
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
 
-# The shares of the from-scratch steps that the expanded model is given; others get the first.
-RATIOS = (0.5, 0.3)
-METHODS = (*(Method("expanded", ratio) for ratio in RATIOS), Method("stacked", RATIOS[0]))
+# With the shares of the from-scratch steps that the expanded model is given.
+METHODS = (Method("expanded", 0.5), Method("expanded", 0.3))
 _PAGE = Page(Path("docs/results/growing.md"), note="One thread a run.")
 
 Task = tuple[Setting, Method, int]
@@ -63,7 +61,7 @@ def main(
         "rows": rows,
     }  # fmt: skip
     experiment.finish(
-        figures, measured="held-out losses; CPU seconds of training steps on one thread", bars=bars(found),
+        figures, measured="held-out losses", bars=bars(found),
         tables=[table(found)], page=_PAGE if publish else None,
     )  # fmt: skip
 

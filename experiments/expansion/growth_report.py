@@ -19,7 +19,6 @@ _SAYS = {
     "source": "the source",
     "scratch": "from scratch",
     "expanded": "expanded",
-    "stacked": "stacked and tiled",
 }
 
 
@@ -40,9 +39,8 @@ def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float | None:
 def summary(rows: Rows) -> dict[str, Any]:
     """Return how many seeds reach their from-scratch loss, and what is saved, by workload and method.
 
-    Savings are shares of the from-scratch run, seed by seed: `items` of its tokens (images), `with_source` of
-    its tokens when the source's are counted too, `seconds_with_source` of its CPU seconds likewise. A step of
-    the large model takes the median over all its runs: they compute the same.
+    Savings are shares of the from-scratch run's tokens (images), seed by seed; `with_source` counts those of
+    the source, too.
     """
     return {workload: _of(own) for workload, own in _by_workload(rows).items()}
 
@@ -52,17 +50,10 @@ def _by_workload(rows: Rows) -> dict[str, list[Row]]:
 
 
 def _of(rows: Rows) -> dict[str, Any]:
-    step_s, source_step_s = (
-        statistics.median(row["step_cpu_s"] for row in rows if (row["start"] == "source") is of_source)
-        for of_source in (False, True)
-    )
     runs = {(row["method"], row["seed"]): row for row in rows}
-    found: dict[str, Any] = {"step_cpu_s": step_s, "source_step_cpu_s": source_step_s, "methods": {}}
+    found: dict[str, Any] = {"methods": {}}
     for name, own in grouped((row for row in rows if row["start"] != "source"), "method").items():
-        each = [
-            _saved(row, runs["scratch", row["seed"]], runs["source", row["seed"]], source_step_s / step_s)
-            for row in own
-        ]
+        each = [_saved(row, runs["scratch", row["seed"]], runs["source", row["seed"]]) for row in own]
         found["methods"][name] = {
             "start": own[0]["start"], "ratio": own[0]["ratio"], "seeds": len(own),
             "reached": sum(one["items"] is not None for one in each),
@@ -71,23 +62,20 @@ def _of(rows: Rows) -> dict[str, Any]:
     return found
 
 
-def _saved(row: Row, scratch: Row, source: Row, source_step: float) -> dict[str, float | None]:
+def _saved(row: Row, scratch: Row, source: Row) -> dict[str, float | None]:
     """Compare one run with the from-scratch run of its seed: what it saves, where it begins and ends.
 
-    `first` is held-out loss above the source's, `final` above the target; a step of the source takes
-    `source_step` of one of the large model.
+    `first` is held-out loss above the source's, `final` above the target.
     """
     target, whole = (scratch["curve"][-1][key] for key in ("heldout", "items"))
     before = source["curve"][-1]
     # All of the from-scratch run is what it is compared with, also where its loss was there sooner.
     needed = whole if row is scratch else reached(row["curve"], target)
-    of_source = 0.0 if row is scratch else before["items"]
     found = {
         "first": row["curve"][0]["heldout"] - before["heldout"],
         "final": row["curve"][-1]["heldout"] - target,
     }
-    costs = {"items": 0.0, "with_source": of_source, "seconds_with_source": of_source * source_step}
-    for key, cost in costs.items():
+    for key, cost in {"items": 0.0, "with_source": 0.0 if row is scratch else before["items"]}.items():
         found[key] = None if needed is None else 1.0 - (needed + cost) / whole
     return found
 
@@ -109,11 +97,11 @@ def says(method: Mapping[str, Any]) -> str:
 def cells(method: Mapping[str, Any]) -> list[str]:
     """Return a method's line of the table; savings are means over seeds, with the least and the most."""
     losses, savings = [f"{method[key]['mean']:+.3f}" for key in ("first", "final")], []
-    for key in ("items", "with_source", "seconds_with_source"):
+    for key in ("items", "with_source"):
         found = method[key]
         savings.append(f"{found['mean']:.0%} ({found['least']:.0%} to {found['most']:.0%})" if found else "-")
     if method["start"] == "scratch":
-        losses[0], savings = "-", ["-"] * 3
+        losses[0], savings = "-", ["-"] * 2
     return [says(method), *losses, f"{method['reached']} of {method['seeds']}", *savings]
 
 
@@ -132,6 +120,5 @@ def table(found: Mapping[str, Any]) -> Table:
     headings = (
         "workload", "", "loss at step 0, above the source's", "final loss, above from scratch",
         "seeds that reach it", "tokens or images saved", "with the source's",
-        "CPU seconds saved, with the source's",
     )  # fmt: skip
     return table_of("Growing (measured)", headings, rows, left=2)

@@ -57,11 +57,6 @@ def _(make: Maker) -> Outcome:
     return list(torch.func.grad(loss)(parameters).values())
 
 
-@case("call", "`torch.func.vmap` over samples", refused="torch.func.vmap is around it")
-def _(make: Maker) -> Outcome:
-    return torch.func.vmap(make(net()))(data())
-
-
 @case("call", "`torch.utils.checkpoint.checkpoint(model, x)`")
 def _(make: Maker) -> Outcome:
     model = make(net())

@@ -47,10 +47,6 @@ def _(make: Maker) -> Outcome:
 cases("compile", {
     "`torch.compile(model)`": lambda make: torch.compile(make(net()), backend="aot_eager")(data()),
     "wrap of `torch.compile(model)`": lambda make: make(torch.compile(net(), backend="aot_eager"))(data()),
-    "`torch.compile(model, fullgraph=True)`": lambda make: torch.compile(
-        make(net()), backend="aot_eager", fullgraph=True
-    )(data()),
-    "`torch.export.export`": lambda make: torch.export.export(make(net()), (data(),)).module()(data()),
 })  # fmt: skip
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -20,14 +18,6 @@ def _(make: Maker) -> Outcome:
         for p in other.parameters():
             p.mul_(1.5)
     return gradients(other)
-
-
-@case("copy", "`torch.save(model)`, `torch.load`")
-def _(make: Maker) -> Outcome:
-    buffer = io.BytesIO()
-    torch.save(called(make), buffer)
-    buffer.seek(0)
-    return gradients(torch.load(buffer, weights_only=False))
 
 
 @case("copy", "`torch.save(model.state_dict())`, into a wrapped model")
@@ -48,6 +38,5 @@ def _(make: Maker) -> Outcome:
 cases("copy", {
     "`copy.deepcopy(model)` before the first call": lambda make: gradients(copy.deepcopy(make(net()))),
     "`copy.copy(model)`": lambda make: copy.copy(called(make))(data()),
-    "`pickle`": lambda make: gradients(pickle.loads(pickle.dumps(called(make)))),
     "`model.share_memory()`": lambda make: called(make).share_memory()(data()),
 })  # fmt: skip

@@ -50,26 +50,6 @@ def _(make: Maker) -> Outcome:
     return gradients(model)
 
 
-@case("parameters", "`p.data.copy_()` in evaluation")
-def _(make: Maker) -> Outcome:
-    model = called(make).eval()
-    model(data())
-    for p, other in zip(model.parameters(), net(seed=2).parameters(), strict=True):
-        p.data.copy_(other)
-    return model(data())
-
-
-@case("parameters", "a step by hand through `p.data`, gradients zeroed in place")
-def _(make: Maker) -> Outcome:
-    model = make(net())
-    model(data()).square().mean().backward()
-    for p in model.parameters():
-        p.data -= 1.0 * p.grad
-        p.grad.zero_()
-    model(data()).square().mean().backward()
-    return [p.grad for p in model.parameters()]
-
-
 cases("parameters", {
     "`model.to(torch.bfloat16)` after the first call":
         lambda make: called(make).to(torch.bfloat16)(data().bfloat16()).float(),

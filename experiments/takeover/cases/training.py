@@ -6,26 +6,7 @@ from typing import Any
 
 import torch
 
-from qsync.experiments.takeover.cases.case import Counting, Maker, Outcome, case, data, gradients, net
-
-
-@case("training", "AdamW, five steps")
-def _(make: Maker) -> Outcome:
-    model = make(net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(data()).square().mean().backward()
-        optimizer.step()
-    return model(data())
-
-
-@case("training", "accumulation over three micro-batches")
-def _(make: Maker) -> Outcome:
-    model = make(net())
-    for length in (4, 5, 6):
-        model(data(length)).square().mean().backward()
-    return [p.grad for p in model.parameters()]
+from qsync.experiments.takeover.cases.case import Counting, Maker, Outcome, case, data, net
 
 
 @case("training", "LBFGS")
@@ -52,13 +33,6 @@ def _(make: Maker) -> Outcome:
     scaler.step(optimizer)
     scaler.update()
     return model(data())
-
-
-@case("training", "three calls in one loss")
-def _(make: Maker) -> Outcome:
-    model = make(net())
-    outputs = [model(scale * data()) for scale in (0.5, 1.0, 2.0)]
-    return gradients(model, torch.stack(outputs).square().mean())
 
 
 @case("training", "a counter in forward, 300 calls")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-import qsync
 from qsync.experiments.harness.ranks import process_group_of_one
-from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, data, gradients, net
+from qsync.experiments.takeover.cases.case import Maker, Outcome, case, data, gradients, net
 
 
 @case("wrap", "a submodule of a plain model")
@@ -15,26 +14,6 @@ def _(make: Maker) -> Outcome:
     model = net()
     make(model.second)
     return gradients(model)
-
-
-@case("wrap", "a wrapped submodule in a wrapped model")
-def _(make: Maker) -> Outcome:
-    model = net()
-    make(model.second)
-    return gradients(make(model))
-
-
-@case("wrap", "twice")
-def _(make: Maker) -> Outcome:
-    return gradients(make(called(make)))
-
-
-@case("wrap", "`qsync.unwrap`, then wrap again")
-def _(make: Maker) -> Outcome:
-    model = called(make)
-    if "forward" in vars(model):
-        qsync.unwrap(model)
-    return gradients(make(model))
 
 
 @case("wrap", "`DistributedDataParallel(model)`")
