@@ -4,5 +4,4 @@
 `bases`            measured models on clusters
 `methods`          every method at one target
 `methods_report`   its tables
-`planning_times`   seconds of planning large models
 """

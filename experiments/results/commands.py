@@ -64,10 +64,7 @@ RERUNS: Mapping[str, Rerun] = {
         50, "takeover.md",
         (_published("takeover"), _published("takeover.first_step", out=f"{_OUT}/first")),
     ),
-    "allocation": Rerun(
-        30, "allocation.md",
-        (_published("allocation.compare_methods"), _published("allocation.planning_times")),
-    ),
+    "allocation": Rerun(25, "allocation.md", (_published("allocation.compare_methods"),)),
     "elastic": Rerun(60, "elastic.md", (_published("elastic"),)),
     "integrations": Rerun(60, "integrations.md", (_published("integrations"),)),
     "growing": Rerun(60, "growing.md", (_published("expansion.compare_growth"),)),

@@ -1,4 +1,4 @@
-"""Models of real sizes that nothing here trains: captured graphs, and SYNTHETIC costs for them.
+"""Models of real sizes that nothing here trains, and SYNTHETIC costs for their graphs.
 
 Only the size of these profiles matters: to how long planning and replay take. Nothing in them is measured.
 """
@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-import qsync
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision, type_bytes
 from qsync.records.profiles import Cost, Profile, Sensitivity
+
+Meta = tuple[torch.nn.Module, dict[str, torch.Tensor]]  # a model and a batch, without storage
 
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 # Round rates of a server core, for the synthetic profiles: FLOP/s in FP32, bytes/s, and speed against FP32.
@@ -31,16 +32,27 @@ def bert(**sizes: Any) -> torch.nn.Module:
     return BertForSequenceClassification(BertConfig(**sizes))
 
 
-def bert_graph(**sizes: Any) -> OpGraph:
-    """Return the graph of a BERT in training, 8 sequences of 128 tokens, captured on the meta device."""
+def bert_large() -> Meta:
+    """Return BERT-large as a classifier on the meta device, and 8 sequences of 128 tokens."""
     with torch.device("meta"):
         tokens = torch.empty(8, 128, dtype=torch.int64)
-        batch = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens[:, 0]}
-        graph: OpGraph = qsync.capture(bert(**sizes), batch)
-    return graph
+        model = bert(
+            num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096
+        )  # fmt: skip
+        return model, {"input_ids": tokens, "attention_mask": tokens, "labels": tokens[:, 0]}
 
 
-def llama_70b(num_layers: int = 80) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def resnet_101() -> Meta:
+    """Return ResNet-101 on the meta device, and 32 images."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes: dict[str, Any] = {"depths": [3, 4, 23, 3], "layer_type": "bottleneck", "num_labels": 1000}
+    with torch.device("meta"):
+        model = ResNetForImageClassification(ResNetConfig(**sizes))
+        return model, {"pixel_values": torch.empty(32, 3, 224, 224)}
+
+
+def llama_70b(num_layers: int = 80) -> Meta:
     """Return a model of Llama-3-70B's sizes on the meta device, with so many layers, and a batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,12 +64,6 @@ def llama_70b(num_layers: int = 80) -> tuple[torch.nn.Module, dict[str, torch.Te
     with torch.device("meta"):
         ids = torch.zeros(1, 2048, dtype=torch.int64)
         return LlamaForCausalLM(LlamaConfig(**sizes)), {"input_ids": ids, "labels": ids}
-
-
-def large_graph(num_layers: int) -> OpGraph:
-    """Return the graph of `llama_70b`."""
-    graph: OpGraph = qsync.capture(*llama_70b(num_layers))
-    return graph
 
 
 def made_up_sensitivity(draw: random.Random, graph: OpGraph, decades: float) -> Sensitivity:
