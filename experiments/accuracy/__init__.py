@@ -4,5 +4,5 @@
 `tasks`      what is trained
 `methods`    how two unequal ranks can share the work
 `training`   train both ranks' parts in one process, as their job would
-`report`     differences with their intervals, tables, pictures
+`report`     differences with their intervals, and the table
 """

@@ -26,7 +26,6 @@ from qsync.experiments.accuracy.tasks import TASKS, task_named
 from qsync.experiments.accuracy.training import TrainingRun, trained
 from qsync.experiments.harness import Beside, Experiment, Fresh, Out, Page, Publish, run_command
 from qsync.experiments.harness.processes import in_fresh_process
-from qsync.experiments.speedup.ways import DDP
 
 _PAGE = Page(Path("docs/results/accuracy.md"))
 _TINY_STEPS = 4
@@ -37,7 +36,6 @@ def main(
     task: Annotated[list[str] | None, typer.Option(help="Only this task; repeatable.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each.")] = 5,
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
-    kept: Annotated[bool, typer.Option("--kept", help="Measure nothing; report what there is.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="A few steps: to try the command.")] = False,
     publish: Publish = False,
     beside: Beside = False,
@@ -46,30 +44,34 @@ def main(
     """Train every task by every method and seed that has no result yet, and report all there is."""
     for name in task or ():
         task_named(name)
-    experiment = Experiment("accuracy", out, settings={"tiny": tiny}, fresh=fresh and not kept)
+    experiment = Experiment("accuracy", out, settings={"tiny": tiny}, fresh=fresh)
     chosen = [name for name in TASKS if name in (task or TASKS)]
     with experiment.progress():
-        if not kept:
-            methods = {
-                name: experiment.piece(f"methods {name}", partial(in_fresh_process, methods_of, name, tiny))
-                for name in chosen
-            }
-            wanted = {
-                key: run
-                for seed in range(seeds)  # a seed of all tasks before the next: what is cut is even
-                for name in chosen
-                for key, run in _runs(name, methods[name], seed, tiny).values()
-            }
-            for _ in experiment.pieces(wanted, trained, processes):
-                pass
-    experiment.fresh = False  # what was measured now is what there is
-    tasks = {name: found for name in chosen if (found := _task(experiment, name, seeds, tiny))}
-    experiment.check_measured()
+        methods = {
+            name: experiment.piece(f"methods {name}", partial(in_fresh_process, methods_of, name, tiny))
+            for name in chosen
+        }
+        wanted = {  # a seed of all tasks before the next: what is cut is even
+            (name, seed): _runs(name, methods[name], seed, tiny) for seed in range(seeds) for name in chosen
+        }
+        runs = {key: run for of in wanted.values() for key, run in of.values()}
+        results = dict(experiment.pieces(runs, trained, processes))
+    tasks = {
+        name: {
+            "methods": methods[name],
+            "runs": {
+                method: {str(seed): results[wanted[name, seed][method][0]] for seed in range(seeds)}
+                for method in METHODS
+            },
+            "steps": _TINY_STEPS if tiny else task_named(name).steps,
+            "description": task_named(name).workload().description,
+        }
+        for name in chosen
+    }
     bars = report.bars(tasks)
-    missing = [name for name in chosen if name not in tasks or not tasks[name]["runs"][DDP]]
-    page = replace(_PAGE.beside() if beside else _PAGE, note=report.note(bars, tasks, missing))
+    page = replace(_PAGE.beside() if beside else _PAGE, note=report.note(bars, tasks))
     experiment.finish(
-        {"tasks": tasks, "not_finished": missing}, bars=bars, tables=[report.table(tasks)],
+        {"tasks": tasks}, bars=bars, tables=[report.table(tasks)],
         measured="losses are measured; plans and seconds are simulated from a data sheet",
         page=page if publish else None,
     )  # fmt: skip
@@ -86,26 +88,6 @@ def _runs(task: str, methods: Mapping[str, Any], seed: int, tiny: bool) -> dict[
         run = TrainingRun(task, method, seed, steps)
         found[name] = f"{task} {digest} seed {seed} steps {steps}", run
     return found
-
-
-def _task(experiment: Experiment, name: str, seeds: int, tiny: bool) -> dict[str, Any] | None:
-    """Return what there is of a task: the runs of the seeds that every method has finished.
-
-    None without its methods.
-    """
-    kept = experiment.kept(f"methods {name}")
-    if kept is None:
-        return None
-    runs: dict[str, Any] = {method: {} for method in METHODS}
-    for seed in range(seeds):
-        wanted = _runs(name, kept["result"], seed, tiny)
-        found = {method: experiment.kept(key) for method, (key, _) in wanted.items()}
-        if None not in found.values():
-            for method, piece in found.items():
-                runs[method][str(seed)] = piece["result"] if piece else None
-    steps = _TINY_STEPS if tiny else task_named(name).steps
-    about = {"steps": steps, "description": task_named(name).workload().description}
-    return {"methods": kept["result"], "runs": runs, **about}
 
 
 if __name__ == "__main__":

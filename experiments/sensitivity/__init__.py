@@ -2,5 +2,5 @@
 
 `indicators`        the experiment
 `baselines`         indicators from the literature
-`indicator_report`  its tables and picture
+`indicator_report`  its table
 """

@@ -4,7 +4,6 @@
              change of the loss, as NVIDIA's ModelOpt scores layers
     hessian  |tr(H_w)| / n  |Q(w) - w|^2, w of n elements: curvature of the loss (HAWQ-V2, arXiv:1911.03852),
              tr(H_w) = E r' [dL/dw (theta + eps r) - dL/dw (theta)] / eps with random signs r (Hutchinson)
-    weight   |Q(w) - w|^2: rounding of weights alone
     random   random numbers, the control
     depth    QSync's (arXiv:2407.02327, section 4): rounding variances weighted by depth
 
@@ -111,15 +110,6 @@ def fisher(calibration: Calibration, batch: int) -> Omega:
     return omega
 
 
-def weight(calibration: Calibration, batch: int) -> Omega:
-    """Score the squared rounding error of parameters."""
-    omega = calibration.zeros(calibration.runner.graph)
-    for op, seen in Watch().step(calibration, batch)[0]:
-        for place, precision, error in _errors(op, seen, omega):
-            omega[op.name][precision] += float(error.square().sum()) * (place in seen.parameters)
-    return omega
-
-
 def hessian(calibration: Calibration, batch: int) -> Omega:
     """Score curvature times squared error of parameters; its magnitude is taken after the mean."""
     omega = calibration.zeros(calibration.runner.graph)
@@ -202,7 +192,7 @@ def _errors(op: Op, seen: Seen, omega: Omega) -> Iterator[tuple[int, str, torch.
 
 
 BASELINES: Mapping[str, Score] = {
-    "depth": depth, "fisher": fisher, "hessian": hessian, "weight": weight, "random": random_scores,
+    "depth": depth, "fisher": fisher, "hessian": hessian, "random": random_scores
 }  # fmt: skip
 INDICATORS = ("variance", "empirical", *BASELINES)
 

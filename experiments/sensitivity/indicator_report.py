@@ -47,7 +47,8 @@ def _summary_of(rows: Rows) -> dict[str, Any]:
             for name in indicators if name != "empirical"
         },
         "plan_error": {
-            name: {b: geometric(row["plan_error"][name][b]["mean"] for row in rows) for b in budgets}
+            name: {b: geometric(statistics.fmean(row["plan_error"][name][b]) for row in rows)
+                   for b in budgets}
             for name in indicators
         },
         "to_default": {
@@ -60,7 +61,7 @@ def _summary_of(rows: Rows) -> dict[str, Any]:
 
 def to_default(row: Mapping[str, Any], name: str, budget: str) -> float:
     """Return this indicator's plan error over the default's plan error: geometric mean over batches."""
-    errors, default = (row["plan_error"][who][budget]["by_batch"] for who in (name, "variance"))
+    errors, default = (row["plan_error"][who][budget] for who in (name, "variance"))
     found = geometric(error / other for error, other in zip(errors, default, strict=True))["mean"]
     assert found is not None
     return found

@@ -13,10 +13,9 @@ The truth takes hours, plans take minutes, so each is a piece of its own: withou
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,8 +155,7 @@ def sensitivities(workload: Workload, seed: int, scale: Scale, num_batches: int)
 def judge_plans(workload: Workload, seed: int, scale: Scale, omega: Mapping[str, Omega]) -> Row:
     """Return the gradient error of each indicator's plans.
 
-    Errors are measured on batches that no indicator saw. Relative to their mean |g|^2: the mean over them,
-    its standard error, and every batch.
+    Errors are measured on batches that no indicator saw, relative to their mean |g|^2.
     """
     model = warmed_up(workload, seed, scale)
     unseen = [workload.batch(seed, step, 2) for step in range(scale.unseen)]
@@ -178,14 +176,8 @@ def judge_plans(workload: Workload, seed: int, scale: Scale, omega: Mapping[str,
         errors = dict(zip(different, found, strict=True))
     norm = statistics.fmean(squares)
     relative = {key: [error / norm for error in errors[plan]] for key, plan in keys.items()}
-    by_plan = {name: {str(part): spread(relative[name, part]) for part in BUDGETS} for name in omega}
+    by_plan = {name: {str(part): relative[name, part] for part in BUDGETS} for name in omega}
     return {"squared_gradient": squares, "plan_error": by_plan}
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of these batches, its standard error, and the batches themselves."""
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": statistics.fmean(values), "standard_error": error, "by_batch": list(values)}
 
 
 def correlation(found: Sensitivity, truth: Sensitivity, precision: Precision) -> float:

@@ -3,5 +3,5 @@
 `__main__`  compare them: replayed at five shares and on simulated GPUs, measured at three shares
 `ways`      each way as a plan
 `ranks`     two real ranks that take turns at all of them
-`report`    rates, promises, tables, pictures
+`report`    rates, promises, tables, the picture
 """

@@ -67,15 +67,11 @@ def main(
             for of in MEASURED:
                 problems.append(experiment.piece(f"{name} measured at {of}", partial(_measured, name, of)))
     bars = report.bars(problems)
-    page = Page(_PAGE, _PICTURE, report.note(bars, problems)) if publish else None
+    page = Page(_PAGE, report.note(bars, problems)) if publish else None
     experiment.finish(
-        {"problems": problems},
-        bars=bars,
-        tables=[report.table(problems)],
-        measured=_ABOUT,
-        picture=report.draw,
-        page=page,
+        {"problems": problems}, bars=bars, tables=[report.table(problems)], measured=_ABOUT, page=page
     )
+    report.draw(problems, _PICTURE if publish else out / "figures.png")
 
 
 def _replayed(folder: Path, share: float, count: int) -> dict[str, Any]:

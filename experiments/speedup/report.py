@@ -127,13 +127,12 @@ def _cell(problem: Problem, way: str) -> str:
     return f"{relative(problem, way):.2f}x{more}"
 
 
-def draw(content: Mapping[str, Any], path: Path) -> None:
+def draw(problems: Sequence[Problem], path: Path) -> None:
     """Draw samples per second by the weak card's speed, a panel a model, and bars of pairs of GPUs."""
     from matplotlib.figure import Figure  # takes long to import
 
     from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png, strip_axes
 
-    problems = content["problems"]
     models = list(dict.fromkeys(one["model"] for one in problems))
     blue, orange, green, _, red, *_ = SERIES_COLOURS
     colours = dict(zip(_DRAWN, (FAINT, INK, orange, green, blue, red), strict=True))

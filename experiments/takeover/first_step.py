@@ -48,8 +48,6 @@ def main(
         found = {}
         for name in client or CLIENTS:
             found[name] = experiment.piece(name, partial(_measured, CLIENTS[name], work))
-            # An interrupted run shows what it has.
-            experiment.note({"clients": found}, bars=bars(found))
     page = _PAGE if publish else None
     experiment.finish({"clients": found}, bars=bars(found), page=page)
 
@@ -87,9 +85,9 @@ def bars(found: Mapping[str, Any]) -> list[Bar]:
     return stated
 
 
-def beyond(row: Mapping[str, Any], kind: str, key: str = "first_step_s") -> float:
-    """Return by how much a start exceeds plain DDP's."""
-    return float(row[kind][key] - row[_PLAIN][key])
+def beyond(row: Mapping[str, Any], kind: str) -> float:
+    """Return by how many seconds a start exceeds plain DDP's, until the first step."""
+    return float(row[kind]["first_step_s"] - row[_PLAIN]["first_step_s"])
 
 
 if __name__ == "__main__":

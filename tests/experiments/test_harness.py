@@ -128,7 +128,7 @@ def test_without_git_pieces_are_kept(tmp_path, monkeypatch):
 
 
 def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
-    page, picture = tmp_path / "page.md", tmp_path / "picture.png"
+    page = tmp_path / "page.md"
     page.write_text("before\n<!-- results:begin -->\nstale\n<!-- results:end -->\nafter\n")
     experiment = Experiment("one", tmp_path / "out")
     experiment.piece("a", lambda: 1)
@@ -138,18 +138,14 @@ def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
     tables = [table_of("numbers", ("", "found"), [["a", str(experiment.piece("a", lambda: 2))]])]
 
     def finish(**options: object) -> None:
-        experiment.finish({}, bars=[bar("a", 1, 1)], tables=tables, picture=draw, **options)
-
-    def draw(content: object, path: Path) -> None:
-        path.write_text("drawn")
+        experiment.finish({}, bars=[bar("a", 1, 1)], tables=tables, **options)
 
     finish()
-    assert "stale" in page.read_text() and not picture.exists()
-    finish(page=Page(page, picture, "On one thread."))
+    assert "stale" in page.read_text()
+    finish(page=Page(page, "On one thread."))
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
     assert "| a | 1 |" in text and "On one thread." in text and "commit 0123abc." in text
-    assert picture.read_text() == (tmp_path / "out" / "figures.png").read_text() == "drawn"
     experiment.keep("b", 1)
     finish(page=Page(page))
     assert "commits 0123abc, " in page.read_text()

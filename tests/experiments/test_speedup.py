@@ -218,7 +218,7 @@ def test_the_picture_has_every_panel(tmp_path):
     pair = {**problem(), "pair": "A100 + T4"}
     del pair["share"]
     problems = [problem(), {**problem(lb_bsp=1.5), "measured": True}, pair]
-    report.draw({"problems": problems}, tmp_path / "figures.png")
+    report.draw(problems, tmp_path / "figures.png")
     assert (tmp_path / "figures.png").stat().st_size > 10_000
 
 
