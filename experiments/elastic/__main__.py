@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -21,6 +20,7 @@ from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
 from qsync.experiments.elastic.cluster import BATCH_SIZE, Cards
 from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish, bar, run_command, table_of
 from qsync.experiments.harness.ranks import run_on_ranks
+from qsync.experiments.harness.tables import grouped
 
 _PAGE = Page(Path("docs/results/elastic.md"), note="One thread a card.", marker="bars")
 _EVENTS, _FP64_EVENTS, _RESTARTS, _DRIFT_STEPS, _SEED = 100, 10, 6, 120, 0
@@ -67,7 +67,7 @@ def main(
         bar("a checkpoint every 20 steps, part of a step", stalls["stall"], 0.05),
     ]
     experiment.finish(
-        {"by_event": _by_kind(job["events"]), "judged": job["judged"], "without_events": same,
+        {"by_event": grouped(job["events"], "kind"), "judged": job["judged"], "without_events": same,
          "drift": drifted, "restarts": again, "saving": stalls, "churn": simulated, "origin": "measured"},
         bars=bars, tables=[_costs(job["events"])], page=_PAGE if publish else None,
     )  # fmt: skip
@@ -108,13 +108,6 @@ def _joins(lines: Sequence[Any]) -> list[float]:
             found.append(line["at"] - started)
             started = None
     return found[1:]  # the first waits for all cards, and for the first plan
-
-
-def _by_kind(happened: Sequence[Any]) -> dict[str, list[Any]]:
-    kinds = defaultdict(list)
-    for event in happened:
-        kinds[event["kind"]].append(event)
-    return dict(kinds)
 
 
 def _recoveries(happened: Sequence[Any], *kinds: str) -> list[float]:
@@ -173,7 +166,7 @@ def _drift(drifted: Job) -> list[Bar]:
 
 def _costs(happened: Sequence[Any]) -> Table:
     rows = []
-    for kind, found in sorted(_by_kind(happened).items()):
+    for kind, found in sorted(grouped(happened, "kind").items()):
         seconds = _recoveries(found, kind)
         rows.append([kind, str(len(found)), f"{median(seconds):.2f}", f"{max(seconds):.2f}"])
     return table_of(

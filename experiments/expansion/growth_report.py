@@ -15,11 +15,6 @@ Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
 BAR = 0.30  # of the tokens, to be saved
-_SAYS = {
-    "source": "the source",
-    "scratch": "from scratch",
-    "expanded": "expanded",
-}
 
 
 def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float | None:
@@ -42,11 +37,8 @@ def summary(rows: Rows) -> dict[str, Any]:
     Savings are shares of the from-scratch run's tokens (images), seed by seed; `with_source` counts those of
     the source, too.
     """
-    return {workload: _of(own) for workload, own in _by_workload(rows).items()}
-
-
-def _by_workload(rows: Rows) -> dict[str, list[Row]]:
-    return grouped([{**row, "workload": row["setting"]["workload"]} for row in rows], "workload")
+    by_workload = grouped([{**row, "workload": row["setting"]["workload"]} for row in rows], "workload")
+    return {workload: _of(own) for workload, own in by_workload.items()}
 
 
 def _of(rows: Rows) -> dict[str, Any]:
@@ -91,7 +83,7 @@ def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
 def says(method: Mapping[str, Any]) -> str:
     """Return a method in words."""
     share = "" if method["ratio"] == 1.0 else f", {method['ratio']:.0%} of the steps"
-    return _SAYS[method["start"]] + share
+    return ("from scratch" if method["start"] == "scratch" else method["start"]) + share
 
 
 def cells(method: Mapping[str, Any]) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 
+from scipy.stats import sem
 from scipy.stats import t as student
 
 
@@ -16,5 +16,4 @@ def half_width(values: Sequence[float]) -> float:
     """
     if len(values) < 2:
         return math.inf
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return float(student.ppf(0.975, len(values) - 1)) * error
+    return float(student.ppf(0.975, len(values) - 1) * sem(values))

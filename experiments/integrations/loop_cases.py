@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,16 +39,6 @@ def _hybrid(arm: Arm, model: nn.Module | None = None, **options: Any) -> Any:
 def _steps(arm: Arm, make: Callable[[Arm], Any]) -> Outcome:
     model = make(arm)
     return Outcome(trained(model), model)
-
-
-@case(_LOOP, "three calls of the model in one loss")
-def _(arm: Arm) -> Outcome:
-    def triplet(model: Any, one: Batch) -> Any:
-        parts = [model(part) for part in (one[0], one[0].flip(0), one[0].roll(1, 0))]
-        return F.triplet_margin_loss(*parts)
-
-    model = arm.hybrid(net(), batch(), triplet)
-    return Outcome(trained(model, loss_fn=triplet), model)
 
 
 @case(_LOOP, "a GAN: two hybrids, two optimizers")
@@ -111,23 +100,6 @@ cases(_TWICE, _steps, {
         "warns": "averaged only if the loop does that",
     },
 })  # fmt: skip
-
-
-@case(_COPY, "state dicts of model and optimizer into the plain model, and back")
-def _(arm: Arm) -> Outcome:
-    model = _hybrid(arm)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    norms = trained(model, optimizer=optimizer)
-    plain = net()
-    plain.load_state_dict(model.module.state_dict())
-    of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    of_plain.load_state_dict(optimizer.state_dict())
-    again = _hybrid(arm)
-    again.module.load_state_dict(plain.state_dict())
-    of_again = torch.optim.AdamW(again.parameters(), lr=1e-3)
-    of_again.load_state_dict(of_plain.state_dict())
-    same = same_state(again.state_dict(), model.state_dict())
-    return Outcome([*norms, *trained(again, 2, of_again)], again, facts(same=same))
 
 
 @case(_COPY, "safetensors: saved planned, loaded plain")
