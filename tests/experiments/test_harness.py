@@ -172,7 +172,7 @@ def test_a_page_keeps_what_it_says_where_nothing_was_measured(settings, pieces, 
     assert (tmp_path / "out" / "figures.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["accuracy", "unseen", "gpu"])
+@pytest.mark.parametrize("name", ["unseen", "gpu"])
 def test_a_report_of_an_empty_folder_is_refused(name, tmp_path):
     command = import_module(f"qsync.experiments.{name}.__main__")
     with pytest.raises(QSyncError, match="has no finished piece; measure one, or name another --out"):
