@@ -20,7 +20,6 @@ from qsync.replayer import Recapture, Timeline, profiles_under_levers, replay
 # Where 16 bits are no faster than FP32, it stands beside it.
 NAMES = ("fast_alone", "ddp", "lb_bsp", "weak_bf16", "weak_int8", "all_int8", "qsync", "qsync_share")
 _ORDER = (*NAMES[:4], "weak_int8_all", *NAMES[4:])
-_TRIALS = 12  # of shares: a batch of the demo has few
 _TITLES = {
     "fast_alone": "fast rank alone, {base} (the limit)",
     "ddp": "DDP, {base} everywhere",
@@ -106,7 +105,7 @@ def planned_runs(
     shares = list(every_share(basis, other)) if other else []
     if len(shares) > 1:
         plans["lb_bsp"] = (basis.cluster, shared_by_speed(basis, shares, **kept))
-        shared = search(*to_plan, levers=[SHARE], other=other, trials=_TRIALS, **of_plan)
+        shared = search(*to_plan, levers=[SHARE], other=other, **of_plan)
         plans["qsync_share"] = (basis.cluster, shared)
     plans["qsync"] = (basis.cluster, allocate(*to_plan, **of_plan))
     training_s = num_steps * sum(plan.step_s or 0.0 for _, plan in plans.values())

@@ -79,7 +79,7 @@ def test_epochs_follow_one_another_and_one_that_is_broken_off_begins_again(place
     first, second = list(sampler), list(sampler)
     assert sorted(i for batch in second for i in batch) == list(range(64)) and first != second
     sampler.set_epoch(1)
-    assert next(iter(sampler)) == second[0]
+    assert next(iter(sampler)) == second[0] and sampler.state_dict() == {"step": 5}
     assert list(sampler) == second  # it was left after one batch
     sampler.set_epoch(0)
     assert list(sampler) == first

@@ -44,6 +44,17 @@ def test_a_small_batch_waits_for_its_launches():
     assert step_s("H100", small) == pytest.approx(step_s("A100", small), rel=0.2)
 
 
+def test_what_moves_no_bytes_is_not_launched_and_the_optimizer_moves_seven_numbers():
+    sheet = datasheet("A100")
+    found = sheet_profile(GRAPH, sheet, "A100")
+    views = [op.name for op in GRAPH.ops if op.kind in ("view", "output")]
+    launched = {name: sum(c.total_s for c in modes.values()) for name, modes in found.launches.ops.items()}
+    assert views and all(launched[name] == 0.0 for name in views)
+    assert all(seconds > 0.0 for name, seconds in launched.items() if name not in views)
+    trained = sum(value.num_elements for value in GRAPH.parameters if value.requires_grad)
+    assert found.optimizer_s == pytest.approx(7 * 4 * trained / sheet.bytes_per_s / 0.8)
+
+
 def test_more_bits_and_fewer_operations_count_for_less():
     omega = assumed_sensitivity(GRAPH).omega
     op = GRAPH.adjustable[0].name
