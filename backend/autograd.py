@@ -49,8 +49,21 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             )
         return backward(ctx, *gradients)
 
-    untraced: Callable[..., Any] = _disable_dynamo(checked)
-    return untraced
+    return untraced(checked)
+
+
+def untraced(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a backward out of what torch.compile traces: a model may ask for gradients in its forward."""
+    found: Callable[..., Any] = _disable_dynamo(backward)
+    return found
+
+
+def is_recorded(gradient: Tensor) -> bool:
+    """Return whether a backward is to be differentiated itself, or computes many gradients in torch.vmap.
+
+    Torch's own operators can do both.
+    """
+    return torch.is_grad_enabled() or _is_many(gradient)
 
 
 def _is_many(gradient: Tensor) -> bool:

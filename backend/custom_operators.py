@@ -51,6 +51,11 @@ class OpaqueKernels:
         self._kernels = kernels
 
     @property
+    def replaced_in_fp32(self) -> tuple[str, ...]:
+        """The kinds of products that have kernels in FP32."""
+        return self._kernels.replaced_in_fp32
+
+    @property
     def sixteen_bit(self) -> str | None:
         """The 16-bit float that the device carries along edges."""
         return self._kernels.sixteen_bit

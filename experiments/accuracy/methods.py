@@ -39,7 +39,6 @@ NAMES = {
 }
 METHODS = tuple(name for name in NAMES if name not in (ALONE, ALL_16, QSYNC_FASTEST))
 _PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
-_BASE = Precision.FP32
 _CARD, _SHARE = "A100", 0.6
 _PROFILE_S, _BATCHES = 20.0, 4
 
@@ -77,20 +76,18 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
     costs = learned_from(graph, profile)
     cluster, profiles = _on_cards(fill(profile, large, costs, measured_on=graph), large, costs)
     at = (large, profiles)
-    plans = ways(Basis(large, cluster, profiles, by_variance), Recapture(graph, {}), _BASE)
+    plans = ways(Basis(large, cluster, profiles, by_variance), Recapture(graph, {}))
     # QSync's own rule: operators recover by its indicator.
     own = plans[QSYNC]
     assert own.target_s is not None
     by_rule, margin = Basis(large, cluster, profiles, by_depth), own.margin or 0.0
-    ordered = two_stages(by_rule, own.target_s, margin=margin, base=_BASE)
+    ordered = two_stages(by_rule, own.target_s, margin=margin)
     chosen = {name: own.assignment for name, own in ordered.classes.items()}
     plans[QSYNC_DEPTH] = as_plan(large, chosen, profiles, cluster, sensitivity=by_variance)
     # A weak card with INT8 and no type of 16 bits, as processors with VNNI are.
     fast, weak = cluster.classes
     without = replace(weak, precisions=tuple(p for p in weak.precisions if p is not Precision.BF16))
-    plans[QSYNC_INT8] = allocate(
-        *at, by_variance, replace(cluster, classes=(fast, without)), margin=MARGIN, base=_BASE
-    )
+    plans[QSYNC_INT8] = allocate(*at, by_variance, replace(cluster, classes=(fast, without)), margin=MARGIN)
     return {name: asdict(_of_plan(plans[name], len(batches[0][0]))) for name in METHODS}
 
 

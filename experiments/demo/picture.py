@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from qsync import Precision, QSyncError
+from qsync import QSyncError
 from qsync.experiments.harness.pictures import DASHED, legend_below, new_figure
 from qsync.figures.style import INK, save_png, strip_axes
 
@@ -28,8 +28,7 @@ RUN_TITLES = {
 
 def run_title(name: str, base: str = "fp32") -> str:
     """Return what a run is called in tables and pictures."""
-    shown = "fast FP32" if base == Precision.FP32_FAST else base.upper()
-    return RUN_TITLES.get(name, name).format(base=shown)
+    return RUN_TITLES.get(name, name).format(base=base.upper())
 
 
 # The bars of a run: (label, style).

@@ -36,7 +36,7 @@ _COMPILED_MODES = ("bf16", "int8", "fp8")
 # 80 GB, and nothing else: no compiled form, no other peer.
 _LARGEST, _LARGEST_MODES = "llama_1b", (("bf16",), ("int8",), ("fp8",))
 _QUICK_DEMO = ("--workload", "resnet-small", "--steps", "2")
-_ON_CPU = {"fp8": "fp32_fast", "tf32": "fp32_fast"}
+_ON_CPU = {"fp8": "fp32", "tf32": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from qsync.experiments.prediction.random_plans import random_plans, run_plans
 from qsync.experiments.workloads.families import Batch, family_named
 from qsync.runtime import choosers, planned_forward
 
-FP32, AUTOCAST, MODES = "fp32", "autocast", ("fp32_fast", "bf16", "int8", "int8_all")
+EAGER, AUTOCAST, MODES = "eager", "autocast", ("fp32", "bf16", "int8", "int8_all")
 _PROFILE_S, _TINY_PROFILE_S = 30.0, 1.0  # of steps, for a profile
 _PATIENCE_S = 60.0  # with a rank that says nothing
 Assignment = Mapping[str, str]
@@ -82,12 +82,12 @@ def speeds(
     bytes of a step's peak. Each variant trains a copy of the model; the last ones go where memory ends.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
-    bench, case = Bench(where), Case("", name, FP32)
+    bench, case = Bench(where), Case("", name, EAGER)
 
     def in_mode(mode: str) -> Callable[[], None]:
         return training_step(qsync.wrap(copy.deepcopy(model), mode), batches)
 
-    case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
+    case.add(EAGER, lambda: training_step(copy.deepcopy(model), batches))
 
     def as_one(mode: str) -> Callable[[], None]:
         whole = qsync.wrap(copy.deepcopy(model), mode)
@@ -122,7 +122,7 @@ def speeds(
 def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str, Samples]:
     """Time the variants of a case in turns; while memory runs out, without the one that was added last.
 
-    Each ran when it was added, beside fewer copies. FP32 and torch.autocast stay.
+    Each ran when it was added, beside fewer copies. Eager FP32 and torch.autocast stay.
     """
     while True:
         gc.collect()
@@ -130,7 +130,7 @@ def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str
             return measure(case.runs, rounds, where)
         except torch.OutOfMemoryError as error:
             last = list(case.runs)[-1]
-            if last in (FP32, AUTOCAST):
+            if last in (EAGER, AUTOCAST):
                 raise
             why = f"{type(error).__name__}: {shortened(error, quote=False)}"
         case.unavailable[last] = f"beside {', '.join(list(case.runs)[:-1])}: {why}"
@@ -167,11 +167,13 @@ def _predicted_s(graph: OpGraph, plan: Mapping[str, Any], profile: Profile, clus
 def planned(
     name: str, assignment: Assignment, rounds: int, tiny: bool = False, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Time a plan in turns with FP32 eager; return the seconds of both, and the plan's over FP32's."""
+    """Time a plan in turns with FP32 everywhere; return the seconds of both, and the plan's over FP32's."""
     model, batches = _begin(name, tiny, device)
-    lowered = copy.deepcopy(model)
-    planned_forward.attach(lowered, choosers.following({op: Precision(p) for op, p in assignment.items()}))
-    steps = {"fp32": training_step(model, batches[:1]), "plan": training_step(lowered, batches[:1])}
+    steps = {}
+    for of, chosen in (("fp32", {}), ("plan", assignment)):
+        run = copy.deepcopy(model)
+        planned_forward.attach(run, choosers.following({op: Precision(p) for op, p in chosen.items()}))
+        steps[of] = training_step(run, batches[:1])
     found: dict[str, Samples] = measure(steps, rounds, torch.device(device))
     return {
         **{of: samples.median_s for of, samples in found.items()},
@@ -212,12 +214,12 @@ class _OfBatch(nn.Module):
 def memory(
     name: str, tiny: bool = False, device: str = "cpu", modes: Sequence[str] = MODES
 ) -> dict[str, Any]:
-    """Return the bytes of a step in FP32 and in each mode: saved for backward and at the peak, both ways."""
+    """Return the bytes of a step in each mode: saved for backward and at the peak, both ways."""
     model, batches = _begin(name, tiny, device)
     with process_group_of_one():
         trained = Trained(_OfBatch(model), (batches[0], None), lambda loss, _: loss)
         found = {}
-        for mode in (FP32, *modes):
+        for mode in modes:
             trained.program.choose(choosers.uniform(Precision(mode), select(device)), strict=False)
             trained.step()
             found[mode] = trained.measure(Choice(trained.program.assignment()))

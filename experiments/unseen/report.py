@@ -10,7 +10,7 @@ from rich.table import Table
 
 from qsync.experiments.harness import Bar, bar, milliseconds, table_of
 from qsync.experiments.harness.pairing import quartiles
-from qsync.experiments.unseen.family_runs import AUTOCAST, FP32, MODES
+from qsync.experiments.unseen.family_runs import AUTOCAST, EAGER, MODES
 from qsync.experiments.workloads.families import FAMILIES, TRANSFORMER
 from qsync.replayer.step_noise import percentile
 
@@ -72,7 +72,7 @@ def failures(parts: Mapping[str, Any]) -> dict[str, str]:
         f"plan {k}": run["failed"] for k, run in enumerate(runs.get("measured", ())) if "failed" in run
     }
     speed = parts.get("speed", {"unavailable": {}})
-    return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (FP32, *MODES)}
+    return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (EAGER, *MODES)}
 
 
 def _errors(parts: Mapping[str, Any]) -> list[float]:
@@ -90,18 +90,18 @@ def _sizes(errors: Sequence[float]) -> dict[str, float]:
 
 
 def table(found: Found, suffix: str = "") -> Table:
-    """Return the speed of every family, in FP32 and in each mode."""
+    """Return the speed of every family, in eager FP32 and in each mode."""
     title = "Whole steps, times as fast as FP32 eager and as autocast (quartiles); measured"
-    headings = ("", "FP32", AUTOCAST, *MODES, *(f"{mode} / autocast" for mode in MODES))
+    headings = ("", EAGER, AUTOCAST, *MODES, *(f"{mode} / autocast" for mode in MODES))
     rows = [[name, *_speed_cells(parts["speed"])] for name, parts in found.items() if "speed" in parts]
     return table_of(title + suffix, headings, rows)
 
 
 def _speed_cells(speed: Mapping[str, Any]) -> list[str]:
     variants = speed["variants"]
-    cells, over = [milliseconds(median(variants[FP32]["seconds"]))], []
+    cells, over = [milliseconds(median(variants[EAGER]["seconds"]))], []
     for of in (AUTOCAST, *MODES):
-        cells.append(f"{times_as_fast(variants, of, FP32)[1]:.2f}")
+        cells.append(f"{times_as_fast(variants, of, EAGER)[1]:.2f}")
         low, middle, high = times_as_fast(variants, of)
         over.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
     return cells + over[1:]
@@ -110,7 +110,7 @@ def _speed_cells(speed: Mapping[str, Any]) -> list[str]:
 def _peaks(found: Found) -> list[Mapping[str, int]]:
     """Return the memory entries of all families and modes."""
     measured = (parts.get("memory", {}) for parts in found.values())
-    return [entry for by_mode in measured if FP32 in by_mode for entry in by_mode.values()]
+    return [entry for by_mode in measured if MODES[0] in by_mode for entry in by_mode.values()]
 
 
 def _memory_error(entry: Mapping[str, int]) -> float:

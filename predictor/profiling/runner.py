@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from qsync.backend.selection.kernel_selection import Kernels
 from qsync.errors import CalibrationError, shortened
 from qsync.lowering.lowered_graph import LoweredGraph
 from qsync.records.graph import OpGraph
@@ -26,6 +27,11 @@ class Runner(Protocol):
 
     def unsupported(self, graph: OpGraph, precision: Precision) -> Mapping[str, str]:
         """Return the operators that no kernel serves at this precision, each with the reason."""
+        ...
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels of the device."""
         ...
 
     @property

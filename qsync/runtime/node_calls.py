@@ -12,7 +12,7 @@ from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
 from qsync.errors import MiscomputedError, UnsupportedError
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.records.precision import ROUND_INSIDE, Precision
+from qsync.records.precision import Precision
 from qsync.runtime.coverage import say_once
 from qsync.runtime.weight_cache import CastFunction
 
@@ -44,6 +44,10 @@ class KernelTable(Protocol):
     @property
     def replaced_in_bf16(self) -> tuple[str, ...]:
         """Return the kinds of products whose traced call in BF16 has a faster one here."""
+
+    @property
+    def replaced_in_fp32(self) -> tuple[str, ...]:
+        """Return the kinds of products that `kernel` computes in FP32, in the place of the traced call."""
 
     def in_lowered_graphs(self, kind: str) -> Callable[..., torch.Tensor]:
         """Return the operator of a kind in `REPLACED` or `replaced_in_bf16`."""
@@ -97,7 +101,7 @@ class KernelCall(torch.nn.Module):
         self._kernel, self._traced, self._run = kernels.kernel(kind, Precision(run.mode)), target, run
         self._output, self._activation = run.output, activation
         self._fused = {} if activation is None else {"activation": activation}
-        low = run.mode not in (Precision.BF16, *ROUND_INSIDE)
+        low = run.mode not in (Precision.FP32, Precision.TF32, Precision.BF16)
         self._up = (kernels.sixteen_bit if low else None) or "fp32"
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

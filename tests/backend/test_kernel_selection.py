@@ -29,7 +29,7 @@ def test_a_trial_in_the_middle_of_a_forward_pass_saves_nothing_there():
     """Recomputation counts what forward saves, and the second time there is no trial."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        Kernels(torch.device("cpu")).kernel("linear", Precision.FP32_FAST)
+        Kernels(torch.device("cpu")).kernel("linear", Precision.FP32)
     assert saved == []
 
 
@@ -37,7 +37,6 @@ def test_a_cpu_offers_what_it_multiplies():
     kernels = select("cpu")
     assert kernels.precisions() == (
         Precision.FP32,
-        Precision.FP32_FAST,
         Precision.BF16,
         Precision.FP16,
         Precision.INT8,
@@ -59,7 +58,7 @@ def test_a_cpu_offers_what_it_multiplies():
 def test_a_gpu_offers_what_its_capability_has(monkeypatch, capability, missing):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     offered = device_precisions(torch.device("cuda", 0))
-    assert set(Precision) - set(offered) == missing | {"fp32_fast"}
+    assert set(Precision) - set(offered) == missing
     narrow = Kernels(torch.device("cuda", 0)).sixteen_bit
     assert narrow == (None if "bf16" in missing else "bf16")
 

@@ -218,7 +218,7 @@ VALUES = (
 # agree no better than the rounding itself. GPUs get 10 dB more room: they sum in other orders, and round
 # some sums.
 LEAST_DB = {
-    "fp32_fast": (115, 115), "tf32": (60, 60), "bf16": (45, 45), "fp16": (62, 58), "fp8": (50, 35),
+    "fp32": (115, 115), "tf32": (60, 60), "bf16": (45, 45), "fp16": (62, 58), "fp8": (50, 35),
     "int8": (120, 43), "int8_all": (120, 30),
 }  # fmt: skip
 # Probabilities are rounded as well. INT8's reference keeps them in FP32, the kernel in BF16.
@@ -391,7 +391,7 @@ def compare(
         # The reference's oneDNN multiplies padding. That in the other memory order skips it, and so do the
         # convolutions of processors that multiply FP16 (AVX-512 FP16) or tiles of BF16 (AMX). In BF16 they
         # are in the other order.
-        skips = precision in (Precision.FP32_FAST, Precision.FP16, Precision.BF16)
+        skips = precision in (Precision.FP32, Precision.FP16, Precision.BF16)
         skips_padding = skips and spatial and a.ndim > 2
         others = device == "cuda" or is_emulated(device, precision)
         if others and candidate.name.startswith("torch") and not b.isfinite().all():

@@ -15,8 +15,8 @@ from qsync.records.json_files import read_json
 
 def speed(**x_autocast: float) -> dict:
     """What `speeds` returns where FP32 takes a second and autocast half of one."""
-    x_autocast = {"fp32_fast": 0.5, **x_autocast}
-    every = {"fp32": 0.5, "autocast": 1.0, **x_autocast}
+    x_autocast = {"fp32": 0.5, **x_autocast}
+    every = {"eager": 0.5, "autocast": 1.0, **x_autocast}
     variants = {
         name: {"seconds": [0.5 / x, 5.0 / x, 5.0 / x]}  # the machine gets ten times slower
         for name, x in every.items()
@@ -93,10 +93,10 @@ def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch, fast_
 
     monkeypatch.setattr(family_runs, "measure", measure)
     monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
-    found = family_runs.speeds("lstm", 1, ("bf16", "fp32_fast"), False, tiny=True)
-    assert added == [["fp32", "autocast", "bf16", "fp32_fast"], ["fp32", "autocast", "bf16"]]
+    found = family_runs.speeds("lstm", 1, ("bf16", "fp32"), False, tiny=True)
+    assert added == [["eager", "autocast", "bf16", "fp32"], ["eager", "autocast", "bf16"]]
     assert list(found["variants"]) == list(added[1])
-    assert "OutOfMemoryError: CUDA out of memory" in found["unavailable"]["fp32_fast"]
+    assert "OutOfMemoryError: CUDA out of memory" in found["unavailable"]["fp32"]
 
 
 @pytest.mark.dist
@@ -127,7 +127,7 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     # Where BF16 is emulated torch may have no LSTM under autocast.
     absent = set(parts["speed"]["unavailable"]) if emulation_note(torch.device("cpu")) else set()
     assert absent <= {"autocast"}
-    assert set(parts["speed"]["variants"]) == {"fp32", "autocast", *family_runs.MODES} - absent
+    assert set(parts["speed"]["variants"]) == {"eager", "autocast", *family_runs.MODES} - absent
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {}
     assert len(content["bars"]) == 6 and report.failures(parts) == {}
