@@ -25,13 +25,7 @@ from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.linear_bf16 import addmm_bf16, linear_bf16
 from qsync.backend.reference_kernels import reference_kernel
-from qsync.backend.selection.kernel_candidates import (
-    FP32_KERNELS,
-    Kernel,
-    candidates,
-    device_precisions,
-    direct,
-)
+from qsync.backend.selection.kernel_candidates import FP32_KERNELS, Kernel, candidates, device_precisions
 from qsync.backend.selection.shape_checks import checked, is_checked
 from qsync.errors import QSyncError, UnsupportedError
 from qsync.records.precision import (
@@ -101,6 +95,7 @@ class Kernels:
 
     def __init__(self, device: torch.device, bitwise: bool = False) -> None:
         self.device, self.bitwise = device, bitwise or device.type != "cpu" or not has_onednn()
+        self.replaced_in_fp32 = () if self.bitwise else tuple(FP32_KERNELS)
         self._chosen: dict[tuple[str, Precision], tuple[Kernel, Choice]] = {}
         self._unsupported: dict[tuple[str, Precision], str] = {}
 
@@ -125,11 +120,6 @@ class Kernels:
         if self.device.type != "cpu":
             return ()
         return ("gelu", "linear", "addmm") if has_amx(self.device) else ("gelu",)
-
-    @property
-    def replaced_in_fp32(self) -> tuple[str, ...]:
-        """The kinds of products that `kernel` computes in FP32, in the place of the traced call."""
-        return () if self.bitwise else tuple(FP32_KERNELS)
 
     @property
     def plain_casts(self) -> tuple[str, ...]:
@@ -251,7 +241,7 @@ class Kernels:
     def _disagreement(self, kind: str, precision: Precision, kernel: Kernel) -> str | None:
         """Return why this kernel's result and gradients are not the reference's; None if they are."""
         reference = reference_kernel(kind, precision)
-        if (precision is Precision.FP32 and kernel is direct) or reference is None:
+        if reference is None:
             return None
         try:
             got = _trial(kind, precision, kernel, self.device, small=True)()

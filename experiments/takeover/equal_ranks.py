@@ -128,9 +128,8 @@ def compare(config: dict[str, Any], place: Place) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = make(), make_batch()
     plain, is_sharded = copy.deepcopy(model), name == "fsdp2"
-    planned = qsync.hybrid(
-        model, batch, loss_of, base="fp32", precisions=["fp32"], cache_dir=config["cache"], ddp=not is_sharded
-    )
+    options = {"precisions": ["fp32"], "cache_dir": config["cache"], "ddp": not is_sharded}
+    planned = qsync.hybrid(model, batch, loss_of, bitwise=True, **options)
     if is_sharded:
         _shard(planned), _shard(plain)
     else:

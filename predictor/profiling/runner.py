@@ -20,6 +20,8 @@ Choose = Callable[[OpGraph], Mapping[str, Precision]]
 class Runner(Protocol):
     """A model that runs the assignment it was given last: see qsync.runtime.program.Program."""
 
+    kernels: Kernels
+
     def choose(
         self, choose: Choose, observer: Any = None, saving_less: Callable[[OpGraph], Any] | None = None
     ) -> None:
@@ -27,11 +29,6 @@ class Runner(Protocol):
 
     def unsupported(self, graph: OpGraph, precision: Precision) -> Mapping[str, str]:
         """Return the operators that no kernel serves at this precision, each with the reason."""
-        ...
-
-    @property
-    def kernels(self) -> Kernels:
-        """The kernels of the device."""
         ...
 
     @property

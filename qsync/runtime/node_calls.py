@@ -20,6 +20,8 @@ from qsync.runtime.weight_cache import CastFunction
 class KernelTable(Protocol):
     """What the pass needs of a backend: see qsync.backend.select, and OpaqueKernels for exported graphs."""
 
+    replaced_in_fp32: tuple[str, ...]  # kinds of products that `kernel` computes in the traced call's place
+
     @property
     def sixteen_bit(self) -> str | None:
         """The 16-bit float that the device carries along edges."""
@@ -44,10 +46,6 @@ class KernelTable(Protocol):
     @property
     def replaced_in_bf16(self) -> tuple[str, ...]:
         """Return the kinds of products whose traced call in BF16 has a faster one here."""
-
-    @property
-    def replaced_in_fp32(self) -> tuple[str, ...]:
-        """Return the kinds of products that `kernel` computes in FP32, in the place of the traced call."""
 
     def in_lowered_graphs(self, kind: str) -> Callable[..., torch.Tensor]:
         """Return the operator of a kind in `REPLACED` or `replaced_in_bf16`."""

@@ -229,11 +229,6 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch):
     assert choices.get("a", 2) == 1 and Choices("shapes", {}).get("a", 2) is None
 
 
-def test_another_order_of_summing_moves_a_result_by_less_than_a_millionth():
-    a, b = draw(256, 768), draw(768, 256)
-    assert relative_error(fp32._by_onednn(a, b, None), a.double() @ b.double()) < 1e-6
-
-
 class Net(torch.nn.Sequential):
     def __init__(self):
         torch.manual_seed(0)

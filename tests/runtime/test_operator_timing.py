@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import threading
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -72,9 +73,12 @@ def on(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
             choices = Choices("precisions", {})
+        ticks = count()  # no kernel takes no time
         monkeypatch.setattr(operator_timing, "_choices", lambda *_: choices)
         monkeypatch.setattr(operator_timing, "fastest", fastest)
-        monkeypatch.setattr(kernel_timing, "time", SimpleNamespace(perf_counter=lambda: kernels.now))
+        monkeypatch.setattr(
+            kernel_timing, "time", SimpleNamespace(perf_counter=lambda: kernels.now + 1e-9 * next(ticks))
+        )
         monkeypatch.setattr(backend, "select", lambda *_: kernels)
         return kernels
 
