@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qsync.backend import cutlass, encode
-from qsync.backend.selection import kernel_selection
+from qsync.backend.selection import kernel_candidates, kernel_selection
 from qsync.backend.selection.kernel_candidates import Candidate, candidates, device_precisions
 from qsync.backend.selection.kernel_selection import Kernels, select
 from qsync.errors import UnsupportedError
@@ -132,6 +132,16 @@ def test_a_kernel_that_computes_something_else_is_rejected(monkeypatch):
         UnsupportedError, match=r"wrong: wrong: \d+ dB.*broken: fails here: no such .*absent: not"
     ):
         Kernels(torch.device("cpu"))._choose("linear", Precision.INT8)
+
+
+def test_fp32_is_torchs_where_our_kernel_is_wrong_or_bits_are_to_be_torchs(monkeypatch):
+    def wrong(target, out_type, x, weight, bias):
+        return target(x, 1.1 * weight, bias)
+
+    assert select("cpu").choice("linear", "fp32").kernel == "MKL or oneDNN by shape"
+    assert select("cpu", bitwise=True).choice("linear", "fp32").kernel == "torch"
+    monkeypatch.setitem(kernel_candidates.FP32_KERNELS, "linear", wrong)
+    assert Kernels(torch.device("cpu")).choice("linear", "fp32").kernel == "torch"
 
 
 def test_describe_covers_everything_once():

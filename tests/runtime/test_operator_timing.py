@@ -26,8 +26,6 @@ from qsync.runtime.planned_forward import program_of
 INT8, BF16, FP32 = Precision.INT8, Precision.BF16, Precision.FP32
 X = torch.randn(6, 8)
 CPU = backend.select("cpu")
-
-
 SLOW_FP32 = {("fp32", rows): 9.0 for rows in (4, 12)}
 
 

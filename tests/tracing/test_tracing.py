@@ -1125,11 +1125,8 @@ class Drawn(nn.Module):
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_draws_of_numpy_stay_numpy_s(seed):
-    models, found, before = (
-        (Drawn(seed), qsync.wrap(Drawn(seed), "fp32", bitwise=True)),
-        [],
-        np.random.get_state(),
-    )
+    models = (Drawn(seed), qsync.wrap(Drawn(seed), "fp32", bitwise=True))
+    found, before = [], np.random.get_state()
     try:
         for model in models:
             torch.manual_seed(1)
