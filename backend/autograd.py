@@ -17,6 +17,8 @@ from qsync.errors import UnsupportedError
 
 # Whether the graph that is recorded goes backward many times, each time on other saved tensors.
 is_replayed = ContextVar("is_replayed", default=False)
+# Keeps a backward out of what torch.compile traces: a model may ask for gradients in its forward.
+untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
 
 
 def differentiable(function: type[Function], *arguments: Any) -> Tensor:
@@ -50,12 +52,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return untraced(checked)
-
-
-def untraced(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a backward out of what torch.compile traces: a model may ask for gradients in its forward."""
-    found: Callable[..., Any] = _disable_dynamo(backward)
-    return found
 
 
 def is_recorded(gradient: Tensor) -> bool:

@@ -166,7 +166,8 @@ class _Product(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        product, sums = (torch.mm, _sums) if is_recorded(gradient) else (multiply, sum_columns)
+        product = torch.mm if is_recorded(gradient) else multiply
+        sums = partial(torch.sum, dim=0) if is_recorded(gradient) else sum_columns
         g = gradient.contiguous()
         dx = dw = None
         if weight is not None:
@@ -234,10 +235,6 @@ class _Convolution(torch.autograd.Function):
             for g, t, need in zip(found, (x, weight), needs, strict=False)
         )
         return dx, dw, db, None, None, None
-
-
-def _sums(g: Tensor) -> Tensor:
-    return g.sum(0)
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
