@@ -244,6 +244,7 @@ def as_plan(
             origin=profiles[c.name].origin,
             base=base_on(base, bases_of(c.device, c.precisions)),
             carries_16bit=c.carried_16bit is not None,
+            bitwise=profiles[c.name].bitwise,
         )
         for c in cluster.classes
     }

@@ -17,6 +17,8 @@ from qsync.errors import UnsupportedError
 
 # Whether the graph that is recorded goes backward many times, each time on other saved tensors.
 is_replayed = ContextVar("is_replayed", default=False)
+# Keeps a backward out of what torch.compile traces: a model may ask for gradients in its forward.
+untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
 
 
 def differentiable(function: type[Function], *arguments: Any) -> Tensor:
@@ -49,8 +51,15 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             )
         return backward(ctx, *gradients)
 
-    untraced: Callable[..., Any] = _disable_dynamo(checked)
-    return untraced
+    return untraced(checked)
+
+
+def is_recorded(gradient: Tensor) -> bool:
+    """Return whether a backward is to be differentiated itself, or computes many gradients in torch.vmap.
+
+    Torch's own operators can do both.
+    """
+    return torch.is_grad_enabled() or _is_many(gradient)
 
 
 def _is_many(gradient: Tensor) -> bool:

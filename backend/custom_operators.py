@@ -48,7 +48,7 @@ class OpaqueKernels:
     replaced_in_bf16 = ()
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+        self._kernels, self.replaced_in_fp32 = kernels, kernels.replaced_in_fp32
 
     @property
     def sixteen_bit(self) -> str | None:

@@ -32,8 +32,7 @@ def measured_peaks(device: torch.device) -> dict[str, float]:
     >>> measured_peaks(torch.device("cpu"))["int8"]
     3.1e11
     """
-    shared = (Precision.FP32_FAST, Precision.INT8_ALL)  # that have the peak of another precision
-    wanted = [str(p) for p in device_precisions(device) if p not in shared]
+    wanted = [str(p) for p in device_precisions(device) if p is not Precision.INT8_ALL]  # int8's peak
     runs = products(device, _SQUARE[device.type], wanted)
     return best_by_type({name: flops / _least_s(run) for name, (flops, run) in runs.items()})
 
@@ -68,9 +67,7 @@ def peak_of(
     """
     precision = Precision(precision)
     types = [str(precision)]
-    if precision is Precision.FP32_FAST:
-        types = ["fp32"]
-    elif precision is Precision.INT8_ALL:
+    if precision is Precision.INT8_ALL:
         types = ["int8"]
     elif precision is Precision.INT8:
         types = ["int8"] + [sixteen_bit] * (5 if kind == "attention" else 2)

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from qsync.backend.kernels import fp32_fast
+from qsync.backend.kernels import fp32
 from qsync.backend.measure_peaks import matrix_product
 from qsync.backend.shape_choices import choose
 from qsync.errors import FormatError, UnsupportedError
@@ -124,8 +124,8 @@ def _is_faster(type_name: str, than: int) -> bool:
     def in_fp32() -> torch.Tensor:
         a, b = operands()
         for _ in range(than - 1):
-            fp32_fast.multiply(a, b.t())
-        return fp32_fast.multiply(a, b.t())
+            fp32.multiply(a, b.t())
+        return fp32.multiply(a, b.t())
 
     runs = [lambda: product()(), in_fp32]
     return choose((f"{type_name} or {than} times FP32",), runs) == 0

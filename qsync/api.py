@@ -67,6 +67,7 @@ def profile(
     progress: Callable[[str], None] = lambda text: None,
     save_less: bool = False,
     loader: Iterable[Any] | None = None,
+    bitwise: bool = False,
 ) -> Profile:
     """Measure each operator's time at each precision on this device, in running steps of the real model.
 
@@ -92,6 +93,7 @@ def profile(
         loader: what the training loop takes its batches from (a DataLoader, or a generator that also moves
             batches to the device): one before every step, which is only timed. The profile then knows how
             long a step waits for it (`Profile.loading_s`). Without it data loading is no part of predictions.
+        bitwise: measure FP32 with torch's own kernels, for a plan that runs it so, not with the fastest.
 
     Returns:
         The profile: seconds by operator and precision, casts, bytes and what is outside of the graph.
@@ -117,7 +119,7 @@ def profile(
     chosen = precisions_to_profile(chosen_class, model, precisions)
     loss, trained = loss_of(model, example_inputs, loss_fn), trained_parameters(model)
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
-    with undrawn(loader), running(model, loss, dynamic=False) as program:
+    with undrawn(loader), running(model, loss, dynamic=False, bitwise=bitwise) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         with naming_operators(program, loss, trained):
             options = ProfilerOptions(make_optimizer, progress, save_less, loader)
@@ -327,6 +329,7 @@ def wrap(
     save_less: bool = False,
     base: str | None = None,
     strict: bool = False,
+    bitwise: bool = False,
 ) -> torch.nn.Module:
     """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
 
@@ -345,10 +348,12 @@ def wrap(
         save_less: let every operator that can save less for backward, not only those that the plan names
             (`Plan.save_less`). This costs some time and, where eight bits are saved, some gradient error (see
             qsync.backend.compressed_saves.saved_ops).
-        base: "fp32_fast", "tf32", "bf16" or "fp16": run the operators that torch.autocast lowers in it, where
+        base: "tf32", "bf16" or "fp16": run the operators that torch.autocast lowers in it, where
             nothing lower is asked for. Inside a torch.autocast of that type the model may be called; qsync
             decides the casts there too.
         strict: run operators in the one precision though they are slower there.
+        bitwise: compute FP32 by torch's own kernels, to the bit, not by the fastest of the CPU. Plans say
+            which, as their profiles were measured.
 
     Returns:
         The model.
@@ -363,18 +368,24 @@ def wrap(
         >>> model = qsync.wrap(model, "bf16", save_less=True)
         >>> model = qsync.wrap(model, base="bf16")
     """
-    return _take_over(model, Wrapping.of(plan, device_class, save_less, base, strict))
+    return _take_over(model, Wrapping.of(plan, device_class, save_less, base, strict, bitwise))
 
 
 def wrap_as(
-    model: torch.nn.Module, plan: Plan, device_class: str, speaks: bool, program: Program | None = None
+    model: torch.nn.Module,
+    plan: Plan,
+    device_class: str,
+    speaks: bool,
+    program: Program | None = None,
+    bitwise: bool = False,
 ) -> torch.nn.Module:
     """Wrap a model of a job.
 
     `speaks`: this rank says how much of it is lowered. `program` measured this very model for the plan; it
     goes on with the graphs that it traced.
     """
-    asked = replace(Wrapping.of(plan, device_class, False), speaks=speaks, fits=program is not None)
+    asked = Wrapping.of(plan, device_class, False, bitwise=bitwise)
+    asked = replace(asked, speaks=speaks, fits=program is not None)
     return _take_over(model, asked, program)
 
 
@@ -436,11 +447,12 @@ def running(
     loss: Callable[[], torch.Tensor],
     dynamic: bool | None = None,
     alone: bool = False,
+    bitwise: bool = False,
 ) -> Iterator[Program]:
     """Let a model run through a program, to be measured; afterwards it is as before.
 
     Its first call happens before, as torch runs it: what that initializes is not measured. Inside another
-    `running` of the model its program is used, unless `alone`.
+    `running` of the model its program is used, unless `alone`. `bitwise`: FP32 runs by torch's own kernels.
     """
     outer = _measuring.get(model)
     if outer is not None and not alone:
@@ -450,7 +462,7 @@ def running(
     before = planned_forward.programs.get(model)
     with undisturbed(model, loss), running_plain(model):
         first_call(model, loss)
-        program = planned_forward.attach(model, lambda graph: {}, dynamic=dynamic)
+        program = planned_forward.attach(model, lambda graph: {}, dynamic=dynamic, bitwise=bitwise)
         try:
             _measuring[model] = program
             yield program

@@ -50,7 +50,7 @@ from qsync.distributed.shared_batches import (
 from qsync.errors import FormatError, NoGradientError, NothingToLowerError, QSyncError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
-from qsync.records.base import default_base, measured_base, parse_base
+from qsync.records.base import base_of_graph, parse_base
 from qsync.records.graph import digest
 from qsync.records.json_files import check_kind
 from qsync.records.levers import SAVE_LESS, ClassLevers
@@ -87,6 +87,7 @@ def hybrid(
     join_timeout_s: float = 600.0,
     loader: Iterable[Any] | None = None,
     base: str | None = None,
+    bitwise: bool = False,
     ddp: bool = True,
     ddp_options: Mapping[str, Any] | None = None,
     log_steps: str | Path | None = None,
@@ -129,11 +130,11 @@ def hybrid(
         join_timeout_s: seconds to wait for a rank that has not come yet. From the tenth on a line names it.
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
             and planned with. Of a `qsync.ShareSampler`: batches of two sizes are drawn and profiled.
-        base: "fp32", "fp32_fast", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast
-            would, and what the others are lowered from. Without it the type of the torch.autocast that is on
-            here, or of Accelerate's mixed precision, else "fp32_fast" where the strong class's steps are
-            faster by it. "fp32" keeps the strong class bitwise torch's. The training loop may keep its
-            torch.autocast of that type.
+        base: "fp32", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast would, and
+            what the others are lowered from. Without it the type of the torch.autocast that is on here, or of
+            Accelerate's mixed precision, else "fp32". The training loop may keep its torch.autocast of that
+            type.
+        bitwise: compute FP32 by torch's own kernels, to the bit, not by the fastest of the CPU.
         ddp: False leaves wrapping to a framework that does it itself: its DDP, or fully_shard. At the first
             training call that DDP is found, its steps are watched, and its gradients weighed.
         ddp_options: DDP's arguments: `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,
@@ -195,7 +196,7 @@ def hybrid(
         "a loader": "given" if loader is not None else "none", "the base": base,
         "the global batch of the loader": sampler.global_batch if sampler is not None else 0,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
-        "the training mode": model.training, "ddp": ddp, "check": check,
+        "bitwise": bitwise, "the training mode": model.training, "ddp": ddp, "check": check,
         "a report": report is not None,
         **_accelerate_facts(plan, options), **_option_facts(options),
         **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
@@ -214,12 +215,12 @@ def hybrid(
             progress = stack.enter_context(shown_on_rank_zero("qsync: planning"))
             profiling = ProfileOptions(
                 precisions, make_optimizer, loader, bucket_cap_mb, ddp_options, _may_save_less(options),
-                progress,
+                progress, bitwise=bitwise,
             )  # fmt: skip
             stack.enter_context(_in_training_mode(model))
             loss = agree_locally("reading the example batch", step.loss)
             # One trace serves all that is measured, and training after it.
-            measuring = api.running(model, loss, dynamic=False)
+            measuring = api.running(model, loss, dynamic=False, bitwise=bitwise)
             program = agree_locally("running the model", lambda: stack.enter_context(measuring))
             try:
                 plan, folder = _profile_and_plan(step, rank, batches, profiling, cache_dir, options)
@@ -232,7 +233,7 @@ def hybrid(
     own = rank.device_class.name
     is_first = job.is_first_of(own)
     if plan is not None:
-        agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, is_first, program))
+        agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, is_first, program, bitwise))
     if sampler is not None and plan is not None:
         hand_out_shares(sampler, model, plan, own)
     if report is not None and plan is not None and folder is not None:
@@ -457,16 +458,11 @@ def _profile_and_plan(
     agree_locally("reading the batch", lambda: batches.check(graph))
     formed = job.form_cluster(rank, profiling.progress)
     options = that_can_be(options, formed[0])
-    is_asked = "base" in options
-    if not is_asked:
-        able = {p for device_class in formed[0].classes for p in device_class.precisions}
-        chosen = able.intersection(profiling.precisions or able)
-        options = {**options, "base": str(default_base(graph, chosen))}
     other = options.get("other")
     named = {**options, "other": other.graph.shapes_hash} if isinstance(other, Recapture) else options
     folder = plans / cache_key(graph, formed[0], {
         "precisions": profiling.precisions, "optimizer": profiling.make_optimizer, "loss": step.loss_fn,
-        "cap": profiling.bucket_cap_bytes,
+        "cap": profiling.bucket_cap_bytes, "bitwise": profiling.bitwise,
         **({"loader": "given"} if profiling.loader is not None else {}),
         **{name: value for name, value in (profiling.ddp_options or {}).items() if isinstance(value, bool)},
         **named,
@@ -475,10 +471,9 @@ def _profile_and_plan(
     if plan is None:
         from_rank_zero("a folder for the plan", lambda: make_folder(folder))
         is_equal = len(formed[0].classes) == 1 and not _TIMES_DECIDE.intersection(options)
-        profiling = replace(profiling, base=Precision(options["base"]), briefly=is_equal)
+        base = base_of_graph(graph, options.get("base"))
+        profiling = replace(profiling, base=base, briefly=is_equal)
         basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
-        if not is_asked:
-            options = {**options, "base": str(measured_base(Precision(options["base"]), basis.profiles))}
         if takes_samples(options) and options.get("other") is None:
             profiling.progress("another number of samples")
             options |= {"other": recaptured(step, rank, batches, basis, formed[1], profiling, options)}

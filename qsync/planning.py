@@ -40,7 +40,7 @@ def plan(
             "save_less". Those named are searched.
         **options: options of `qsync.allocator.allocate`: `target_s` (seconds of a step) or `slack` (a part of
             the least step), `budgets` (class -> bytes), `pins` (pattern -> precision), `lower_all`, `margin`,
-            `together`, `saving_less` (class -> patterns), `base` ("fp32", "fp32_fast", "tf32", "bf16"
+            `together`, `saving_less` (class -> patterns), `base` ("fp32", "tf32", "bf16"
             or "fp16"), `bucket_cap_bytes`, `gap` and `time_limit_s`. With `levers` also those of
             `qsync.allocator.search`: `other`, `trials`, `storage`, `seed` and `progress`.
 

@@ -82,6 +82,11 @@ def checked_assignments(
             )
         if not set(map(type, assignment.values())) <= {Precision}:  # lowering compares by identity
             assignment = {op: Precision(p) for op, p in assignment.items()}
+        if isinstance(plan, Plan) and plan[name].bitwise != profiles[name].bitwise:
+            raise MismatchError(
+                f"the plan and the profile of {name} differ in bitwise (FP32 by torch's own kernels, "
+                "not by the fastest); profile and plan with the same"
+            )
         at = profiles[name].graph_of(graph)
         less = ops_that_save_less(at, plan[name].saving_less) if isinstance(plan, Plan) else ()
         found.append((name, assignment, less))

@@ -124,7 +124,7 @@ def _worth_asking_for(plan: Plan, profiles: Mapping[str, Profile], cluster: Clus
     return [
         f"{slowest.name} is no faster in {' or '.join(below)} than in FP32, so nothing is lowered there; "
         "int8_all multiplies gradients in INT8 too, rounded stochastically: to choose from it, give "
-        'precisions=["fp32_fast", "int8_all"]'
+        'precisions=["int8_all"]'
     ]
 
 

@@ -28,7 +28,7 @@ def grouped_mm_bf16(
     return differentiable(_Groups, input, weight, offs, BLOCK_ROWS).to(DTYPES[out_type])
 
 
-def grouped_mm_fp32_fast(
+def grouped_mm_fp32(
     target: Callable[..., Tensor], out_type: str, input: Tensor, weight: Tensor, offs: Tensor
 ) -> Tensor:
     """Compute `grouped_mm_bf16` in FP32: the products of the traced call, which clears each result first."""

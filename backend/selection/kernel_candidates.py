@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qsync.backend import cutlass
-from qsync.backend.devices.onednn import has_onednn, sums_int8_exactly
+from qsync.backend.devices.onednn import sums_int8_exactly
 from qsync.backend.kernels.attention.attention_bf16 import fastest_attention_bf16
 from qsync.backend.kernels.attention.attention_int8 import attention_int8
 from qsync.backend.kernels.convolution.convolution_bf16 import conv2d_bf16
@@ -27,13 +27,8 @@ from qsync.backend.kernels.convolution.image_order import find_channels_last
 from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
 from qsync.backend.kernels.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.kernels.fp16_tf32 import conv2d_fp16, product_fp16, product_tf32
-from qsync.backend.kernels.fp32_fast import (
-    addmm_fp32_fast,
-    conv2d_fp32_fast,
-    linear_fp32_fast,
-    matmul_fp32_fast,
-)
-from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16, grouped_mm_fp32_fast
+from qsync.backend.kernels.fp32 import addmm_fp32, conv2d_fp32, linear_fp32, matmul_fp32
+from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16, grouped_mm_fp32
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.backend.kernels.matmul import matmul_int8
@@ -76,27 +71,35 @@ _CONVOLUTIONS: dict[tuple[str, Precision], Kernel] = {
     ("conv1d", Precision.INT8): conv1d_int8,
 }
 _EMBEDDINGS: dict[Precision, Kernel] = {Precision.BF16: embedding_bf16, Precision.INT8: embedding_int8}
-_FAST_KERNELS: dict[str, Kernel] = {
-    "linear": linear_fp32_fast,
-    "addmm": addmm_fp32_fast,
-    "conv2d": conv2d_fp32_fast,
-    "matmul": matmul_fp32_fast,
-    "grouped_mm": grouped_mm_fp32_fast,
+# Kernels of a CPU that compute each shape as torch does, or otherwise where that is faster.
+FP32_KERNELS: dict[str, Kernel] = {
+    "linear": linear_fp32,
+    "addmm": addmm_fp32,
+    "conv2d": conv2d_fp32,
+    "matmul": matmul_fp32,
+    "grouped_mm": grouped_mm_fp32,
 }
-_FAST_NAMES = {"conv2d": "memory order by shape", "grouped_mm": "torch, uncleared"}
+_FP32_NAMES = {"conv2d": "memory order by shape", "grouped_mm": "torch, uncleared"}
 _FP16_KERNELS: dict[str, Kernel] = {"linear": linear_fp16, "addmm": addmm_fp16, "conv2d": conv2d_fp16}
 _TF32_KERNELS: dict[str, Kernel] = {"linear": linear_tf32, "addmm": addmm_tf32}
 _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
 
 
-def candidates(kind: str, precision: Precision, device: torch.device) -> tuple[Candidate, ...]:
+def candidates(
+    kind: str, precision: Precision, device: torch.device, bitwise: bool = False
+) -> tuple[Candidate, ...]:
     """Return the candidates for this product and precision, usable or not, in a fixed order.
+
+    `bitwise` leaves FP32 to torch's own kernels.
 
     >>> candidates("linear", Precision.INT8, torch.device("cpu"))[0].name
     'int_mm'
     """
     if precision not in PRECISIONS_BY_KIND.get(kind, ()):
         return ()
+    if precision is Precision.FP32 and kind in FP32_KERNELS and device.type == "cpu" and not bitwise:
+        name = _FP32_NAMES.get(kind, "MKL or oneDNN by shape")
+        return Candidate(name, FP32_KERNELS[kind]), Candidate("torch", direct)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     reason = why_not_multiplied(precision, capability)
     found = _torch_candidates(kind, precision, device, reason)
@@ -119,9 +122,6 @@ def _torch_candidates(
     if precision in (Precision.FP32, Precision.BF16):
         is_images = kind == "conv2d" and precision is Precision.BF16
         return (_candidate("torch", direct_images if is_images else direct, reason),)
-    if precision is Precision.FP32_FAST:
-        name = _FAST_NAMES.get(kind, "MKL or oneDNN by shape")
-        return (_candidate(name, _FAST_KERNELS[kind], reason or _why_no_onednn()),)
     if precision is Precision.FP16:
         return (_candidate("torch, scaled", _FP16_KERNELS.get(kind, product_fp16), reason),)
     if precision is Precision.TF32:
@@ -153,15 +153,7 @@ def _candidate(name: str, kernel: Kernel, reason: str | None) -> Candidate:
     return Candidate(name, None if reason else kernel, reason)
 
 
-def _why_no_onednn() -> str | None:
-    return None if has_onednn() else "this torch was built without oneDNN"
-
-
 def device_precisions(device: torch.device) -> tuple[Precision, ...]:
     """Return the precisions that the device multiplies, by capability alone."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return tuple(
-        p
-        for p in Precision
-        if why_not_multiplied(p, capability) is None and (p is not Precision.FP32_FAST or has_onednn())
-    )
+    return tuple(p for p in Precision if why_not_multiplied(p, capability) is None)

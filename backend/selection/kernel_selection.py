@@ -17,6 +17,7 @@ from qsync.backend.casts.cast_ops import to_bf16
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.devices.amx import has_amx
 from qsync.backend.devices.kernel_timing import GPU_CALLS, GPU_ROUNDS, apart, kernel_s, synchronize, timings
+from qsync.backend.devices.onednn import has_onednn
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.gelu import gelu
@@ -24,7 +25,7 @@ from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.linear_bf16 import addmm_bf16, linear_bf16
 from qsync.backend.reference_kernels import reference_kernel
-from qsync.backend.selection.kernel_candidates import Kernel, candidates, device_precisions
+from qsync.backend.selection.kernel_candidates import FP32_KERNELS, Kernel, candidates, device_precisions
 from qsync.backend.selection.shape_checks import checked, is_checked
 from qsync.errors import QSyncError, UnsupportedError
 from qsync.records.precision import (
@@ -83,6 +84,8 @@ class Choice:
 class Kernels:
     """The kernels of one device. Each is timed when it is first requested.
 
+    `bitwise`: FP32 is computed by torch's own kernels, as always on GPUs.
+
     >>> kernels = select("cpu")
     >>> y = kernels.kernel("linear", Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
     """
@@ -90,8 +93,9 @@ class Kernels:
     saving = staticmethod(saving)
     in_lowered_graphs = staticmethod(_OF_LOWERED_GRAPHS.__getitem__)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, bitwise: bool = False) -> None:
+        self.device, self.bitwise = device, bitwise or device.type != "cpu" or not has_onednn()
+        self.replaced_in_fp32 = () if self.bitwise else tuple(FP32_KERNELS)
         self._chosen: dict[tuple[str, Precision], tuple[Kernel, Choice]] = {}
         self._unsupported: dict[tuple[str, Precision], str] = {}
 
@@ -210,12 +214,14 @@ class Kernels:
     def _measure(self, kind: str, precision: Precision) -> tuple[Kernel, Choice]:
         tried: list[tuple[float, str, Kernel]] = []
         rejected: list[tuple[str, str]] = []
-        for candidate in candidates(kind, precision, self.device):
+        for candidate in candidates(kind, precision, self.device, self.bitwise):
             kernel, reason = candidate.kernel, candidate.reason
             if kernel is not None:
                 reason = self._disagreement(kind, precision, kernel)
             if kernel is None or reason:
                 rejected.append((candidate.name, reason or "it has no kernel"))
+            elif tried and precision is Precision.FP32:
+                rejected.append((candidate.name, f"{tried[0][1]} runs it where it is faster"))
             else:
                 run = _trial(kind, precision, kernel, self.device)
                 seconds = _timed_s(run, self.device.type == "cuda")
@@ -235,7 +241,7 @@ class Kernels:
     def _disagreement(self, kind: str, precision: Precision, kernel: Kernel) -> str | None:
         """Return why this kernel's result and gradients are not the reference's; None if they are."""
         reference = reference_kernel(kind, precision)
-        if precision is Precision.FP32 or reference is None:
+        if reference is None:
             return None
         try:
             got = _trial(kind, precision, kernel, self.device, small=True)()
@@ -244,12 +250,12 @@ class Kernels:
             return f"fails here: {str(error).strip().splitlines()[0]}"
         # Two stochastic roundings agree no better than the rounding itself: 8 bits leave about 35 dB.
         worst = min(_agreement_db(a, b) for a, b in zip(got, expected, strict=True))
-        least = _LEAST_FP32_AGREEMENT_DB if precision is Precision.FP32_FAST else LEAST_AGREEMENT_DB
+        least = _LEAST_FP32_AGREEMENT_DB if precision is Precision.FP32 else LEAST_AGREEMENT_DB
         return None if worst >= least else f"wrong: {worst:.0f} dB from the reference"
 
 
-def select(device: str | torch.device = "cpu") -> Kernels:
-    """Return the kernels of a device: one `Kernels` per device and process.
+def select(device: str | torch.device = "cpu", bitwise: bool = False) -> Kernels:
+    """Return the kernels of a device: one `Kernels` per device and process, and one that is `bitwise`.
 
     Raises UnsupportedError if the device is neither a CPU nor a GPU that torch can use here.
 
@@ -270,12 +276,12 @@ def select(device: str | torch.device = "cpu") -> Kernels:
                 "torch sees no CUDA device here: use cpu, or install a CUDA build of torch"
             )
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    return _kernels_of(device)
+    return _kernels_of(device, bitwise and device.type == "cpu")
 
 
 @cache
-def _kernels_of(device: torch.device) -> Kernels:
-    return Kernels(device)
+def _kernels_of(device: torch.device, bitwise: bool) -> Kernels:
+    return Kernels(device, bitwise)
 
 
 def _trial(

@@ -20,7 +20,7 @@ from qsync.backend.devices.amx import has_amx
 from qsync.backend.devices.kernel_timing import apart
 from qsync.backend.encoding import Operand, encode
 from qsync.errors import MiscomputedError
-from qsync.records.precision import CONVOLUTIONS, ROUND_INSIDE, Precision
+from qsync.records.precision import CONVOLUTIONS, Precision
 
 Kernel = Callable[..., Tensor]
 
@@ -34,8 +34,8 @@ _MOST_IMAGES = 4
 
 def is_checked(kind: str, precision: Precision, device: torch.device) -> bool:
     """Return whether kernels of this kind are to be checked here."""
-    rounds = precision is not Precision.FP32 and precision not in ROUND_INSIDE
-    return kind in CONVOLUTIONS and rounds and has_amx(device)
+    rounds_operands = precision not in (Precision.FP32, Precision.TF32)
+    return kind in CONVOLUTIONS and rounds_operands and has_amx(device)
 
 
 def checked(kernel: Kernel) -> Kernel:

@@ -34,7 +34,6 @@ QSYNC_DEPTH = "qsync_depth"
 NAMES = {**TITLES, QSYNC_DEPTH: "QSync's own rule (depth, greedy)"}
 METHODS = tuple(name for name in NAMES if name not in (ALONE, ALL_16, QSYNC_FASTEST))
 _PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
-_BASE = Precision.FP32
 _CARD, _SHARE = "A100", 0.6
 _PROFILE_S, _BATCHES = 20.0, 4
 
@@ -71,12 +70,12 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
     )
     costs = learned_from(graph, profile)
     cluster, profiles = _on_cards(fill(profile, large, costs, measured_on=graph), large, costs)
-    plans = ways(Basis(large, cluster, profiles, by_variance), Recapture(graph, {}), _BASE)
+    plans = ways(Basis(large, cluster, profiles, by_variance), Recapture(graph, {}))
     # QSync's own rule: operators recover by its indicator.
     own = plans[QSYNC]
     assert own.target_s is not None
     by_rule, margin = Basis(large, cluster, profiles, by_depth), own.margin or 0.0
-    ordered = two_stages(by_rule, own.target_s, margin=margin, base=_BASE)
+    ordered = two_stages(by_rule, own.target_s, margin=margin)
     chosen = {name: own.assignment for name, own in ordered.classes.items()}
     plans[QSYNC_DEPTH] = as_plan(large, chosen, profiles, cluster, sensitivity=by_variance)
     return {name: asdict(_of_plan(plans[name], len(batches[0][0]))) for name in METHODS}

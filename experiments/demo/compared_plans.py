@@ -35,8 +35,7 @@ _TITLES = {
 
 def run_title(name: str, base: str = "fp32") -> str:
     """Return what a run is called in tables."""
-    shown = "fast FP32" if base == Precision.FP32_FAST else base.upper()
-    return _TITLES.get(name, name).format(base=shown)
+    return _TITLES.get(name, name).format(base=base.upper())
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def planned_runs(
     other: Recapture | None = None,
     num_steps: int = 0,
 ) -> dict[str, Planned]:
-    """Plan every run of the demo. Without a base of 16 bits the strong rank runs in FP32, plain or fast.
+    """Plan every run of the demo. Without a base of 16 bits the strong rank runs in FP32.
 
     Intervals are of `num_steps` steps of every run that follow the profile, in turns.
 
@@ -81,7 +80,7 @@ def planned_runs(
     """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
     lowest, precision = "weak_bf16", next_up(basis.cluster, WEAK, Precision.BF16)
-    if base not in (Precision.FP32, Precision.FP32_FAST):
+    if base is not Precision.FP32:
         lowest, precision = "weak_int8_all", Precision.INT8_ALL
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
         "fast_alone": (alone, {}),

@@ -11,18 +11,13 @@ from qsync import Precision, QSyncError, backend
 from qsync.experiments.demo.rank import run
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.workloads.subjects import demo_workload
-from qsync.records.base import base_on, bases_of, check_base, parse_base
+from qsync.records.base import bases_of, check_base, parse_base
 
 
-def known_base(base: str | None) -> Precision:
-    """Return the base of a demo: FP32 by this machine's fastest kernels if None.
-
-    Raises UnsupportedError for a base that this machine's fast rank lacks.
-    """
+def known_base(base: str) -> Precision:
+    """Return the base of a demo; UnsupportedError for one that this machine's fast rank lacks."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known = bases_of(device.type, backend.select(device).precisions())
-    if base is None:
-        return base_on(Precision.FP32_FAST, known)
     found = parse_base(base)
     check_base(found, known)
     return found
@@ -38,14 +33,13 @@ def run_demo(
     seed: int = 0,
     steps: int | None = None,
     rounds: int = 3,
-    base: str | None = None,
+    base: str = "fp32",
 ) -> dict[str, Any]:
     """Train the same model in every alternative of the demo, on two ranks; return report.json's content.
 
-    `base` is what the fast rank runs in; None is FP32 by its fastest kernels. `rounds` of the profile are
-    taken before training. Everything is written to `out`, each file whole or not at all. Raises QSyncError,
-    before anything starts, for a workload, data, share, base or number that cannot be used, and when a rank
-    failed.
+    `base` is what the fast rank runs in. `rounds` of the profile are taken before training. Everything is
+    written to `out`, each file whole or not at all. Raises QSyncError, before anything starts, for a
+    workload, data, share, base or number that cannot be used, and when a rank failed.
     """
     # The first step of a turn starts with all ranks aligned and is not a period: one step measures nothing.
     for name, value, least in (("--seeds", seeds, 1), ("--steps", steps, 2)):

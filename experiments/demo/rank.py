@@ -47,8 +47,6 @@ from qsync.runtime.program import Program
 STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
 PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
-# What is worth choosing from, by base.
-PROFILED_BELOW = {Precision.FP32: PROFILED, Precision.FP32_FAST: (*PROFILED, Precision.FP32_FAST)}
 PROFILED_BELOW_16BIT = (*PROFILED, Precision.INT8_ALL)
 
 
@@ -114,7 +112,7 @@ class Measuring:
             step = job.TrainingStep(self._model, part, self._loss_fn)
             self.smaller = Recapture(job.form_graph(step), {})
             torch._dynamo.reset()
-        profiled = PROFILED_BELOW.get(base, PROFILED_BELOW_16BIT)
+        profiled = PROFILED if base is Precision.FP32 else PROFILED_BELOW_16BIT
         if Precision.INT8_ALL in offered_precisions(place.device):
             profiled = tuple(dict.fromkeys((*profiled, Precision.INT8_ALL)))
         able = set(self._own.precisions) - emulated_precisions(place.device) | {base}

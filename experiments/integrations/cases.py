@@ -62,7 +62,7 @@ class Arm:
     def options(self) -> dict[str, Any]:
         """Return arguments of `qsync.hybrid`."""
         lowered = {"pins": {"*": self.precision}, **_EVERYTHING}
-        chosen = {"precisions": ["fp32"]} if self.precision == "fp32" else lowered
+        chosen = {"precisions": ["fp32"], "bitwise": True} if self.precision == "fp32" else lowered
         return {"cache_dir": self.folder.parent / "plans", **chosen}
 
     @property

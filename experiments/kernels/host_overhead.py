@@ -15,10 +15,9 @@ import qsync
 from qsync.experiments.kernels.cases import Bar, Bench, Case, Run
 
 _WIDTH = 16
-EAGER, AUTOCAST, MODES = "eager", "autocast", ("fp32", "fp32_fast", "bf16")
+EAGER, AUTOCAST, MODES = "eager", "autocast", ("fp32", "bf16")
 BARS = (
     Bar("fp32", EAGER, 1.1, at_most=True),
-    Bar("fp32_fast", EAGER, 1.1, at_most=True),
     Bar("bf16", AUTOCAST, 1.4, at_most=True),
 )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qsync import Precision, QSyncError
+from qsync import QSyncError
 from qsync.experiments.allocation.bases import MeasuredModel, measure
 from qsync.experiments.harness import Experiment, Page, run_command
 from qsync.experiments.harness.options import Fresh, Models, Out, Publish
@@ -78,7 +78,7 @@ def _replayed(folder: Path, share: float, count: int) -> dict[str, Any]:
     """Replay every way for so many ranks of this machine and as many of a share of it."""
     model = MeasuredModel.load(folder)
     basis = model.beside_share(share, count)
-    found = _rows(ways(basis, Recapture(model.large, {}), Precision.FP32_FAST), basis)
+    found = _rows(ways(basis, Recapture(model.large, {})), basis)
     return {"model": folder.name, "share": share, "ranks": 2 * count, "ways": found}
 
 
@@ -86,16 +86,13 @@ def _simulated(folder: Path, pair: tuple[str, str]) -> dict[str, Any]:
     """Replay every way for two GPUs as their data sheets have them."""
     model = MeasuredModel.load(folder)
     basis = model.on_cards(pair)
-    found = _rows(ways(basis, Recapture(model.graph, {}), Precision.FP32), basis)
+    found = _rows(ways(basis, Recapture(model.graph, {})), basis)
     return {"model": folder.name, "pair": " + ".join(pair), "ranks": 2, "ways": found}
 
 
 def _measured(name: str, share: float) -> dict[str, Any]:
     """Measure every way on two real ranks, the weak one with a share of its core."""
-    config = {
-        "model": name, "weak_share": share, "turns": _TURNS, "steps": _STEPS,
-        "base": str(Precision.FP32_FAST),
-    }  # fmt: skip
+    config = {"model": name, "weak_share": share, "turns": _TURNS, "steps": _STEPS}
     found = run_on_ranks(ranks.measure, config, command="speedup", timeout_s=600.0)
     return {"model": name, "share": share, "ranks": 2, "measured": True, "ways": found}
 

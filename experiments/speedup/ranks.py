@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qsync import Precision
 from qsync.distributed import job
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
 from qsync.experiments.harness.offered_precisions import offered_precisions
@@ -45,8 +44,7 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     half = replace(step, batch=tuple(t[: len(t) // 2] for t in batch))
     smaller = job.form_graph(half)
     other = Recapture(smaller, form_basis(half, own, smaller, formed, options).profiles)
-    base = Precision.parse(config["base"])
-    plans = plans_of_first_rank(lambda: ways(basis, other, base))
+    plans = plans_of_first_rank(lambda: ways(basis, other))
     taken_by = {way: first_alike(way, plans) for way in plans}
     turns: dict[str, list[float]] = {way: [] for way in taken_by.values()}
     for _ in range(config["turns"]):

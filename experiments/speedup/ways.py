@@ -38,7 +38,7 @@ TITLES: Mapping[str, str] = {
 _SLACK, _ROUNDING, _MOST_SHARES = 0.02, 1e-6, 30
 
 
-def ways(basis: Basis, other: Recapture, base: Precision) -> dict[str, Plan]:
+def ways(basis: Basis, other: Recapture) -> dict[str, Plan]:
     """Return each way as a plan; the basis has two classes, the fast one first.
 
     `other` is the model captured with another number of samples. 16 bits are BF16, or FP16 where that is
@@ -49,13 +49,13 @@ def ways(basis: Basis, other: Recapture, base: Precision) -> dict[str, Plan]:
     """
     fast, weak = basis.cluster.classes
     at = (basis.graph, basis.profiles)
-    kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True}
+    kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "strict": True}
     sixteen = {c.name: _sixteen_bits(basis.cluster, c.name) for c in (fast, weak)}
     offered = Precision.INT8_ALL in weak.precisions and has_int8_all(basis.profiles[weak.name])
     lowest = Precision.INT8_ALL if offered else Precision.INT8
     int8 = {c.name: next_up(basis.cluster, c.name, lowest) for c in (fast, weak)}
     alone = replace(basis.cluster, classes=(fast,))
-    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base)
+    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN)
     shares = list(every_share(basis, other))
     by_speed = shared_by_speed(basis, shares, **kept)
     return {
@@ -67,8 +67,8 @@ def ways(basis: Basis, other: Recapture, base: Precision) -> dict[str, Plan]:
         ALL_16: uniform(*at, basis.cluster, sixteen, **kept),
         ALL_INT8: uniform(*at, basis.cluster, int8, **kept),
         QSYNC: own,
-        QSYNC_SHARE: _best(basis, shares, min(_step_s(own), _step_s(by_speed)), base),
-        QSYNC_FASTEST: _best(basis, shares, (1 + _SLACK) * least_step_s(basis, shares, base), base),
+        QSYNC_SHARE: _best(basis, shares, min(_step_s(own), _step_s(by_speed))),
+        QSYNC_FASTEST: _best(basis, shares, (1 + _SLACK) * least_step_s(basis, shares)),
     }
 
 
@@ -83,7 +83,7 @@ def shared_by_speed(basis: Basis, shares: Iterable[Mapping[str, Profile]], **kep
     return min((uniform(basis.graph, each, basis.cluster, {}, **kept) for each in shares), key=_step_s)
 
 
-def least_step_s(basis: Basis, shares: Iterable[Mapping[str, Profile]], base: str) -> float:
+def least_step_s(basis: Basis, shares: Iterable[Mapping[str, Profile]], base: str = "fp32") -> float:
     """Return the least step (seconds, predicted) that any shares reach with lowered precisions."""
     at = (basis.sensitivity, basis.cluster)
     found = [allocate(basis.graph, each, *at, base=base, slack=0.0).target_s for each in shares]
@@ -96,13 +96,14 @@ def has_int8_all(profile: Profile) -> bool:
     return str(Precision.INT8_ALL) in modes
 
 
-def _best(basis: Basis, shares: Sequence[Mapping[str, Profile]], target_s: float, base: Precision) -> Plan:
+def _best(basis: Basis, shares: Sequence[Mapping[str, Profile]], target_s: float) -> Plan:
     """Return the plan of least variance that reaches the target at any shares."""
     found = []
     for profiles in shares:
         with contextlib.suppress(InfeasibleError):
-            target = {"target_s": target_s * (1 + _ROUNDING), "base": base}
-            found.append(allocate(basis.graph, profiles, basis.sensitivity, basis.cluster, **target))
+            found.append(allocate(
+                basis.graph, profiles, basis.sensitivity, basis.cluster, target_s=target_s * (1 + _ROUNDING)
+            ))  # fmt: skip
     return min(found, key=lambda plan: (plan.added_variance or 0.0, _step_s(plan)))
 
 

@@ -31,10 +31,10 @@ from qsync.experiments.prediction.random_plans import run_family
 from qsync.experiments.workloads.families import Batch, family_named
 from qsync.runtime import choosers
 
-FP32, AUTOCAST = "fp32", "autocast"
+EAGER, AUTOCAST = "eager", "autocast"
 # The modes of qsync's that are measured, by device.
 MODES = {
-    "cpu": ("fp32_fast", "bf16", "int8", "int8_all"),
+    "cpu": ("fp32", "bf16", "int8", "int8_all"),
     "cuda": ("bf16", "int8", "fp8", "int8_all", "tf32"),
 }
 BASE = "base bf16"  # what a user runs who keeps the autocast of the loop
@@ -74,7 +74,7 @@ def speeds(name: str, rounds: int, tiny: bool = False, device: str = "cpu") -> d
     model; the last ones go where memory ends.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
-    case = Case("", name, FP32)
+    case = Case("", name, EAGER)
 
     def autocast(base: str | None = None) -> Run:
         mine = copy.deepcopy(model)
@@ -84,7 +84,7 @@ def speeds(name: str, rounds: int, tiny: bool = False, device: str = "cpu") -> d
     def in_mode(mode: str) -> Run:
         return training_step(qsync.wrap(copy.deepcopy(model), mode), batches)
 
-    case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
+    case.add(EAGER, lambda: training_step(copy.deepcopy(model), batches))
     case.add(AUTOCAST, autocast, theirs=True)
     case.add(BASE, partial(autocast, "bf16"), theirs=True)
     for mode in MODES[device]:
@@ -118,7 +118,7 @@ def training_step(model: nn.Module, batches: Sequence[Batch], call: Callable[...
 def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str, Samples]:
     """Time the variants of a case in turns; while memory runs out, without the one that was added last.
 
-    Each ran when it was added, beside fewer copies. FP32 and torch.autocast stay.
+    Each ran when it was added, beside fewer copies. Eager FP32 and torch.autocast stay.
     """
     while True:
         gc.collect()
@@ -126,7 +126,7 @@ def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str
             return measure(case.runs, rounds, where)
         except torch.OutOfMemoryError as error:
             last = list(case.runs)[-1]
-            if last in (FP32, AUTOCAST):
+            if last in (EAGER, AUTOCAST):
                 raise
             why = f"{type(error).__name__}: {shortened(error, quote=False)}"
         case.unavailable[last] = f"beside {', '.join(list(case.runs)[:-1])}: {why}"
@@ -159,7 +159,7 @@ def memory(name: str, tiny: bool = False, device: str = "cpu") -> dict[str, Any]
     with process_group_of_one():
         trained = Trained(_OfBatch(model), (batches[0], None), lambda loss, _: loss)
         found = {}
-        for mode in (FP32, *MODES[device]):
+        for mode in dict.fromkeys(("fp32", *MODES[device])):
             trained.program.choose(choosers.uniform(Precision(mode), select(device)), strict=False)
             trained.step()
             found[mode] = trained.measure(Choice(trained.program.assignment()))

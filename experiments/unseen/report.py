@@ -10,7 +10,7 @@ from rich.table import Table
 
 from qsync.experiments.harness import Bar, bar, milliseconds, table_of
 from qsync.experiments.harness.pairing import quartiles
-from qsync.experiments.unseen.family_runs import ALL_MODES, AUTOCAST, BASE, FP32
+from qsync.experiments.unseen.family_runs import ALL_MODES, AUTOCAST, BASE, EAGER
 from qsync.experiments.workloads.families import LARGE, TRANSFORMER, family_named
 from qsync.replayer.step_noise import percentile
 
@@ -62,7 +62,7 @@ def failures(parts: Mapping[str, Any]) -> dict[str, str]:
     """Return what failed of a family -> why; that torch.autocast does not run is no failure."""
     failed = {part: of["failed"] for part, of in parts.items() if "failed" in of}
     speed = parts.get("speed", {"unavailable": {}})
-    return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (FP32, *ALL_MODES)}
+    return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (EAGER, *ALL_MODES)}
 
 
 def _sizes(errors: Sequence[float]) -> dict[str, float]:
@@ -72,19 +72,19 @@ def _sizes(errors: Sequence[float]) -> dict[str, float]:
 
 
 def table(found: Found, suffix: str = "") -> Table:
-    """Return the speed of every family, in FP32 and in each mode."""
+    """Return the speed of every family, in eager FP32 and in each mode."""
     title = "Whole steps, times as fast as FP32 eager and as autocast (quartiles); measured"
     timed = {name: parts["speed"]["variants"] for name, parts in found.items() if "speed" in parts}
     modes = [mode for mode in ALL_MODES if any(mode in variants for variants in timed.values())]
-    headings = ("", "FP32", AUTOCAST, *modes, *(f"{mode} / autocast" for mode in modes))
+    headings = ("", EAGER, AUTOCAST, *modes, *(f"{mode} / autocast" for mode in modes))
     rows = [[name, *_speed_cells(variants, modes)] for name, variants in timed.items()]
     return table_of(title + suffix, headings, rows)
 
 
 def _speed_cells(variants: Mapping[str, Any], modes: Sequence[str]) -> list[str]:
-    cells, over = [milliseconds(median(variants[FP32]["seconds"]))], []
+    cells, over = [milliseconds(median(variants[EAGER]["seconds"]))], []
     for of in (AUTOCAST, *modes):
-        cells.append(f"{times_as_fast(variants, of, FP32)[1]:.2f}")
+        cells.append(f"{times_as_fast(variants, of, EAGER)[1]:.2f}")
         low, middle, high = times_as_fast(variants, of)
         over.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
     return cells + over[1:]
@@ -93,7 +93,7 @@ def _speed_cells(variants: Mapping[str, Any], modes: Sequence[str]) -> list[str]
 def _peaks(found: Found) -> list[Mapping[str, int]]:
     """Return the memory entries of all families and modes."""
     measured = (parts.get("memory", {}) for parts in found.values())
-    return [entry for by_mode in measured if FP32 in by_mode for entry in by_mode.values()]
+    return [entry for by_mode in measured if "fp32" in by_mode for entry in by_mode.values()]
 
 
 def _memory_error(entry: Mapping[str, int]) -> float:

@@ -35,7 +35,7 @@ from qsync.records.record_json import Count, FileRecord, Number
 
 FOLDS = 5
 # The measured mode that stands for an unmeasured one: its shares of the peak are used.
-_SUBSTITUTE = {"fp32_fast": "fp32", "fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
+_SUBSTITUTE = {"fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
 
 Key = tuple[str, str, Direction]
 

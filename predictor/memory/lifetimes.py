@@ -17,7 +17,6 @@ from qsync.predictor.memory.cuda_allocator import block_bytes
 from qsync.predictor.memory.layout import Layout
 from qsync.predictor.memory.saved_tensors import (
     FP32_BYTES,
-    FULL_MODES,
     Saved,
     made_for_backward,
     saved_by_op,
@@ -207,7 +206,7 @@ class Lifetimes:
         """
         op = self.layout.ops[i]
         if op.kind == "contiguous" and op.copies:
-            return self.runs[self.layout.position[self.layout.root[op.name]]].mode in FULL_MODES
+            return self.runs[self.layout.position[self.layout.root[op.name]]].mode == "fp32"
         shape = self.layout.shape[op.inputs[0]] if op.inputs else ()
         flattened = op.kind == "view" and self.runs[i].channels_last and len(shape) == 4 != len(op.shape)
         return flattened and shape[1] > 1 and shape[2] * shape[3] > 1

@@ -25,7 +25,6 @@ FACTORS = {
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 # Modes in which a linear layer is torch's own, on values as they lie.
 PLAIN = ("fp32", "bf16")
-FULL_MODES = (Precision.FP32, Precision.FP32_FAST)
 INT8_MODES = (Precision.INT8, Precision.INT8_ALL)
 FP32_BYTES = 4
 _LSTM_GATES = 4
@@ -124,9 +123,6 @@ def made_for_backward(
         # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel saves one byte per
         # element.
         yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
-    elif op.kind == "conv2d" and mode == Precision.FP32_FAST and not op.channels_last:
-        # Its weight, at the most, in the other order: few of those that are channels-last gain by leaving it.
-        yield type_bytes("fp32", num_elements(shapes[op.inputs[1]]))
     elif op.kind == "linear" and op.copies and mode in PLAIN and requires_grad[op.inputs[1]]:
         yield type_bytes(mode, num_elements(shapes[op.inputs[0]]))
     elif op.kind == "matmul":

@@ -331,6 +331,7 @@ class Profiler:
             held_down=tuple(dict.fromkeys(filter(None, self._held_down))),
             launches=self._launches.profile(device_class, self.graph) if self._launches else None,
             memory_residuals=self._memory_residuals,
+            bitwise=self._runner.kernels.bitwise,
         )
 
     def fill(self, seconds: float) -> None:

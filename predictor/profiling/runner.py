@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from qsync.backend.selection.kernel_selection import Kernels
 from qsync.errors import CalibrationError, shortened
 from qsync.lowering.lowered_graph import LoweredGraph
 from qsync.records.graph import OpGraph
@@ -18,6 +19,8 @@ Choose = Callable[[OpGraph], Mapping[str, Precision]]
 
 class Runner(Protocol):
     """A model that runs the assignment it was given last: see qsync.runtime.program.Program."""
+
+    kernels: Kernels
 
     def choose(
         self, choose: Choose, observer: Any = None, saving_less: Callable[[OpGraph], Any] | None = None

@@ -45,7 +45,7 @@ from qsync.predictor.sensitivity.rounding import (
     stochastic_errors,
 )
 from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.precision import PRECISIONS_BY_KIND, ROUND_INSIDE, ROUNDS_WHAT_IT_READS, Precision
+from qsync.records.precision import PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS, Precision
 
 # The step of the parameters, relative to their root mean square: between the error of a weight in BF16 (1e-3)
 # and in INT8 (8e-3). It does not matter where everything is smooth (BERT, ViT: the same omega from 1e-3 to
@@ -359,7 +359,7 @@ def _gradient_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[
         return set()
     found = {"bf16", *(str(p) for p in precisions if p is Precision.FP16)}
     if index == RESULT and op.kind in PRECISIONS_BY_KIND:
-        found |= {str(p) for p in precisions if p in ROUND_INSIDE}
+        found |= {str(p) for p in precisions if p is Precision.TF32}
         found |= {"e5m2" for p in precisions if p is Precision.FP8}
     return found
 

@@ -9,7 +9,7 @@ import torch
 from qsync.backend.encoding import decode, encode
 from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds
 from qsync.backend.reference_kernels import round_mantissa
-from qsync.records.precision import MANTISSA_BITS, ROUND_INSIDE, Precision, rounded_type
+from qsync.records.precision import MANTISSA_BITS, Precision, rounded_type
 
 _BITS = {"e5m2": 2, **MANTISSA_BITS}
 
@@ -17,17 +17,17 @@ _BITS = {"e5m2": 2, **MANTISSA_BITS}
 def rounded_to(kind: str, index: int, precision: Precision) -> str:
     """Return the type to which a precision rounds this operand; "fp32" if it does not.
 
-    TF32 rounds inside the product, and so does fast FP32. An embedding rounds the rows that it looks up;
-    that equals a lookup of rounded rows, so its table counts as the operand.
+    TF32 rounds inside the product. An embedding rounds the rows that it looks up; that equals a lookup of
+    rounded rows, so its table counts as the operand.
     """
-    return str(precision) if precision in ROUND_INSIDE else rounded_type(kind, index, precision)
+    return "tf32" if precision is Precision.TF32 else rounded_type(kind, index, precision)
 
 
 def rounding_error(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
     """Return rounded minus exact, element by element, in FP32: a tensor of the same shape.
 
-    `type_name` is an encoding ("int8_row", "fp8_col" ...) or a float ("bf16", "fp16", "tf32", "fp32_fast",
-    "e5m2"). FP16 and E5M2 count with their mantissa alone: kernels scale values into their range.
+    `type_name` is an encoding ("int8_row", "fp8_col" ...) or a float ("bf16", "fp16", "tf32", "e5m2"). FP16
+    and E5M2 count with their mantissa alone: kernels scale values into their range.
 
     >>> rounding_error(torch.tensor([1.0, 1.01]), "bf16")
     tensor([ 0.0000, -0.0022])

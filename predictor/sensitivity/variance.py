@@ -28,7 +28,7 @@ from qsync.predictor.sensitivity.directional_probe import (
 )
 from qsync.predictor.sensitivity.rounding import rounded_to
 from qsync.records.graph import Op, OpGraph
-from qsync.records.precision import ROUND_INSIDE, Precision
+from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 
 
@@ -80,8 +80,8 @@ def _omega(op: Op, precision: Precision, effects: RoundingEffects, rounded: Iter
         return effects.gradients.get((name, index, type_name), 0.0)
 
     total = sum(value(i, rounded_to(op.kind, i, precision)) for i in operands)
-    if precision in ROUND_INSIDE:
-        return total + gradient(RESULT, str(precision))
+    if precision is Precision.TF32:
+        return total + gradient(RESULT, "tf32")
     if precision is Precision.INT8_ALL:
         return total + sum(gradient(i, STOCHASTIC) for i in operands)
     if precision is Precision.FP8:

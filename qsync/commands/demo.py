@@ -30,13 +30,9 @@ def demo(
         int | None, typer.Option(help="Training steps of each run.", show_default="the workload's own")
     ] = None,
     base: Annotated[
-        str | None,
-        typer.Option(
-            help="What the fast rank runs in: fp32_fast, fp32 (torch's kernels), bf16 (as torch.autocast), "
-            "fp16, tf32.",
-            show_default="fp32_fast, or fp32 where no kernel is faster than torch's",
-        ),
-    ] = None,
+        str,
+        typer.Option(help="What the fast rank runs in: fp32, bf16 (as torch.autocast), fp16, tf32."),
+    ] = "fp32",
     as_json: Json = False,
 ) -> None:
     """Run the main job on this machine: two unequal ranks train, against every other way to run them."""

@@ -26,7 +26,6 @@ from qsync.commands.options import (
 )
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 
 
 def explain(
@@ -77,14 +76,12 @@ def explain(
         return
     unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
     reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)
-    fast = _fast_fp32(plan, found)
     if as_json:
         print_json({
             "simulated": True,
             "reasons": [reason.to_json() for reason in reasons],
             "shadow_prices": [price.to_json() for price in prices],
             "refused": [operator.to_json() for operator in unsupported],
-            "fp32_fast": {name: {"ops": num, "variance": added} for name, (num, added) in fast.items()},
             "memory": {
                 name: {"origin": found.profiles[name].origin, **peak.to_json()}
                 for name, peak in filled.items()
@@ -97,11 +94,6 @@ def explain(
         print_lines(
             f"The plan lowers nothing below {plan.base}: every rank keeps up, or nothing lower is faster "
             "there (qsync doctor)."
-        )
-    for name, (num_ops, added) in fast.items():
-        print_lines(
-            f"{name} runs {num_ops} operators in FP32 by its fastest kernels (fp32_fast), which sum in "
-            f"another order than torch: {added:.1e} variance"
         )
     console.print(tables.shadow_prices_table(prices))
     if unsupported:
@@ -141,18 +133,3 @@ def _explain_step(
     if logged:
         console.print(tables.measured_table(logged))
         print_lines(*tables.drift_lines(logged))
-
-
-def _fast_fp32(plan: Plan, found: Basis) -> dict[str, tuple[int, float]]:
-    """Map each class that runs operators in `fp32_fast` to their number and the variance that they add."""
-    from qsync.allocator.problem import gradient_weight
-
-    counts = {}
-    for device_class in found.cluster.classes:
-        assignment = plan[device_class.name].assignment
-        ops = [op for op, precision in assignment.items() if precision is Precision.FP32_FAST]
-        weight = gradient_weight(device_class, found.profiles, found.cluster)
-        added = weight * sum(found.sensitivity[op, Precision.FP32_FAST] for op in ops)
-        if ops:
-            counts[device_class.name] = (len(ops), added)
-    return counts

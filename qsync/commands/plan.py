@@ -82,9 +82,7 @@ def plan(
     ] = False,
     base: Annotated[
         str,
-        typer.Option(
-            help="What the strong class runs in: fp32, fp32_fast, or as torch.autocast: tf32, bf16, fp16."
-        ),
+        typer.Option(help="What the strong class runs in: fp32, or as torch.autocast: tf32, bf16, fp16."),
     ] = "fp32",
     together: Annotated[
         list[str] | None,

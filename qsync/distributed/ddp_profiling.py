@@ -69,7 +69,7 @@ class ProfileOptions:
     takes twice as many steps.
     A plan's `base` is profiled even where it is not worth choosing. Planning began at `began_s`
     (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times. `part` is the part
-    of the time that planning takes otherwise.
+    of the time that planning takes otherwise. `bitwise`: the program runs FP32 by torch's own kernels.
     """
 
     precisions: Sequence[Precision | str] | None = None
@@ -83,6 +83,7 @@ class ProfileOptions:
     began_s: float = field(default_factory=time.perf_counter)
     briefly: bool = False
     part: float = 1.0
+    bitwise: bool = False
 
     def until_s(self, step_s: float) -> float:
         """Return when planning shall end, if a step takes so long. FormatError for an unusable bound."""

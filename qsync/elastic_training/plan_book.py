@@ -122,7 +122,7 @@ def class_costs(
     graph = api.trace_step(model, batch, loss_fn)
     own: list[Any] = [device_class.name, device_class.hardware, device_class.emulated_share]
     own += [[str(precision) for precision in each] for each in (device_class.precisions, chosen)]
-    own += [stable_text(loss_fn), stable_text(options.get("make_optimizer"))]
+    own += [stable_text(loss_fn), stable_text(options.get("make_optimizer")), options.get("bitwise")]
     path = folder / "classes" / f"{digest([step_key(graph), own])}.json"
     try:
         return CardCosts.from_json(read_json(path))

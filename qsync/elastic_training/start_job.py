@@ -62,6 +62,7 @@ def elastic(
     emulated_share: float | None = None,
     precisions: Sequence[Precision | str] | None = None,
     base: str | None = None,
+    bitwise: bool = False,
     share: bool = False,
     max_samples: int | None = None,
     timeout_s: float = 10.0,
@@ -99,6 +100,7 @@ def elastic(
             `qsync.hybrid`.
         precisions: those to choose from, instead of all that this card multiplies in hardware.
         base: as in `qsync.hybrid`; "fp32" without one.
+        bitwise: as in `qsync.hybrid`.
         share: give cards samples in proportion to their predicted speed, instead of equally many.
         max_samples: the most samples of a card in one pass; by the memory model without it.
         timeout_s: seconds after which a card that does not answer is left out: longer than the slowest step
@@ -176,16 +178,17 @@ def elastic(
     server = Server(rendezvous.own_host(), timeout_s, token)
     book = None
     if isinstance(plan, Plan):
-        api.wrap_as(model, plan, own.name, speaks=True)
+        api.wrap_as(model, plan, own.name, speaks=True, bitwise=bitwise)
     elif plan is not False:
         # The same on every card, whatever its number of cards: profiles of classes must be of one shape.
         samples = min(-(-batch_size // _PROFILED_PARTS), max_samples or batch_size, len(dataset))
         batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in (samples, max(1, samples // 2))]
         book = _book(model, batches, loss_fn, own, server, cache_folder(cache_dir), precisions, base,
-                     _maker_of(optimizer), options)  # fmt: skip
+                     bitwise, _maker_of(optimizer), options)  # fmt: skip
     given = plan.to_json() if isinstance(plan, Plan) else plan
     states = {"model": model, "optimizer": optimizer, **(states or {})}
-    facts = _facts(states, dataset, how, {**options, "base": base or "fp32", "plan": given})
+    asked = {"base": base or "fp32", "bitwise": bitwise, "plan": given}
+    facts = _facts(states, dataset, how, {**options, **asked})
     name = card or f"{own.name}-{uuid.uuid4().hex[:6]}"
     entry = Card(name, own.name, time.time(), facts, limit=max_samples)
     return ElasticJob(states, dataset, entry, rendezvous, server, how, book)
@@ -275,6 +278,7 @@ def _book(
     folder: Path,
     precisions: Sequence[Precision | str] | None,
     base: str | None,
+    bitwise: bool,
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     options: Mapping[str, Any],
 ) -> PlanBook:
@@ -282,9 +286,10 @@ def _book(
     costs = class_costs(
         model, batches[0], loss_fn, own, folder, parse_base(base) if base is not None else None,
         precisions=precisions, make_optimizer=make_optimizer, seconds=profile_seconds(),
+        bitwise=bitwise,
     )  # fmt: skip
     options = {**options, "base": base} if base is not None else options
-    api.wrap(model, base=base or "fp32")
+    api.wrap(model, base=base or "fp32", bitwise=bitwise)
     with undisturbed(model):
         for batch in batches:
             api.loss_of(model, batch, loss_fn)().backward()  # type: ignore[no-untyped-call]

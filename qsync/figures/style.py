@@ -20,7 +20,6 @@ INK, FAINT = "#333333", "#8a9099"
 
 PRECISION_COLOURS = {
     Precision.FP32: "#d5dae0",
-    Precision.FP32_FAST: "#a9b4c2",
     Precision.TF32: "#56b4e9",
     Precision.BF16: "#0072b2",
     Precision.FP16: "#009e73",

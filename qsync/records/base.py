@@ -1,20 +1,18 @@
 """Base precision: what the strong class runs in, and against which every class is judged.
 
 In `bf16`, `fp16` or `tf32` the operators that torch.autocast lowers run in that type, by its own list, and
-all others in FP32. In `fp32_fast` they run in FP32 by the fastest kernel. A plan lowers weak classes below
-the base, and states variance above the base's own.
+all others in FP32. A plan lowers weak classes below the base, and states variance above the base's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
-from qsync.records.profiles import Profile
 
-BASES = (Precision.FP32, Precision.FP32_FAST, Precision.TF32, Precision.BF16, Precision.FP16)
+BASES = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 # Kinds of operators that torch.autocast lowers, on CPUs and GPUs alike (aten/src/ATen/autocast_mode.h).
 _AUTOCAST_KINDS = (
     "linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose", "matmul", "baddbmm", "attention",
@@ -22,7 +20,6 @@ _AUTOCAST_KINDS = (
 )  # fmt: skip
 # A class without the base takes the first of these that it has: a T4 runs FP16 beside an A100's BF16.
 _ALTERNATIVES = {
-    Precision.FP32_FAST: (Precision.FP32,),
     Precision.TF32: (Precision.FP32,),
     Precision.BF16: (Precision.FP16, Precision.FP32),
     Precision.FP16: (Precision.BF16, Precision.FP32),
@@ -71,7 +68,7 @@ def why_kept(op: Op, precision: Precision) -> str:
     It stays in the model's type, as weights do. Small steps of what it multiplies would vanish in its
     rounding, where those of a weight add up in FP32.
     """
-    if not op.makes_weight or precision in (Precision.FP32, Precision.FP32_FAST, op.dtype):
+    if not op.makes_weight or precision in (Precision.FP32, op.dtype):
         return ""
     return "it reads nothing of the batch: it makes a weight"
 
@@ -94,41 +91,6 @@ def base_of_graph(graph: OpGraph, asked: str | None = None) -> Precision:
         return parse_base(asked)
     traced = {op.dtype for op in graph.adjustable}
     return Precision.BF16 if traced == {"bf16"} else Precision.FP32
-
-
-def default_base(graph: OpGraph, precisions: Collection[Precision]) -> Precision:
-    """Return the base of a job that asks for none and may choose from these precisions.
-
-    It is that in which the model was loaded; FP32 is then computed by the fastest kernels.
-
-    >>> default_base(graph, (Precision.FP32, Precision.FP32_FAST, Precision.BF16))
-    <Precision.FP32_FAST: 'fp32_fast'>
-    """
-    loaded = base_of_graph(graph)
-    fast = loaded is Precision.FP32 and Precision.FP32_FAST in precisions
-    return Precision.FP32_FAST if fast else loaded
-
-
-def measured_base(base: Precision, profiles: Mapping[str, Profile]) -> Precision:
-    """Return the base, but FP32 where `fp32_fast` makes the strongest class's step no faster.
-
-    Kernels that are each the fastest alone may be slower together: their neighbours pay for the memory order
-    of images.
-
-    >>> measured_base(default_base(graph, precisions), profiles)
-    """
-    steps = [
-        profile.step_s for profile in profiles.values() if profile.step_s.keys() >= {"fp32", "fp32_fast"}
-    ]
-    if base is not Precision.FP32_FAST or not steps:
-        return base
-    strongest = min(steps, key=lambda step_s: min(step_s["fp32"], step_s["fp32_fast"]))
-    return base if strongest["fp32_fast"] < strongest["fp32"] else Precision.FP32
-
-
-def is_lowered(precision: Precision, base: Precision) -> bool:
-    """Return whether a precision has fewer bits than the base: `fp32_fast` has as many as FP32."""
-    return is_below(precision, base) and precision is not Precision.FP32_FAST
 
 
 def is_below(precision: Precision, base: Precision) -> bool:

@@ -48,13 +48,10 @@ _NO_FP8_CONVOLUTION = "not written; torch has no convolution in FP8"
 _UNWRITTEN_KINDS = {
     "attention": "not written; torch's fused attention takes 16-bit floats at the least",
     "embedding": "not written; it multiplies nothing",
-    **dict.fromkeys(("rnn", "einsum"), "not written; only its BF16 form is"),
+    **dict.fromkeys(("rnn", "einsum", "grouped_mm"), "not written; only its BF16 form is"),
     **dict.fromkeys(("conv3d", "conv_transpose", "baddbmm"), "not written; its TF32 and 16-bit forms are"),
-    "grouped_mm": "not written; its FP32 and BF16 forms are",
 }
 _UNWRITTEN = {
-    ("attention", Precision.FP32_FAST): "not written; torch has one attention in FP32",
-    ("conv1d", Precision.FP32_FAST): "not written; torch keeps signals in one order",
     ("conv2d", Precision.FP8): _NO_FP8_CONVOLUTION,
     ("conv1d", Precision.FP8): _NO_FP8_CONVOLUTION,
     ("conv1d", Precision.INT8_ALL): "not written; the INT8 convolutions of signals are forward only",
@@ -63,11 +60,9 @@ _UNWRITTEN = {
 }
 # The precisions above one, in order, below FP32; "16-bit" is the device's 16-bit float.
 _ALTERNATIVES: dict[Precision, tuple[str, ...]] = {
-    Precision.INT8_ALL: ("int8", "16-bit", "fp32_fast"),
-    Precision.INT8: ("16-bit", "fp32_fast"),
-    Precision.FP8: ("16-bit", "fp32_fast"),
-    Precision.BF16: ("fp32_fast",),
-    Precision.FP16: ("fp32_fast",),
+    Precision.INT8_ALL: ("int8", "16-bit"),
+    Precision.INT8: ("16-bit",),
+    Precision.FP8: ("16-bit",),
 }
 
 
@@ -92,8 +87,6 @@ def why_not_multiplied(precision: Precision, capability: tuple[int, int] | None)
         if precision is Precision.TF32:
             return "TF32 needs NVIDIA tensor cores"
         return "no CPU multiplies FP8" if precision is Precision.FP8 else None
-    if precision is Precision.FP32_FAST:
-        return "a GPU has one FP32 product, which is fp32"
     least = _LEAST_CAPABILITY.get(precision, (0, 0))
     if capability >= least:
         return None
@@ -159,7 +152,7 @@ def supported_up(
 
     An operator runs in the first of them, or in the fastest.
 
-    >>> supported_up("conv1d", Precision.INT8_ALL, [Precision.FP32_FAST], "bf16")
+    >>> supported_up("conv1d", Precision.INT8_ALL, [], "bf16")
     [<Precision.INT8: 'int8'>, <Precision.BF16: 'bf16'>, <Precision.FP32: 'fp32'>]
     """
     up = precisions_up(precision, sixteen_bit)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError, nearest, shortened
-from qsync.records.base import is_lowered, parse_base
+from qsync.records.base import is_below, parse_base
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
@@ -51,11 +51,12 @@ class ClassPlan:
     base: Precision = Precision.FP32  # of this class: see qsync.records.base
     margin: Number = 0.0  # part of its compute by which it may be late and the step still reach the target
     carries_16bit: bool = True  # BF16 along edges, where the device has it; False: not even there
+    bitwise: bool = True  # FP32 by torch's own kernels, as it was profiled; False: by the fastest
 
     @property
     def lowered(self) -> tuple[str, ...]:
-        """Return the operators that run below the base, in fewer bits."""
-        return tuple(op for op, precision in self.assignment.items() if is_lowered(precision, self.base))
+        """Return the operators that run below the base."""
+        return tuple(op for op, precision in self.assignment.items() if is_below(precision, self.base))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ class Precision(StrEnum):
     """A precision that a plan may assign to an adjustable operator, from highest to lowest."""
 
     FP32 = "fp32"
-    FP32_FAST = "fp32_fast"
     TF32 = "tf32"
     BF16 = "bf16"
     FP16 = "fp16"
@@ -41,9 +40,7 @@ class Precision(StrEnum):
 PRECISION_ORDER = {precision: rank for rank, precision in enumerate(reversed(Precision))}
 
 # Explicit mantissa bits of the floating formats. Rounding x to m bits has step 2^(floor(log2|x|) - m).
-# `fp32_fast` rounds no operand: it sums in another order than torch, which moves a result as much as rounding
-# its operands to 19 bits would (1e-13 of its square for 256 terms, 4e-13 for 4096).
-MANTISSA_BITS = {"fp32": 23, "fp32_fast": 19, "tf32": 10, "bf16": 7, "fp16": 10, "fp8": 3}
+MANTISSA_BITS = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "fp8": 3}
 
 # Largest finite magnitude of each carried float: a constant beyond it would become infinite in that type.
 LARGEST = {"fp64": 1.8e308, "fp32": 3.4028234663852886e38, "bf16": 3.3895313892515355e38, "fp16": 65504.0}
@@ -81,24 +78,19 @@ PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     "linear": tuple(Precision),
     "addmm": tuple(Precision),
     "conv2d": _all_but(Precision.FP8),
-    "conv1d": _all_but(Precision.FP32_FAST, Precision.FP8, Precision.INT8_ALL),
+    "conv1d": _all_but(Precision.FP8, Precision.INT8_ALL),
     "matmul": _all_but(Precision.FP8, Precision.INT8_ALL),
-    "attention": _all_but(Precision.FP32_FAST, Precision.FP8, Precision.INT8_ALL),
+    "attention": _all_but(Precision.FP8, Precision.INT8_ALL),
     "embedding": (Precision.FP32, Precision.BF16, Precision.INT8),
     **dict.fromkeys(
         ("conv3d", "conv_transpose", "baddbmm"),
         (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
     ),
-    "rnn": (Precision.FP32, Precision.BF16),
-    "einsum": (Precision.FP32, Precision.BF16),
-    "grouped_mm": (Precision.FP32, Precision.FP32_FAST, Precision.BF16),
+    **dict.fromkeys(("rnn", "einsum", "grouped_mm"), (Precision.FP32, Precision.BF16)),
 }
 
 # The kinds of operators that are convolutions.
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose")
-
-# Precisions that take FP32 operands, give FP32 results and gradients, and round inside the product.
-ROUND_INSIDE = (Precision.FP32_FAST, Precision.TF32)
 
 # Kinds that take their operands in FP32 at every precision and round what they read of them: an embedding
 # rounds the rows that it looks up, and a cast of its table would round all of it.
@@ -109,8 +101,8 @@ _ENCODED_PREFIX = {Precision.FP8: "fp8", Precision.INT8: "int8", Precision.INT8_
 
 def operand_type(kind: str, index: int, precision: Precision) -> str:
     """Return the type in which an operator of this kind takes its `index`-th input at this precision."""
-    if precision is Precision.FP32 or precision in ROUND_INSIDE or kind in ROUNDS_WHAT_IT_READS:
-        return "fp32"
+    if precision in (Precision.FP32, Precision.TF32) or kind in ROUNDS_WHAT_IT_READS:
+        return "fp32"  # TF32 rounds inside the product
     if precision in (Precision.BF16, Precision.FP16):
         return str(precision)
     layout = ENCODED_OPERANDS[kind][index]

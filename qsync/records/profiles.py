@@ -96,6 +96,8 @@ class Profile(FileRecord):
     `memory_residuals` are bytes of steps as measured beyond those that the memory model predicts; none on
     GPUs, and for losses that call the model several times.
 
+    `bitwise`: FP32 was measured with torch's own kernels, not the fastest of a CPU.
+
     `setting` is what it was carried over to where a plan uses levers (`replayer.levers.apply`). It is in no
     file.
     """
@@ -135,6 +137,7 @@ class Profile(FileRecord):
     held_down: tuple[str, ...] = ()
     launches: Profile | None = None
     memory_residuals: MemoryResiduals = field(default_factory=MemoryResiduals)
+    bitwise: bool = True
 
     @property
     def device(self) -> str | None:

@@ -86,10 +86,10 @@ def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) 
     by_shape = unsupported_by_shape(graph, kernels.device.type)
     found = {}
     for op in graph.adjustable:
-        if precision not in PRECISIONS_BY_KIND[op.kind]:
+        if precision is Precision.FP32 or precision not in PRECISIONS_BY_KIND[op.kind]:
             continue
         reason = by_shape.get(op.name, {}).get(precision)
-        if reason is None and needs_kernel(op, precision):
+        if reason is None and needs_kernel(op, precision, kernels):
             reason = kernels.why_unsupported(op.kind, precision)
         if reason is not None:
             found[op.name] = reason

@@ -34,14 +34,9 @@ class Product:
     because: str = ""
 
     @property
-    def is_changed(self) -> bool:
-        """Return whether it runs otherwise than the model has it."""
-        return self.runs not in (Precision.FP32, self.op.dtype)
-
-    @property
     def is_lowered(self) -> bool:
         """Return whether it runs in another type than the model has it in."""
-        return self.is_changed and self.runs != Precision.FP32_FAST
+        return self.runs not in (Precision.FP32, self.op.dtype)
 
 
 def products(

@@ -12,13 +12,15 @@ from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
 from qsync.errors import MiscomputedError, UnsupportedError
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.records.precision import ROUND_INSIDE, Precision
+from qsync.records.precision import Precision
 from qsync.runtime.coverage import say_once
 from qsync.runtime.weight_cache import CastFunction
 
 
 class KernelTable(Protocol):
     """What the pass needs of a backend: see qsync.backend.select, and OpaqueKernels for exported graphs."""
+
+    replaced_in_fp32: tuple[str, ...]  # kinds of products that `kernel` computes in the traced call's place
 
     @property
     def sixteen_bit(self) -> str | None:
@@ -97,7 +99,7 @@ class KernelCall(torch.nn.Module):
         self._kernel, self._traced, self._run = kernels.kernel(kind, Precision(run.mode)), target, run
         self._output, self._activation = run.output, activation
         self._fused = {} if activation is None else {"activation": activation}
-        low = run.mode not in (Precision.BF16, *ROUND_INSIDE)
+        low = run.mode not in (Precision.FP32, Precision.TF32, Precision.BF16)
         self._up = (kernels.sixteen_bit if low else None) or "fp32"
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -89,7 +89,8 @@ def fastest_precisions(
         for key, ops in groups.items()
         if (description := part.description(ops))
     ]
-    known, found = _choices(kernels.device), {op: precisions[0] for op, precisions in candidates.items()}
+    known = _choices(kernels.device, kernels.bitwise)
+    found = {op: precisions[0] for op, precisions in candidates.items()}
     new = {key for key, ops in asked if known.get(key, len(candidates[ops[0]])) is None}
     title = "qsync: timing operators, once a shape"
     with shown_on_rank_zero(title, once=True) if new else nullcontext(str) as progress:
@@ -103,8 +104,9 @@ def fastest_precisions(
 
 
 @cache
-def _choices(device: torch.device) -> Choices:
+def _choices(device: torch.device, bitwise: bool) -> Choices:
     facts = {"device": processor(), "torch": torch.__version__, "qsync": __version__}
+    facts |= {"fp32": "torch's own"} if bitwise else {}
     if device.type == "cuda":
         facts |= {"device": torch.cuda.get_device_name(device), "timed": "kernels"}
     return Choices("precisions", facts)

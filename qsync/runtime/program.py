@@ -126,6 +126,7 @@ class Program:
         dynamic: bool | None = None,
         as_torch: bool = False,
         carries_16bit: bool = True,
+        bitwise: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self.dynamic = dynamic  # as in torch.compile: False traces every shape by itself
@@ -152,7 +153,7 @@ class Program:
         self.skipped = ""  # why the tracer gave up a frame, whose layers alone are lowered
         self.broken = ""  # what the tracer stopped at in the first call
         self.device = device_of(model)
-        self.kernels = backend.select(self.device)
+        self.kernels = backend.select(self.device, bitwise)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -235,7 +236,7 @@ class Program:
             other._check(self.graph, self._chosen_by_data())
         self._check, self._report, self._base = other._check, other._report, other._base
         self._as_torch, self._carries_16bit = other._as_torch, other._carries_16bit
-        self.dynamic = other.dynamic
+        self.dynamic, self.kernels = other.dynamic, other.kernels
         self._num_reported = -1
         self.choose(other._choose, saving_less=other._saving_less, strict=other._strict)
 

@@ -4,6 +4,7 @@ The segment stays untouched. Nothing here decides where a cast goes: every node 
 Run, becomes one call, in the lowered graph's order. An operator in FP32 or BF16 is the traced call itself on
 operands of that type. The exceptions:
 
+- Products in FP32 of a CPU call the backend's kernels, unless the numbers are to be torch's to the bit.
 - Convolutions, attention and embeddings in BF16 call the backend's kernels.
 - Every other precision calls the backend's kernel for it.
 - An operator that saves less calls the backend's operator of that form.
@@ -80,10 +81,10 @@ def rewrite(
     return _Rewriter(lowered, kernels, observer).module(segment)
 
 
-def needs_kernel(op: Op, precision: Precision) -> bool:
+def needs_kernel(op: Op, precision: Precision, kernels: KernelTable) -> bool:
     """Return whether an adjustable operator runs through a kernel of the backend, not the traced call."""
     if runs_as_traced(op, precision):
-        return False
+        return op.dtype == "fp32" and op.kind in kernels.replaced_in_fp32
     return precision is not Precision.BF16 or op.kind in _KINDS_WITH_BF16_KERNEL
 
 
@@ -126,7 +127,8 @@ class _Rewriter:
         self._reorders = any(
             self._ops[name].kind in _KINDS_OF_OTHER_ORDER
             and self._ops[name].role == "adjustable"
-            and needs_kernel(self._ops[name], Precision(run.mode))
+            and not runs_as_traced(self._ops[name], Precision(run.mode))
+            and needs_kernel(self._ops[name], Precision(run.mode), kernels)
             for name, run in self._runs.items()
         )
 
@@ -266,7 +268,7 @@ class _Rewriter:
         op = self._ops[run.op]
         if run.form == FUSED:  # the product has computed it
             return self._node_of[op.inputs[0], run.operands[0]]
-        native = op.role != "adjustable" or not needs_kernel(op, Precision(run.mode))
+        native = op.role != "adjustable" or not needs_kernel(op, Precision(run.mode), self._kernels)
 
         def operand(source: torch.fx.Node) -> Any:
             taken = self._operand(segment, run.op, source, new)

@@ -16,7 +16,7 @@ from qsync.backend.devices.device_detection import device_of
 from qsync.backend.precisions_that_pay import emulation_note
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.progress import is_rank_zero
-from qsync.records.base import BASES, bases_of, check_base, is_below, is_lowered, parse_base
+from qsync.records.base import BASES, bases_of, check_base, is_below, parse_base
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
@@ -35,7 +35,8 @@ class Wrapping:
 
     A record without torch objects: it is copied and pickled with the model. With a `base`, operators that
     cannot have the one precision run in the base. `speaks`: it says on stderr how much of a model is lowered.
-    `strict`: an operator runs in the one precision though it is slower there.
+    `strict`: an operator runs in the one precision though it is slower there. `bitwise`: FP32 runs by torch's
+    own kernels.
     """
 
     precision: Precision | None
@@ -47,6 +48,7 @@ class Wrapping:
     path: str | None = None  # of the module, in a model whose blocks are sharded; the model's own is empty
     strict: bool = False
     fits: bool = False  # the plan was made of this model, whose first call may take another branch
+    bitwise: bool = False
 
     @classmethod
     def of(
@@ -56,17 +58,19 @@ class Wrapping:
         save_less: bool,
         base: str | None = None,
         strict: bool = False,
+        bitwise: bool = False,
     ) -> Wrapping:
         """Read the arguments of `qsync.wrap`."""
+        make = partial(cls, strict=strict, bitwise=bitwise)
         own_base = parse_base(base) if base is not None else None
         if plan is None and own_base is not None:
-            return cls(None, None, device_class or "", save_less, own_base, strict=strict)
+            return make(None, None, device_class or "", save_less, own_base)
         if isinstance(plan, str):
             precision = Precision.parse(plan)
             if own_base is not None and precision != own_base and not is_below(precision, own_base):
                 raise FormatError(f"{precision} is not below the base {own_base}; leave one of them out")
             own_base = own_base or (precision if precision in BASES else Precision.FP32)
-            return cls(precision, None, device_class or "", save_less, own_base, strict=strict)
+            return make(precision, None, device_class or "", save_less, own_base)
         if not isinstance(plan, Plan):
             raise FormatError(
                 f"plan must be a qsync.Plan or the name of a precision, found {shortened(plan)}; load one "
@@ -78,10 +82,15 @@ class Wrapping:
                     f"name the device class of this rank: device_class= one of {', '.join(plan.classes)}"
                 )
             device_class = next(iter(plan.classes))
-        plan[device_class]  # raises MismatchError for a class that it does not have
+        own = plan[device_class]  # raises MismatchError for a class that it does not have
         if own_base is not None:
             check_plan_base(plan, own_base)
-        return cls(None, plan, device_class, save_less, plan.base, strict=strict)
+        if bitwise and not own.bitwise:
+            raise MismatchError(
+                f"the plan runs FP32 by the fastest kernels on {device_class}; leave bitwise out, or "
+                "profile and plan again with bitwise=True"
+            )
+        return make(None, plan, device_class, save_less, plan.base, bitwise=own.bitwise)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Wrapping:
@@ -110,8 +119,8 @@ class Wrapping:
 
     @property
     def as_torch(self) -> bool:
-        """Return whether a plan lowers nothing on this class, which then runs as torch runs it."""
-        if self.plan is None or self.save_less or self.recomputed:
+        """Return whether a plan leaves this class as torch runs it: nothing is lowered, nor FP32 replaced."""
+        if self.plan is None or self.save_less or self.recomputed or not self.bitwise:
             return False
         planned = self.plan[self.device_class]
         return not planned.saving_less and set(planned.assignment.values()) <= {Precision.FP32}
@@ -139,7 +148,7 @@ class Wrapping:
         """Make the program of a model: the wrapped one, or a copy of it."""
         self.check(model)
         report = self._report if self.speaks else None
-        make = partial(Program, model, base=self.base)
+        make = partial(Program, model, base=self.base, bitwise=self.bitwise)
         if self.plan is None:
             less, strict = saving(["*"] if self.save_less else ()), self.strict or self.precision is None
             return make(choose=self._choice(model), saving_less=less, report=report, strict=strict)
@@ -175,14 +184,14 @@ class Wrapping:
 
     def _choice(self, model: torch.nn.Module) -> Chooser:
         """Return the choice of the one precision, or of the base where an operator cannot have it."""
-        kernels = backend.select(device_of(model))
+        kernels = backend.select(device_of(model), self.bitwise)
         base = at_base(self.base, kernels)
         if self.precision is None:
             return base
         low = uniform(self.precision, kernels)
         return lambda graph: {
             **base(graph),
-            **{op: p for op, p in low(graph).items() if p is self.precision or is_lowered(p, Precision.FP32)},
+            **{op: p for op, p in low(graph).items() if p is self.precision or p is not Precision.FP32},
         }
 
     @property

@@ -10,14 +10,14 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 from qsync.allocator import allocate, check_plan, explain, shadow_prices, what_ifs
 from qsync.commands.tables import base_lines
 from qsync.errors import FormatError, UnsupportedError
-from qsync.records.base import base_of, base_on, bases_of, is_below, measured_base, parse_base
+from qsync.records.base import base_of, base_on, bases_of, is_below, parse_base
 from qsync.records.cluster import Link
 from qsync.records.graph import Op, Role
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import replay
 
-FP32, FAST, TF32 = Precision.FP32, Precision.FP32_FAST, Precision.TF32
+FP32, TF32 = Precision.FP32, Precision.TF32
 BF16, FP16 = Precision.BF16, Precision.FP16
 FP8, INT8, INT8_ALL = Precision.FP8, Precision.INT8, Precision.INT8_ALL
 GRAPH = encoder(2)
@@ -111,19 +111,16 @@ def test_reasons_compare_with_the_base():
 
 
 def test_bases_are_named_and_must_be_multiplied_somewhere():
-    with pytest.raises(
-        FormatError, match="int8 is no base precision: choose one of fp32, fp32_fast, tf32, bf16, fp16"
-    ):
+    with pytest.raises(FormatError, match="int8 is no base precision: choose one of fp32, tf32, bf16, fp16"):
         parse_base("int8")
     with pytest.raises(UnsupportedError, match="no device here multiplies tf32.*one of fp32, bf16"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, base="tf32")
 
 
 def test_which_precisions_are_below_a_base():
-    below = {base: [p for p in Precision if is_below(p, base)] for base in (FP32, FAST, TF32, BF16, FP16)}
+    below = {base: [p for p in Precision if is_below(p, base)] for base in (FP32, TF32, BF16, FP16)}
     assert below == {
-        FP32: [FAST, TF32, BF16, FP16, FP8, INT8, INT8_ALL],
-        FAST: [TF32, BF16, FP16, FP8, INT8, INT8_ALL],
+        FP32: [TF32, BF16, FP16, FP8, INT8, INT8_ALL],
         TF32: [BF16, FP16, FP8, INT8, INT8_ALL],
         BF16: [FP8, INT8, INT8_ALL],
         FP16: [FP8, INT8, INT8_ALL],
@@ -136,29 +133,14 @@ def test_which_precisions_are_below_a_base():
     assert base_of(Op("x", "embedding", Role.ADJUSTABLE, (), (), "fp32", (4,)), BF16) is FP32
 
 
-def test_fp32_is_the_base_where_its_fastest_kernels_are_no_faster_together():
-    """The strongest class decides, and only between FP32 and its fastest kernels."""
-
-    def of(**classes):
-        steps = {name: dict(zip(("fp32", "fp32_fast"), pair, strict=True)) for name, pair in classes.items()}
-        return {name: replace(profile_of(GRAPH), step_s=step_s) for name, step_s in steps.items()}
-
-    assert measured_base(FAST, of(a=(1.0, 0.9), b=(3.0, 3.3))) is FAST
-    assert measured_base(FAST, of(a=(1.0, 1.1), b=(3.0, 2.7))) is FP32
-    assert measured_base(FAST, of(a=(1.0, 1.0))) is FP32
-    assert measured_base(BF16, of(a=(1.0, 1.1))) is BF16
-    assert measured_base(FAST, {"a": replace(profile_of(GRAPH), step_s={"fp32": 1.0})}) is FAST
-
-
-@pytest.mark.parametrize("base", ["bf16", "fp32_fast"])
-def test_a_plan_that_is_pinned_above_its_base_is_explained(base):
-    precisions = (FP32, FAST, BF16, INT8)
+def test_a_plan_that_is_pinned_above_its_base_is_explained():
+    precisions = (FP32, BF16, INT8)
     profiles = {
         name: profile_of(GRAPH, name, precisions, slow=slow, latency_s=1e-8, cast_s=1e-11)
         for name, slow in (("train", 1.0), ("infer", 1.4))
     }
     parts = (profiles, SENSITIVITY, cluster_of(precisions=precisions, link=Link(0.0, 1e30)))
-    plan = allocate(GRAPH, *parts, base=base)
+    plan = allocate(GRAPH, *parts, base="bf16")
     op = next(op for op in KINDS if plan["infer"].assignment[op] is not FP32)
     pinned = plan.pin(op, "fp32")
     (price,) = [one for one in shadow_prices(GRAPH, pinned, *parts) if one.device_class == "infer"]

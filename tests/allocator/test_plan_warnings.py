@@ -39,7 +39,7 @@ def test_int8_in_all_products_is_named_where_16_bits_are_no_faster():
     (text,) = (
         t for t in find_warnings(GRAPH, plan, profiles(fp32=2.0, bf16=2.1), CLUSTER) if "int8_all" in t
     )
-    assert text.startswith("infer is no faster in bf16 than in FP32") and 'precisions=["fp32_fast"' in text
+    assert text.startswith("infer is no faster in bf16 than in FP32") and 'precisions=["int8_all"]' in text
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ CALLS = {
     "embedding": (lambda: None, [TOKENS, randn(5, 16)], {}),
 }  # fmt: skip
 PRECISIONS = {
-    "linear": ("fp32_fast", "fp16", "int8", "int8_all"), "linear gelu": ("int8", "int8_all"),
-    "addmm": ("int8",), "conv2d": ("fp32_fast", "bf16", "int8", "int8_all"), "conv2d last": ("bf16", "int8"),
+    "linear": ("fp32", "fp16", "int8", "int8_all"), "linear gelu": ("int8", "int8_all"),
+    "addmm": ("int8",), "conv2d": ("fp32", "bf16", "int8", "int8_all"), "conv2d last": ("bf16", "int8"),
     "conv1d": ("int8",), "matmul": ("fp16", "int8"), "attention": ("bf16", "int8"),
     "attention masked": ("bf16", "int8"), "embedding": ("bf16", "int8"),
 }  # fmt: skip
@@ -64,7 +64,7 @@ def run(kernels, name: str, precision: str) -> list[torch.Tensor]:
     leaves = [v.detach().requires_grad_() if v is not None and v.is_floating_point() else v for v in values]
 
     def operand(k: int, value):
-        if value is None or not value.is_floating_point() or precision == "fp32_fast":
+        if value is None or not value.is_floating_point() or precision == "fp32":
             return value
         type_name = operand_type(kind, k, precision)
         cast = kernels.cast(value, type_name)

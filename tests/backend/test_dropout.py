@@ -107,7 +107,7 @@ def test_a_wrapped_model_calls_it_and_drops_what_torch_drops(monkeypatch):
         dropped.append(torch.get_rng_state())
     assert torch.equal(*dropped)
     assert bool(calls) == (kernel._library(torch.ones(NUM)) is not None)
-    fp32 = qsync.wrap(copy.deepcopy(model), "fp32", strict=True)
+    fp32 = qsync.wrap(copy.deepcopy(model), "fp32", bitwise=True, strict=True)
     for one in (model, fp32):
         torch.manual_seed(3)
         one.zero_grad()

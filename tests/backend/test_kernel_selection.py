@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qsync.backend import cutlass, encode
-from qsync.backend.selection import kernel_selection
+from qsync.backend.selection import kernel_candidates, kernel_selection
 from qsync.backend.selection.kernel_candidates import Candidate, candidates, device_precisions
 from qsync.backend.selection.kernel_selection import Kernels, select
 from qsync.errors import UnsupportedError
@@ -29,7 +29,7 @@ def test_a_trial_in_the_middle_of_a_forward_pass_saves_nothing_there():
     """Recomputation counts what forward saves, and the second time there is no trial."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        Kernels(torch.device("cpu")).kernel("linear", Precision.FP32_FAST)
+        Kernels(torch.device("cpu")).kernel("linear", Precision.FP32)
     assert saved == []
 
 
@@ -37,7 +37,6 @@ def test_a_cpu_offers_what_it_multiplies():
     kernels = select("cpu")
     assert kernels.precisions() == (
         Precision.FP32,
-        Precision.FP32_FAST,
         Precision.BF16,
         Precision.FP16,
         Precision.INT8,
@@ -59,7 +58,7 @@ def test_a_cpu_offers_what_it_multiplies():
 def test_a_gpu_offers_what_its_capability_has(monkeypatch, capability, missing):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     offered = device_precisions(torch.device("cuda", 0))
-    assert set(Precision) - set(offered) == missing | {"fp32_fast"}
+    assert set(Precision) - set(offered) == missing
     narrow = Kernels(torch.device("cuda", 0)).sixteen_bit
     assert narrow == (None if "bf16" in missing else "bf16")
 
@@ -133,6 +132,16 @@ def test_a_kernel_that_computes_something_else_is_rejected(monkeypatch):
         UnsupportedError, match=r"wrong: wrong: \d+ dB.*broken: fails here: no such .*absent: not"
     ):
         Kernels(torch.device("cpu"))._choose("linear", Precision.INT8)
+
+
+def test_fp32_is_torchs_where_our_kernel_is_wrong_or_bits_are_to_be_torchs(monkeypatch):
+    def wrong(target, out_type, x, weight, bias):
+        return target(x, 1.1 * weight, bias)
+
+    assert select("cpu").choice("linear", "fp32").kernel == "MKL or oneDNN by shape"
+    assert select("cpu", bitwise=True).choice("linear", "fp32").kernel == "torch"
+    monkeypatch.setitem(kernel_candidates.FP32_KERNELS, "linear", wrong)
+    assert Kernels(torch.device("cpu")).choice("linear", "fp32").kernel == "torch"
 
 
 def test_describe_covers_everything_once():

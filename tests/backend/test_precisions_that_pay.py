@@ -19,7 +19,7 @@ from qsync.records.cluster import DeviceClass
 from qsync.records.precision import Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FP32, FAST, BF16, FP16 = Precision.FP32, Precision.FP32_FAST, Precision.BF16, Precision.FP16
+FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 INT8, INT8_ALL = Precision.INT8, Precision.INT8_ALL
 
 
@@ -52,7 +52,7 @@ def test_what_takes_three_times_as_long_as_fp32_is_profiled_on_request_only(
     taking(monkeypatch, bf16=bf16, int8=int8)
     assert emulated_precisions(CPU) == emulated
     own = detect_class(CPU)
-    left = {FP32, FAST, BF16, INT8} - emulated
+    left = {FP32, BF16, INT8} - emulated
     assert set(default_precisions(own)) == left
     assert set(default_precisions(own, {BF16, FP16})) == left | {BF16, FP16}
     assert precisions_to_profile(own, torch.nn.Linear(2, 2), ["int8", "bf16"]) == (BF16, INT8)
@@ -64,15 +64,15 @@ def test_what_takes_three_times_as_long_as_fp32_is_profiled_on_request_only(
 def test_a_base_is_profiled_though_it_is_emulated(monkeypatch):
     taking(monkeypatch, bf16=16.0, int8=25.0)
     own, in_fp32, in_bf16 = detect_class(CPU), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16()
-    assert set(precisions_to_profile(own, in_fp32, None, BF16)) == {FP32, FAST, BF16}
-    assert set(precisions_to_profile(own, in_fp32, None, FP16)) == {FP32, FAST, BF16}  # FP16's stand-in
-    assert set(precisions_to_profile(own, in_fp32, None, FAST)) == {FP32, FAST}
-    assert set(precisions_to_profile(own, in_bf16)) == {FP32, FAST, BF16}
+    assert set(precisions_to_profile(own, in_fp32, None, BF16)) == {FP32, BF16}
+    assert set(precisions_to_profile(own, in_fp32, None, FP16)) == {FP32, BF16}  # FP16's stand-in
+    assert set(precisions_to_profile(own, in_fp32, None, FP32)) == {FP32}
+    assert set(precisions_to_profile(own, in_bf16)) == {FP32, BF16}
 
 
 def test_the_base_and_fp32_are_profiled_though_others_are_named():
     own, model = detect_class(CPU), torch.nn.Linear(2, 2)
-    assert precisions_to_profile(own, model, ["int8"], FAST) == (FP32, FAST, INT8)
+    assert precisions_to_profile(own, model, ["int8"], BF16) == (FP32, BF16, INT8)
     assert precisions_to_profile(own, model, ["bf16"], FP32) == (FP32, BF16)
     with pytest.raises(FormatError, match="names none to choose from"):
         precisions_to_profile(own, model, [])

@@ -45,7 +45,6 @@ CALLS = {
 # Relative error, root mean square, of result and gradients against FP32 for operands of normal distribution.
 LARGEST_ERROR = {
     "fp32": 1e-6,
-    "fp32_fast": 1e-6,
     "tf32": 1e-3,
     "bf16": 8e-3,
     "fp16": 1e-3,

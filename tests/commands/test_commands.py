@@ -22,7 +22,6 @@ from qsync.records.json_files import write_json
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.replayer import Recapture
 
@@ -145,27 +144,6 @@ def test_explain_of_a_plan_that_lowers_nothing(qsync, folder):
     code, out, _ = qsync("explain", "plan.json", "--basis", folder)
     assert code == 0
     assert "lowers nothing" in out
-
-
-def test_explain_says_what_runs_in_fast_fp32_and_what_it_costs(qsync, tmp_path):
-    graph, able = encoder(), ("fp32", "fp32_fast", "bf16")
-    precisions = tuple(Precision(p) for p in able)
-    profiles = {
-        name: profile_of(graph, name, precisions=precisions, slow=slow)
-        for name, slow in (("train", 1.0), ("infer", 1.05))
-    }
-    Basis(graph, cluster_of(precisions=precisions), profiles, sensitivity_of(graph)).save(tmp_path / "basis")
-    code, out, err = qsync("plan", tmp_path / "basis", "--out", tmp_path / "plan.json")
-    assert code == 0, err
-    plan = Plan.load(tmp_path / "plan.json")
-    fast = [op for op, p in plan["infer"].assignment.items() if p == "fp32_fast"]
-    assert fast and not plan["infer"].lowered and set(plan["train"].assignment.values()) == {"fp32"}
-    found = json.loads(qsync("explain", tmp_path / "plan.json", "--basis", tmp_path / "basis", "--json")[1])
-    assert found["fp32_fast"] == {
-        "infer": {"ops": len(fast), "variance": pytest.approx(plan["infer"].predicted.added_variance)}
-    }
-    out = qsync("explain", tmp_path / "plan.json", "--basis", tmp_path / "basis")[1]
-    assert f"infer runs {len(fast)} operators in FP32 by its fastest kernels" in " ".join(out.split())
 
 
 def test_explain_says_what_more_time_or_memory_would_buy(qsync, refused, folder):

@@ -166,7 +166,7 @@ whole = DDP(make())
 for k in range(2):
     with whole.no_sync() if k == 0 else __import__("contextlib").nullcontext():
         loss_fn(whole, batch(seed=k + rank)).backward()
-options["base"] = "fp32"  # bitwise as DDP
+options["bitwise"] = True  # as DDP
 model = qsync.hybrid(make(), batch(), **options)
 names = [[list(m.state_dict()), [name for name, _ in m.named_parameters()]] for m in (model, whole)]
 say(f"names: {names[0] == names[1]}")

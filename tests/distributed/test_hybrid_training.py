@@ -65,8 +65,7 @@ say(f"modes: {sorted({modes[op] for op in products})}")
 folder = next(Path(cache).iterdir())
 plan = qsync.Plan.load(folder / "plan.json")
 strong, weak = sorted(plan.classes, key=lambda name: "emulated" in name)
-step_s = qsync.Profile.load(folder / f"profile-{strong}.json").step_s
-say(f"base: {plan.base == ('fp32_fast' if step_s['fp32_fast'] < step_s['fp32'] else 'fp32')} {plan.base}")
+say(f"base: {plan.base}")
 planned = plan[(strong, weak)[rank]].assignment
 say(f"as planned: {all(modes[op].split()[0] == planned[op] for op in products)}")
 costs = qsync.Profile.load(folder / f"profile-{weak}.json").ops["inner.0"]

@@ -51,7 +51,7 @@ OTHER = Recapture(mlp(4, width=64, rows=ROWS // 2), {})
 
 @pytest.fixture(scope="module")
 def plans():
-    return ways(basis_of(), OTHER, Precision.FP32)
+    return ways(basis_of(), OTHER)
 
 
 def test_every_way_is_a_plan_of_what_its_name_says(plans):
@@ -75,7 +75,7 @@ def test_int8_is_in_all_products_where_those_were_profiled():
     }
     for able, lowest in ((precisions, Precision.INT8_ALL), (precisions[:3], Precision.INT8)):
         offered = replace(basis, profiles=profiles, cluster=cluster_of(precisions=able))
-        found = ways(offered, OTHER, Precision.FP32)
+        found = ways(offered, OTHER)
         assert set(found[WEAK_INT8]["infer"].assignment.values()) == {lowest}
         assert set(found[ALL_INT8]["train"].assignment.values()) == {lowest}
 
@@ -114,7 +114,7 @@ def test_with_shares_a_plan_is_no_slower_than_without_or_than_shares_alone_and_a
 
 def test_rates_count_the_samples_of_all_ranks():
     basis = basis_of(counts={"train": 2, "infer": 2})
-    found = ways(basis, OTHER, Precision.FP32)
+    found = ways(basis, OTHER)
     rates = {way: rate(plan, basis.cluster, ROWS) for way, plan in found.items()}
     assert rates[ALONE] * found[ALONE].step_s == pytest.approx(2 * ROWS)
     assert rates[DDP] * found[DDP].step_s == pytest.approx(4 * ROWS)
@@ -145,9 +145,7 @@ def test_a_class_without_a_precision_takes_the_next_one_up():
     basis = basis_of()
     fast, weak = basis.cluster.classes
     without = replace(fast, precisions=(Precision.FP32, Precision.BF16))
-    found = ways(
-        replace(basis, cluster=replace(basis.cluster, classes=(without, weak))), OTHER, Precision.FP32
-    )
+    found = ways(replace(basis, cluster=replace(basis.cluster, classes=(without, weak))), OTHER)
     assert set(found[ALL_INT8]["train"].assignment.values()) == {Precision.BF16}
     assert set(found[ALL_INT8]["infer"].assignment.values()) == {Precision.INT8}
 
@@ -158,7 +156,7 @@ def test_sixteen_bits_are_fp16_where_there_is_no_bf16():
     precisions = (Precision.FP32, Precision.FP16, Precision.INT8)
     cluster = replace(basis.cluster, classes=(fast, replace(weak, precisions=precisions)))
     profiles = {**basis.profiles, "infer": profile_of(basis.graph, "infer", precisions, slow=2.0)}
-    found = ways(replace(basis, cluster=cluster, profiles=profiles), OTHER, Precision.FP32)
+    found = ways(replace(basis, cluster=cluster, profiles=profiles), OTHER)
     assert set(found[WEAK_16]["infer"].assignment.values()) == {Precision.FP16}
     assert set(found[ALL_16]["train"].assignment.values()) == {Precision.BF16}
 
@@ -166,7 +164,7 @@ def test_sixteen_bits_are_fp16_where_there_is_no_bf16():
 def test_cards_with_fp32_alone_have_every_way_in_fp32():
     basis = basis_of()
     classes = tuple(replace(c, precisions=(Precision.FP32,)) for c in basis.cluster.classes)
-    found = ways(replace(basis, cluster=replace(basis.cluster, classes=classes)), OTHER, Precision.FP32)
+    found = ways(replace(basis, cluster=replace(basis.cluster, classes=classes)), OTHER)
     assert {p for plan in found.values() for c in plan.classes for p in plan[c].assignment.values()} == {
         Precision.FP32
     }

@@ -15,8 +15,8 @@ from qsync.records.json_files import read_json
 
 def speed(**x_autocast: float) -> dict:
     """What `speeds` returns where FP32 takes a second and autocast half of one."""
-    x_autocast = {"fp32_fast": 0.5, "base bf16": 1.0, **x_autocast}
-    every = {"fp32": 0.5, "autocast": 1.0, **x_autocast}
+    x_autocast = {"fp32": 0.5, "base bf16": 1.0, **x_autocast}
+    every = {"eager": 0.5, "autocast": 1.0, **x_autocast}
     variants = {
         name: {"seconds": [0.5 / x, 5.0 / x, 5.0 / x]}  # the machine gets ten times slower
         for name, x in every.items()
@@ -89,7 +89,7 @@ def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch, fast_
     monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
     monkeypatch.setitem(family_runs.MODES, "cpu", ("bf16",))
     found = family_runs.speeds("lstm", 1, tiny=True)
-    assert added == [["fp32", "autocast", "base bf16", "bf16"], ["fp32", "autocast", "base bf16"]]
+    assert added == [["eager", "autocast", "base bf16", "bf16"], ["eager", "autocast", "base bf16"]]
     assert list(found["variants"]) == list(added[1])
     assert "OutOfMemoryError: CUDA out of memory" in found["unavailable"]["bf16"]
 
@@ -124,7 +124,7 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     assert absent <= {"autocast", "base bf16"}
     assert (
         set(parts["speed"]["variants"])
-        == {"fp32", "autocast", "base bf16", *family_runs.MODES["cpu"]} - absent
+        == {"eager", "autocast", "base bf16", *family_runs.MODES["cpu"]} - absent
     )
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {}

@@ -61,7 +61,7 @@ def test_products_stand_beside_their_own_precision_and_beside_others_in_one_form
     """Only the difference of the two tells what a switch costs, and one product shows mostly noise."""
     graph = qsync.capture(Gpt(layers, 16, 2, 16, 50), torch.zeros(2, 16, dtype=torch.long))
     linear = {op.name for op in graph.ops if op.kind == "linear"}
-    precisions = [*CHOSEN, Precision.FP32_FAST, Precision.INT8_ALL]
+    precisions = [*CHOSEN, Precision.INT8_ALL]
     uniform = [
         {op.name: p for op in graph.adjustable if p in PRECISIONS_BY_KIND[op.kind]} for p in precisions
     ]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qsync
 from qsync import Precision
-from qsync.backend.kernels.grouped_matmul import BLOCK_ROWS, grouped_mm_bf16, grouped_mm_fp32_fast
+from qsync.backend.kernels.grouped_matmul import BLOCK_ROWS, grouped_mm_bf16, grouped_mm_fp32
 from qsync.errors import UnsupportedError
 from qsync.runtime import operator_timing
 from qsync.runtime.planned_forward import program_of
@@ -42,15 +42,14 @@ def step(model, offsets=OFFSETS):
 
 def test_groups_run_in_fp32_as_torch_runs_them_and_in_bf16():
     expected = step(Experts())
-    assert all(map(torch.equal, step(qsync.wrap(Experts(), "fp32")), expected))
+    assert all(map(torch.equal, step(qsync.wrap(Experts(), "fp32", bitwise=True)), expected))
     low = qsync.wrap(Experts(), "bf16", strict=True)
     found = step(low)
     assert all(agreement_db(a, b) > 30 for a, b in zip(found, expected, strict=True))
     assert program_of(low).assignment() == {"grouped_mm": Precision.BF16, "fc": Precision.BF16}
     assert not found[2][1].any()  # the gradient of the expert without rows
-    fast = qsync.wrap(Experts(), "fp32_fast", strict=True)
-    assert all(torch.allclose(a, b, 1e-4, 1e-4) for a, b in zip(step(fast), expected, strict=True))
-    assert program_of(fast).assignment()["grouped_mm"] is Precision.FP32_FAST
+    fast = step(qsync.wrap(Experts(), "fp32"))
+    assert all(torch.allclose(a, b, 1e-4, 1e-4) for a, b in zip(fast, expected, strict=True))
     # Other groups of the same rows: the offsets are read at every call.
     other = torch.tensor([0, 12, 12, 12], dtype=torch.int32)
     for parameter in low.parameters():
@@ -79,7 +78,7 @@ def test_groups_that_are_timed_alone_have_rows(monkeypatch):
     made = operator_timing._Value.made
     monkeypatch.setattr(operator_timing._Value, "made", taken)
     monkeypatch.setattr(operator_timing, "fastest", fastest)
-    monkeypatch.setattr(operator_timing, "_choices", lambda _: Undecided())
+    monkeypatch.setattr(operator_timing, "_choices", lambda *_: Undecided())
     step(qsync.wrap(copy.deepcopy(Experts()), "bf16"))
     assert {tuple(value.tolist()) for kind, value in seen if kind == "offsets"} == {(3, 6, 9, 12)}
 
@@ -108,19 +107,19 @@ def test_any_groups_are_multiplied_in_blocks_of_rows():
 
 
 @pytest.mark.parametrize("ends", [[7, 7, 60, 61, 95], [0, 0, 0, 0, 100], [0] * 5])
-def test_groups_in_fast_fp32_are_the_products_of_the_call(ends):
+def test_groups_in_fp32_are_the_products_of_the_call(ends):
     target, generator = torch.ops.transformers.grouped_mm_fallback, torch.Generator().manual_seed(0)
     rows = torch.randn(100, 8, generator=generator).requires_grad_()
     weight = torch.randn(5, 16, 8, generator=generator).mT.requires_grad_()
     gradient, offs = torch.randn(100, 16, generator=generator), torch.tensor(ends)
-    y = grouped_mm_fp32_fast(target, "fp32", rows, weight, offs=offs)
+    y = grouped_mm_fp32(target, "fp32", rows, weight, offs=offs)
     found = [y, *torch.autograd.grad(y, (rows, weight), gradient)]
     expected = target(rows, weight, offs=offs)
     expected = [expected, *torch.autograd.grad(expected, (rows, weight), gradient)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
     assert found[2].stride() == weight.stride()
-    assert grouped_mm_fp32_fast(target, "bf16", rows, weight, offs=offs).dtype == torch.bfloat16
+    assert grouped_mm_fp32(target, "bf16", rows, weight, offs=offs).dtype == torch.bfloat16
 
 
 class _Products(TorchDispatchMode):

@@ -20,9 +20,7 @@ from qsync.lowering.lowered_graph import Run
 from qsync.records.precision import Precision
 from qsync.runtime import choosers, planned_forward
 
-PRECISIONS = (
-    Precision.FP32, Precision.FP32_FAST, Precision.BF16, Precision.INT8, Precision.FP16,
-)  # fmt: skip
+PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.FP16)
 
 
 class Orders(Watcher):

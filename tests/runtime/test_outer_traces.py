@@ -78,14 +78,14 @@ def names_of(graph: torch.fx.Graph) -> set[str]:
         ("bf16", False),
         ("int8_all", False),
         ("fp16", False),
-        ("fp32_fast", False),
+        ("fp32", False),
     ],
 )
 def test_an_exported_program_trains_as_the_model_does(precision, strict):
     expected = step(model := mixed(precision), model)
     program = torch.export.export(mixed(precision), batch(), strict=strict)
     found = {"conv2d", *({"cast", "linear", "matmul"} if precision != "bf16" else {"attention"})}
-    assert names_of(program.graph) >= found - ({"cast"} if precision == "fp32_fast" else set())
+    assert names_of(program.graph) >= found - ({"cast"} if precision == "fp32" else set())
     module = program.module()
     assert_equal(step(module, module), expected)
 

@@ -31,7 +31,7 @@ class Convolved(nn.Module):
         return self.form(self.conv(x))
 
 
-@pytest.mark.parametrize("precision", ["fp32_fast", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "int8"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_part_of_a_convolution_s_result_can_be_viewed(form, precision):
     torch._dynamo.reset()
@@ -42,7 +42,7 @@ def test_a_part_of_a_convolution_s_result_can_be_viewed(form, precision):
         assert found.view(len(found), -1).shape == expected.view(len(expected), -1).shape
 
 
-@pytest.mark.parametrize("precision", ["fp32_fast", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "int8"])
 def test_strides_are_those_of_a_result_that_lies_by_rows(precision):
     torch._dynamo.reset()
     model = nn.Sequential(

@@ -81,7 +81,7 @@ def test_an_all_fp32_assignment_is_bitwise_the_model(family):
     plain, batch = build(family)
     model, _ = build(family)
     expected_loss, expected = step(plain, batch)
-    qsync.wrap(model, "fp32")
+    qsync.wrap(model, "fp32", bitwise=True)
     for _ in range(2):
         loss, gradients = step(model, batch)
         assert torch.equal(loss, expected_loss)
@@ -99,7 +99,7 @@ def test_checkpointed_and_broken_models_are_bitwise_themselves_in_fp32():
         torch.manual_seed(0)
         plain = make()
         torch.manual_seed(0)
-        model = qsync.wrap(make(), "fp32")
+        model = qsync.wrap(make(), "fp32", bitwise=True)
         for one in (plain, model):
             one(X).backward()
         for one, two in zip(plain.parameters(), model.parameters(), strict=True):
@@ -312,10 +312,10 @@ def test_the_traced_graph_is_untouched_by_rewriting():
 
 
 def test_an_fp32_program_is_the_traced_code():
-    """Nothing is added for operators that stay: no module, no call."""
+    """Nothing is added for operators that stay, to the bit: no module, no call."""
     segment = trace(*build("mlp"))[0]
     lowered = lower(OpGraph("MLP", tuple(segment.inputs), tuple(segment.ops)), {})
-    rewritten = rewrite(segment, lowered, backend.select("cpu"))
+    rewritten = rewrite(segment, lowered, backend.select("cpu", bitwise=True))
     assert not list(rewritten.children())
     calls = [[(n.op, n.target) for n in module.graph.nodes] for module in (segment.module, rewritten)]
     assert calls[0] == calls[1]
@@ -399,7 +399,7 @@ def test_dropout_inside_a_checkpoint_is_the_same_the_second_time():
     x = torch.randn(8, 16)
     gradients = []
     for wrapped in (False, True):
-        model = qsync.wrap(Dropping(), "fp32") if wrapped else Dropping()
+        model = qsync.wrap(Dropping(), "fp32", bitwise=True) if wrapped else Dropping()
         torch.manual_seed(3)
         model(x).backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -409,7 +409,7 @@ def test_dropout_inside_a_checkpoint_is_the_same_the_second_time():
 def test_backward_of_the_users_own_functions_is_used():
     for body in (lambda m, x: Doubled.apply(m.fc2(x)), lambda m, x: m.fc2(x) * CONSTANT):
         gradients = []
-        for model in (Applied(body), qsync.wrap(Applied(body), "fp32")):
+        for model in (Applied(body), qsync.wrap(Applied(body), "fp32", bitwise=True)):
             model(X).backward()
             gradients.append([p.grad for p in model.parameters()])
         assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
@@ -683,7 +683,7 @@ class Images(nn.Module):
 def assert_runs_like_torch(plain: nn.Module, x: torch.Tensor, precision: str, tolerance: float) -> None:
     """Assert that results, gradients and buffers of a wrapped model are those of the model in eager mode."""
     found = []
-    for model in (plain, qsync.wrap(copy.deepcopy(plain), precision, strict=True)):
+    for model in (plain, qsync.wrap(copy.deepcopy(plain), precision, strict=True, bitwise=True)):
         image = x.clone().requires_grad_()
         results = model(image)
         results = results if isinstance(results, tuple) else (results,)
@@ -698,7 +698,7 @@ def assert_runs_like_torch(plain: nn.Module, x: torch.Tensor, precision: str, to
         assert (result - expected).double().norm() <= tolerance * expected.double().norm()
 
 
-CLOSE = [("fp32", 0.0), ("fp32_fast", 1e-5), ("bf16", 0.05)]
+CLOSE = [("fp32", 0.0), ("bf16", 0.05)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])

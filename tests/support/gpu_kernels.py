@@ -84,5 +84,5 @@ def pretend_gpu(monkeypatch, which):
     monkeypatch.setattr(products, "_stream", lambda device: 0)
     monkeypatch.setattr(products, "_setting", lambda call, inner: LaunchSetting("128x128x64/4", 1))
     kernels = OfAGpu(which)
-    monkeypatch.setattr(backend, "select", lambda device: kernels, raising=False)
+    monkeypatch.setattr(backend, "select", lambda *_: kernels, raising=False)
     return kernels

@@ -18,17 +18,15 @@ from qsync.records.save_less import FORMS, can_save_less
 settings.register_profile("qsync", deadline=None, max_examples=60)
 settings.load_profile("qsync")
 
-# All but fast FP32, which costs next to no variance: what is planned with it lowers less.
-ALL = tuple(p for p in Precision if p is not Precision.FP32_FAST)
+ALL = tuple(Precision)
 CPU_PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 # Seconds per element of a product, relative to FP32.
 SPEED = {
-    "fp32": 1.0, "fp32_fast": 0.9, "tf32": 0.7, "bf16": 0.5, "fp16": 0.5, "fp8": 0.3, "int8": 0.25,
+    "fp32": 1.0, "tf32": 0.7, "bf16": 0.5, "fp16": 0.5, "fp8": 0.3, "int8": 0.25,
     "int8_all": 0.15,
 }  # fmt: skip
 # Variance relative to bf16; monotone in the order in which precisions are called higher.
 OMEGA = {
-    "fp32_fast": 1e-8,
     "tf32": 0.01,
     "bf16": 1.0,
     "fp16": 0.5,

@@ -105,7 +105,7 @@ BETWEEN = {
 def test_the_peak_is_what_torch_allocates(name):
     model, graph = captured(({**CALLS, **SAVES}[name][0]) if name not in BETWEEN else BETWEEN[name])
     x, lowered = torch.randn(ROWS, 8), lower(graph, {})
-    qsync.wrap(model, "fp32")
+    qsync.wrap(model, "fp32", bitwise=True)
 
     def step():
         model(x).sum().backward()

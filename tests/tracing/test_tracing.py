@@ -40,7 +40,7 @@ def captured(body) -> dict[str, Op]:
 
 def assert_bitwise(body, precision: str = "fp32") -> None:
     """Wrapped in one precision, the model computes bitwise what it computes unwrapped (FP32 only)."""
-    plain, wrapped = Applied(body), qsync.wrap(Applied(body), precision, strict=True)
+    plain, wrapped = Applied(body), qsync.wrap(Applied(body), precision, strict=True, bitwise=True)
     losses = []
     for model in (plain, wrapped):
         torch.manual_seed(1)
@@ -572,7 +572,7 @@ def assert_as_in_eager(body, train: bool = True) -> None:
     for precision in (None, "fp32", "bf16"):
         model = Applied(body).train(train)
         if precision is not None:
-            qsync.wrap(model, precision, strict=True)
+            qsync.wrap(model, precision, strict=True, bitwise=True)
         loss = model(X)
         loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
@@ -1125,7 +1125,8 @@ class Drawn(nn.Module):
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_draws_of_numpy_stay_numpy_s(seed):
-    models, found, before = (Drawn(seed), qsync.wrap(Drawn(seed), "fp32")), [], np.random.get_state()
+    models = (Drawn(seed), qsync.wrap(Drawn(seed), "fp32", bitwise=True))
+    found, before = [], np.random.get_state()
     try:
         for model in models:
             torch.manual_seed(1)

@@ -128,7 +128,7 @@ def test_any_other_function_runs_as_traced(function):
 
 @pytest.mark.parametrize(("function", "num_values"), [(Curve, 2), (Sign, 1)])
 def test_a_function_that_saves_nothing_is_known(function, num_values):
-    wrapped = qsync.wrap(Net(function), "fp32", strict=True)
+    wrapped = qsync.wrap(Net(function), "fp32", bitwise=True, strict=True)
     wrapped(torch.randn(16, 32))
     (lowered,) = planned_forward.program_of(wrapped).lowered
     # What the function returns is kept by the second layer.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync.backend.autograd import differentiable, once_differentiable
+from qsync.backend.autograd import differentiable, is_recorded, once_differentiable, untraced
 from qsync.backend.casts.cast_ops import transpose_last
 
 ORDERS = (torch.channels_last, torch.contiguous_format)  # that of lowered convolutions' results first
@@ -108,6 +108,6 @@ class _OwnStrides(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @untraced
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return laid_out(gradient, *ctx.like)
+        return gradient if is_recorded(gradient) else laid_out(gradient, *ctx.like)

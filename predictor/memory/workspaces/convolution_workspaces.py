@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds, windows_bytes
 from qsync.lowering.lowered_graph import Run
-from qsync.predictor.memory.saved_tensors import FULL_MODES, INT8_MODES
+from qsync.predictor.memory.saved_tensors import INT8_MODES
 from qsync.predictor.memory.workspaces.onednn_scratch import FORWARD_SCRATCH, weight_gradient_scratch
 from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.records.graph import Op, num_elements
@@ -49,7 +49,7 @@ def convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     passed_on = type_bytes(context.carried[0], x) if has_dx else 0
     bucket = _FP32 * w if context.in_buckets else 0  # the weight's gradient, before it is copied
     cast_dx = passed_on if context.carried[0] != "bf16" else 0
-    if run.mode in FULL_MODES:
+    if run.mode == Precision.FP32:
         made = _FP32 * x if has_dx else 0
         if _takes_pixels(op, context) and _groups(context) == 1:
             workspace = _FP32 * w

@@ -10,7 +10,7 @@ from __future__ import annotations
 from qsync.backend.block_sizes import SLOPES_PER_BLOCK
 from qsync.lowering.lowered_graph import Run
 from qsync.predictor.memory.expanded_operands import expanded
-from qsync.predictor.memory.saved_tensors import FULL_MODES, INT8_MODES
+from qsync.predictor.memory.saved_tensors import INT8_MODES
 from qsync.predictor.memory.workspaces.attention_workspaces import attention_backward, attention_forward
 from qsync.predictor.memory.workspaces.convolution_workspaces import convolution_backward, convolution_forward
 from qsync.predictor.memory.workspaces.onednn_scratch import weight_gradient_scratch
@@ -19,7 +19,7 @@ from qsync.records.graph import Op, num_elements
 from qsync.records.precision import CONVOLUTIONS, Precision, is_encoded, type_bytes
 
 _FP32, _BF16 = 4, 2
-_CONVOLVED = (*FULL_MODES, Precision.BF16, *INT8_MODES)
+_CONVOLVED = (Precision.FP32, Precision.BF16, *INT8_MODES)
 _SAVING_LESS = ("output", "bits", "codes")
 
 

@@ -1,4 +1,4 @@
-"""Products in FP32 by the fastest kernel of a CPU: MKL or oneDNN, images in either memory order.
+"""Products in FP32 by the fastest kernel of a CPU: torch's own or oneDNN's, images in either memory order.
 
 torch multiplies FP32 matrices by MKL, and convolves images in the order in which they lie. All kernels sum
 the same terms, each in another order: results differ by rounding alone. Processor and shape decide which is
@@ -19,12 +19,18 @@ import torch
 from torch import Tensor
 
 from qsync.backend import shape_choices
-from qsync.backend.autograd import differentiable, once_differentiable, owned
+from qsync.backend.autograd import differentiable, is_recorded, owned, untraced
 from qsync.backend.casts.cast_ops import sum_columns
 from qsync.backend.devices.kernel_timing import fastest
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.kernels.convolution.conv_geometry import Geometry, geometry_of
-from qsync.backend.kernels.convolution.image_order import ORDERS, channels_last, laid_out, ordered, own_order
+from qsync.backend.kernels.convolution.image_order import (
+    ORDERS,
+    laid_out,
+    ordered,
+    own_order,
+    with_own_strides,
+)
 from qsync.backend.kernels.linear import DTYPES
 
 # Of fewer multiply-adds, forward and backward take less time (60 us) than what calls these kernels (70 us).
@@ -45,14 +51,14 @@ def _on_fp32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @_on_fp32
-def linear_fp32_fast(
+def linear_fp32(
     target: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Compute y = x W' + b, dx = g W and dW = g' x, each product by its faster kernel.
 
     b is of shape (N,); torch computes what has another.
 
-    >>> linear_fp32_fast(F.linear, "fp32", x, weight, bias)
+    >>> linear_fp32(F.linear, "fp32", x, weight, bias)
     """
     is_other = bias is not None and bias.shape != weight.shape[:1]
     if is_other or input.numel() * len(weight) < _MIN_MULTIPLIES:
@@ -62,7 +68,7 @@ def linear_fp32_fast(
 
 
 @_on_fp32
-def addmm_fp32_fast(
+def addmm_fp32(
     target: Callable[..., Tensor],
     input: Tensor,
     mat1: Tensor,
@@ -71,9 +77,9 @@ def addmm_fp32_fast(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    """Compute `linear_fp32_fast` for addmm(b, x, W) with W stored (K, N); torch's where it scales.
+    """Compute `linear_fp32` for addmm(b, x, W) with W stored (K, N); torch's where it scales.
 
-    >>> addmm_fp32_fast(torch.addmm, "fp32", b, x, weight)
+    >>> addmm_fp32(torch.addmm, "fp32", b, x, weight)
     """
     if alpha != 1 or beta != 1 or mat1.numel() * mat2.shape[1] < _MIN_MULTIPLIES:
         return target(input, mat1, mat2, beta=beta, alpha=alpha)
@@ -83,10 +89,10 @@ def addmm_fp32_fast(
 
 
 @_on_fp32
-def matmul_fp32_fast(target: Callable[..., Tensor], input: Tensor, other: Tensor) -> Tensor:
+def matmul_fp32(target: Callable[..., Tensor], input: Tensor, other: Tensor) -> Tensor:
     """Multiply matrices, or batches of as many matrices; torch's where they are broadcast.
 
-    >>> matmul_fp32_fast(torch.matmul, "fp32", q, k.mT)
+    >>> matmul_fp32(torch.matmul, "fp32", q, k.mT)
     """
     if input.ndim < 2 or other.ndim < 2 or input.numel() * other.shape[-1] < _MIN_MULTIPLIES:
         return target(input, other)
@@ -100,7 +106,7 @@ def matmul_fp32_fast(target: Callable[..., Tensor], input: Tensor, other: Tensor
 
 
 @_on_fp32
-def conv2d_fp32_fast(
+def conv2d_fp32(
     target: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
@@ -110,37 +116,40 @@ def conv2d_fp32_fast(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Convolve images in the faster memory order; the result lies channels-last whichever that is.
+    """Convolve images in the faster memory order; the result lies in the order that torch gives it.
 
-    Reordering is part of what is timed. The operators after it find images in the order that lowering says
-    (`Run.channels_last`); they would else be several times slower where orders meet. The input's gradient
-    returns in the input's own order, the weight's in the weight's.
+    Reordering is part of what is timed.
 
-    >>> conv2d_fp32_fast(torch.conv2d, "fp32", x, weight, padding=1)
+    >>> conv2d_fp32(torch.conv2d, "fp32", x, weight, padding=1)
     """
     if input.ndim != 4 or not (input.numel() and weight.numel()):
         return target(input, weight, bias, stride, padding, dilation, groups)
     geometry = geometry_of(weight, stride, padding, dilation, groups)
-    if any(geometry.extra):
-        input = torch.nn.functional.pad(input, (0, geometry.extra[0], 0, geometry.extra[1]))
+    is_last = any(t.stride(1) == 1 and t.stride(3) >= t.shape[1] for t in (input, weight))  # as torch says
+    own, other = ORDERS if is_last else reversed(ORDERS)
+
+    def by_torch(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        w = with_own_strides(w) if is_last and 1 in w.shape else w
+        return target(x, w, b, stride, padding, dilation, groups)
+
+    def in_other_order(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        if any(geometry.extra):
+            x = torch.nn.functional.pad(x, (0, geometry.extra[0], 0, geometry.extra[1]))
+        return differentiable(_Convolution, x, w, b, own, other, geometry)
+
+    values, runs = (input, weight, bias), (by_torch, in_other_order)
     lies = [t.is_contiguous(memory_format=order) for t in (input, weight) for order in ORDERS]
-    needs = [t is not None and t.requires_grad for t in (input, weight, bias)] + [torch.is_grad_enabled()]
-    key = ("to channels last", rounded_up(input.shape), weight.shape, *map(str, geometry[:4]), *lies, *needs)
+    needs = [t is not None and t.requires_grad for t in values] + [torch.is_grad_enabled()]
+    key = ("order of images", rounded_up(input.shape), weight.shape, *map(str, geometry[:4]), *lies, *needs)
+    return runs[shape_choices.choose(key, [partial(_train, run, values) for run in runs])](*values)
 
-    def timed(order: torch.memory_format) -> Callable[[], object]:
-        values = [
-            None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (input, weight, bias)
-        ]
 
-        def run() -> None:
-            y = differentiable(_Convolution, *values, order, geometry)
-            if y.requires_grad:
-                torch.autograd.grad(y, [t for t in values if t is not None and t.requires_grad], y.detach())
-
-        return run
-
-    order = ORDERS[shape_choices.choose(key, [timed(order) for order in ORDERS])]
-    return differentiable(_Convolution, input, weight, bias, order, geometry)
+def _train(run: Callable[..., Tensor], values: tuple[Tensor | None, ...]) -> None:
+    """Compute a result and its gradients, as a step would."""
+    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in values]
+    y = run(*leaves)
+    if y.requires_grad:
+        torch.autograd.grad(y, [t for t in leaves if t is not None and t.requires_grad], y.detach())
 
 
 class _Product(torch.autograd.Function):
@@ -154,16 +163,18 @@ class _Product(torch.autograd.Function):
         return multiply(x, weight.t() if is_transposed else weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @untraced
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        product = torch.mm if is_recorded(gradient) else multiply
+        sums = partial(torch.sum, dim=0) if is_recorded(gradient) else sum_columns
         g = gradient.contiguous()
         dx = dw = None
         if weight is not None:
-            dx = multiply(g, weight if ctx.is_transposed else weight.t())
+            dx = product(g, weight if ctx.is_transposed else weight.t())
         if x is not None:
-            dw = multiply(g.t(), x) if ctx.is_transposed else multiply(x.t(), g)
-        return dx, dw, sum_columns(g) if ctx.needs_input_grad[2] else None, None
+            dw = product(g.t(), x) if ctx.is_transposed else product(x.t(), g)
+        return dx, dw, sums(g) if ctx.needs_input_grad[2] else None, None
 
 
 class _BatchProduct(torch.autograd.Function):
@@ -176,19 +187,19 @@ class _BatchProduct(torch.autograd.Function):
         return multiply(a, b)
 
     @staticmethod
-    @once_differentiable
+    @untraced
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        da = None if b is None else multiply(gradient, b.mT)
-        return da, None if a is None else multiply(a.mT, gradient)
+        product = torch.bmm if is_recorded(gradient) else multiply
+        da = None if b is None else product(gradient, b.mT)
+        return da, None if a is None else product(a.mT, gradient)
 
 
 class _Convolution(torch.autograd.Function):
-    """y = conv(x, W) + b, computed in a memory order; y lies channels-last.
+    """y = conv(x, W) + b, computed in another memory order than its own.
 
-    x is saved as it came, which the operator before it may save as well; W as it was multiplied. Gradients
-    have the strides of x and W: DDP requires that of a weight, even where a dimension of size 1 leaves
-    strides open.
+    Gradients have the strides of x and W: DDP requires that of a weight, even where a dimension of size 1
+    leaves strides open.
     """
 
     @staticmethod
@@ -197,33 +208,33 @@ class _Convolution(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        own: torch.memory_format,
         order: torch.memory_format,
         geometry: Geometry,
     ) -> Tensor:
-        filters = weight.contiguous(memory_format=order)
-        need_x, need_w = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if need_w else None, filters if need_x else None)
+        ctx.save_for_backward(x, weight)
         ctx.order, ctx.geometry, ctx.bias = order, geometry, None if bias is None else [len(bias)]
-        ctx.like = [(t.shape, t.stride(), own_order(t)) for t in (x, weight)]
-        return owned(channels_last(torch.conv2d(ordered(x, order), filters, bias, *geometry[:4])))
+        filters = weight.contiguous(memory_format=order)
+        y = torch.conv2d(ordered(x, order), filters, bias, *geometry[:4])
+        strides = torch.empty(y.shape, device="meta", memory_format=own).stride()
+        return owned(laid_out(y, y.shape, strides, own))
 
     @staticmethod
-    @once_differentiable
+    @untraced
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, filters = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        absent = gradient.new_zeros(())  # of an operand that is not needed torch reads the shape alone
-        found = torch.ops.aten.convolution_backward(
-            ordered(gradient, ctx.order),
-            absent.expand(ctx.like[0][0]) if x is None else ordered(x, ctx.order),
-            absent.expand(ctx.like[1][0]) if filters is None else filters,
-            ctx.bias, *ctx.geometry[:3], False, [0, 0], ctx.geometry.groups, needs,
-        )  # fmt: skip
+        x, weight = ctx.saved_tensors
+        needs, order = ctx.needs_input_grad[:3], ctx.order
+        rest = (ctx.bias, *ctx.geometry[:3], False, [0, 0], ctx.geometry.groups, needs)
+        gradients = torch.ops.aten.convolution_backward
+        if is_recorded(gradient):
+            return *gradients(gradient, x, weight, *rest), None, None, None
+        filters = weight.contiguous(memory_format=order)
+        *found, db = gradients(ordered(gradient, order), ordered(x, order), filters, *rest)
         dx, dw = (
-            laid_out(t, *like) if need else None
-            for t, like, need in zip(found[:2], ctx.like, needs[:2], strict=True)
+            laid_out(g, t.shape, t.stride(), own_order(t)) if need else None
+            for g, t, need in zip(found, (x, weight), needs, strict=False)
         )
-        return dx, dw, found[2] if needs[2] else None, None, None
+        return dx, dw, db, None, None, None
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
