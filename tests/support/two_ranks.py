@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -13,8 +13,6 @@ from pathlib import Path
 
 import warm_rank
 from torch.distributed import TCPStore
-
-from qsync.experiments.harness.processes import END_BEFORE_GLOO
 
 HEADER = """
 import os, signal, sys, time
@@ -84,6 +82,29 @@ _WARM.set_forkserver_preload(
     ]
 )
 _TIMEOUT_S = 150
+_READERS = ThreadPoolExecutor(32)
+
+
+class Program:
+    """A script that runs in a process of its own, forked from the warm one."""
+
+    def __init__(self, script: Path, environment: Mapping[str, str], *arguments: str) -> None:
+        pipe, end = _WARM.Pipe(duplex=False)
+        self.process = _WARM.Process(target=warm_rank.run, args=(script, arguments, [end, end], environment))
+        self.process.start()
+        end.close()
+        self._output = _READERS.submit(_read, pipe)
+
+    def ended(self, timeout_s: float = _TIMEOUT_S) -> tuple[int | None, str]:
+        """Return the exit code, None of one that did not end and is killed, and what it printed."""
+        self.process.join(timeout_s)
+        code = self.process.exitcode
+        self.kill()
+        return code, self._output.result()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
@@ -92,7 +113,7 @@ def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
     A rank that fails ends the others. What is about torchrun itself starts torchrun.
     """
     script = tmp_path / "script.py"
-    script.write_text(HEADER + body + END_BEFORE_GLOO)
+    script.write_text(HEADER + body)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = environment(
         tmp_path, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
@@ -101,7 +122,7 @@ def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
     pipes = [_WARM.Pipe(duplex=False) for _ in ("stdout", "stderr")]
     jobs = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     ends = [end for _, end in pipes]
-    processes = [_WARM.Process(target=warm_rank.run, args=(script, ends, job)) for job in jobs]
+    processes = [_WARM.Process(target=warm_rank.run, args=(script, (), ends, job)) for job in jobs]
     try:
         for process in processes:
             process.start()
