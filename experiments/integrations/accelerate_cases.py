@@ -78,7 +78,7 @@ cases(_GROUP, _outcome, {
         "mixed_precision": "bf16", "options": {"base": "fp32"},
         "refused": 'give base="bf16" to qsync.hybrid', "tested": True,
     },
-    "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it": {"options": {"ddp": False}, "tested": True},
+    "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it": {"options": {"ddp": False}},
 })  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, kwargs_handlers=handlers, options=options)
 
 
-@case(_GROUP, "`save_state`, `load_state`", tested=True)
+@case(_GROUP, "`save_state`, `load_state`")
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = prepared(arm, accelerator)

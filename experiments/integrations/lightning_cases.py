@@ -144,7 +144,7 @@ cases(_GROUP, _outcome, {
     "`accumulate_grad_batches=2`": {"accumulate_grad_batches": 2},
     "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2, "tested": True},
     "`gradient_clip_val=0.1`": {"gradient_clip_val": 0.1},
-    "a part in evaluation mode": {"kind": Resting, "tested": True},
+    "a part in evaluation mode": {"kind": Resting},
     "unused parameters, `find_unused_parameters=True` of the strategy": {
         "kind": lambda: Classifier(Spare), "ddp": {"find_unused_parameters": True},
     },
@@ -163,7 +163,7 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, precision="bf16-mixed", options=arm.in_bf16)
 
 
-@case(_GROUP, "validation before and during training, `test`, `predict`", tested=True)
+@case(_GROUP, "validation before and during training, `test`, `predict`")
 def _(arm: Arm) -> Outcome:
     module, loader = net(Classifier), DataLoader(rows(), 4)
     made = trainer(arm, val_check_interval=2)
@@ -187,7 +187,7 @@ def _resumed(
     return module, again
 
 
-@case(_GROUP, "saved and resumed: bitwise the uninterrupted run", tested=True)
+@case(_GROUP, "saved and resumed: bitwise the uninterrupted run")
 def _(arm: Arm) -> Outcome:
     settings = {"max_steps": -1, "limit_train_batches": 2}
     whole = net(Classifier)

@@ -119,7 +119,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(model), model)
 
 
-@case(_LOOP, "three calls of the model in one loss", tested=True)
+@case(_LOOP, "three calls of the model in one loss")
 def _(arm: Arm) -> Outcome:
     def triplet(model: Any, one: Batch) -> Any:
         parts = [model(part) for part in (one[0], one[0].flip(0), one[0].roll(1, 0))]
@@ -129,7 +129,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(model, loss_fn=triplet), model)
 
 
-@case(_LOOP, "a GAN: two hybrids, two optimizers", tested=True)
+@case(_LOOP, "a GAN: two hybrids, two optimizers")
 def _(arm: Arm) -> Outcome:
     class Critic(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, nn.ModuleList([critic, generator]))
 
 
-@case(_LOOP, "distillation: a hybrid teacher without gradients, a hybrid student", tested=True)
+@case(_LOOP, "distillation: a hybrid teacher without gradients, a hybrid student")
 def _(arm: Arm) -> Outcome:
     teacher, student = _hybrid(arm), _hybrid(arm, Net())
     for p, q in zip(student.parameters(), net().parameters(), strict=True):
@@ -213,7 +213,7 @@ class Around(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-@case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP", tested=True)
+@case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP")
 def _(arm: Arm) -> Outcome:
     model: Any = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
     norms = trained(model)
@@ -339,7 +339,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *trained(again, 2, of_again)], again, facts(same=same))
 
 
-@case(_COPY, "safetensors: saved planned, loaded plain", tested=True)
+@case(_COPY, "safetensors: saved planned, loaded plain")
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm)
     norms = trained(model)

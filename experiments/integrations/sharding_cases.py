@@ -88,7 +88,7 @@ cases(_FSDP, _steps, {
 })  # fmt: skip
 
 
-@case(_DCP, "sharded and planned, saved, loaded into a plain model that was never sharded", tested=True)
+@case(_DCP, "sharded and planned, saved, loaded into a plain model that was never sharded")
 def _(arm: Arm) -> Outcome:
     model = _sharded(_planned(arm))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -152,7 +152,7 @@ def _adapted() -> Any:
     return model
 
 
-@case(_PEFT, "`get_peft_model`, then `qsync.hybrid`", tested=True)
+@case(_PEFT, "`get_peft_model`, then `qsync.hybrid`")
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(_adapted(), batch(), loss_of)
     return Outcome(trained(model), model)
@@ -214,7 +214,7 @@ class WithExchange(Net):
         return self.head(self.exchange(x + self.body(x)))  # type: ignore[no-any-return]
 
 
-@case(_SEQUENCE, "a layer that exchanges its sequence inside", tested=True)
+@case(_SEQUENCE, "a layer that exchanges its sequence inside")
 def _(arm: Arm) -> Outcome:
     model = arm.hybrid(net(WithExchange), batch(), loss_of)
     return Outcome(trained(model), model)

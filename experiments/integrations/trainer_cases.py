@@ -110,7 +110,7 @@ def _outcome(arm: Arm, **given: Any) -> Outcome:
 
 cases(_GROUP, _outcome, {
     "`train()`": {},
-    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2, "tested": True},
+    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2},
     "`label_smoothing_factor=0.1`": {"label_smoothing_factor": 0.1},
     "`gradient_checkpointing=True`": {"gradient_checkpointing": True},
     "`max_grad_norm=0.1`": {"max_grad_norm": 0.1},
@@ -148,7 +148,7 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, extra={"compute_loss_func": loss})
 
 
-@case(_GROUP, "`evaluate()`, `predict()`, `eval_on_start`", tested=True)
+@case(_GROUP, "`evaluate()`, `predict()`, `eval_on_start`")
 def _(arm: Arm) -> Outcome:
     made, norms = trainer(arm, eval_on_start=True, eval_strategy="steps", eval_steps=2)
     made.train()
@@ -195,9 +195,10 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *more, *most], third.model)
 
 
-@case(_GROUP, "resumed under another plan", logs="under another plan", tested=True)
+@case(_GROUP, "accumulation 2, resumed under another plan", logs="under another plan", tested=True)
 def _(arm: Arm) -> Outcome:
-    first, norms = trainer(arm, max_steps=2, save_strategy="steps", save_steps=2)
+    accumulated = {"gradient_accumulation_steps": 2}
+    first, norms = trainer(arm, max_steps=2, save_strategy="steps", save_steps=2, **accumulated)
     first.train()
     second, _ = trainer(arm, max_steps=4, options=OTHER_PLAN)
     second.train(resume_from_checkpoint=str(arm.folder / "trainer" / "checkpoint-2"))

@@ -181,7 +181,8 @@ def test_the_command_prints_what_was_found(found, arguments, monkeypatch, capsys
         assert f"torch {torch.__version__}" in out and "linear" in out
 
 
-@pytest.mark.slow
+# Half a minute of compilers. What prints is checked above, and that compiling is said on stderr with the cache.
+@pytest.mark.deep
 def test_json_is_json_where_nothing_is_compiled_yet(tmp_path):
     """What is compiled on first use is said on stderr."""
     done = subprocess.run(
@@ -245,8 +246,10 @@ def test_an_architecture_is_built_what_it_has_tensor_cores_for(monkeypatch):
         assert [row["library"] for row in built if row["library"] != "casts"] == families
 
 
+# Half a minute of compilers. What is built is checked above, that it is found with the cache, and that it
+# compiles for one architecture with the products.
+@pytest.mark.deep
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_is_compiled_ahead_is_found_by_a_job(tmp_path, monkeypatch):
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))

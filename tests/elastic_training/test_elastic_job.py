@@ -8,7 +8,9 @@ import sys
 import time
 
 import pytest
+from lighthouses import lighthouse
 
+from qsync.commands import main
 from qsync.experiments.elastic import events, verdict
 from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
 from qsync.experiments.elastic.cluster import BATCH_SIZE, KILL, Cards
@@ -16,10 +18,17 @@ from qsync.experiments.elastic.cluster import BATCH_SIZE, KILL, Cards
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("elastic")]
 
 
-def qsync(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "qsync", *arguments], capture_output=True, text=True, timeout=60
-    )
+@pytest.fixture
+def qsync(monkeypatch, capsys):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["qsync", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        return (int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 @pytest.mark.deep
@@ -37,19 +46,19 @@ def test_ten_events_lose_no_sample_and_no_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(tmp_path):
+def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(qsync, tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_PROFILE_S", "0.3")
     with Cards(tmp_path / "job", start_with=2, width=32, timeout_s=3.0) as cards:
         for name in ("train-0", "infer-1"):
             cards.start(name)
         cards.wait_for_step(["train-0", "infer-1"], time.time())
-        done = qsync("release", "nobody", "--lighthouse", cards.address)
-        assert done.returncode == 2 and "no card 'nobody' is in the job" in done.stderr
-        assert "infer-1, train-0" in done.stderr
-        done = qsync("release", "infer-1", "--lighthouse", cards.address, "--json")
-        assert json.loads(done.stdout) == {"released": "infer-1", "others": ["train-0"]}
+        code, _, said = qsync("release", "nobody", "--lighthouse", cards.address)
+        assert code == 2 and "no card 'nobody' is in the job" in said and "infer-1, train-0" in said
+        _, printed, _ = qsync("release", "infer-1", "--lighthouse", cards.address, "--json")
+        assert json.loads(printed) == {"released": "infer-1", "others": ["train-0"]}
         assert cards.processes["infer-1"].wait(timeout=60) == 0, cards.errors("infer-1")
         cards.wait_for_step(["train-0"], time.time())
-        assert qsync("release", "train-0", "--lighthouse", cards.address).returncode == 0
+        assert qsync("release", "train-0", "--lighthouse", cards.address)[0] == 0
         steps = len(cards.steps("train-0"))
         cards.start("infer-1")
         cards.wait_for_step(["infer-1"], time.time())
@@ -73,15 +82,13 @@ def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(tmp_pat
     (("release", "x", "--lighthouse", "here"), "a lighthouse's address is HOST:PORT, found 'here'"),
     (("release", "x", "--lighthouse", "127.0.0.1:9"), "no lighthouse answers at 127.0.0.1:9"),
 ])  # fmt: skip
-def test_bad_input_of_the_commands_is_one_sentence(arguments, text, monkeypatch):
+def test_bad_input_of_the_commands_is_one_sentence(qsync, arguments, text, monkeypatch):
     monkeypatch.delenv("QSYNC_LIGHTHOUSE", raising=False)
-    done = qsync(*arguments)
-    assert done.returncode == 2 and text in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
-        done.stderr
-    )
+    code, _, said = qsync(*arguments)
+    assert code == 2 and text in said and len(said.strip().splitlines()) == 1, said
 
 
-def test_a_lighthouse_at_all_addresses_says_one_that_other_machines_reach():
+def test_a_lighthouse_at_all_addresses_says_one_that_other_machines_reach(tmp_path):
     command = [sys.executable, "-m", "qsync", "lighthouse", "--bind", "0.0.0.0", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -91,7 +98,7 @@ def test_a_lighthouse_at_all_addresses_says_one_that_other_machines_reach():
     assert "lighthouse at " in said and "0.0.0.0" not in said
 
 
-def test_a_port_that_is_taken_is_named(tmp_path):
-    with Cards(tmp_path / "job") as cards:
-        done = qsync("lighthouse", "--port", str(cards.port))
-    assert done.returncode == 2 and f"cannot listen at 127.0.0.1:{cards.port}" in done.stderr, done.stderr
+def test_a_port_that_is_taken_is_named(qsync):
+    with lighthouse() as address:
+        code, _, said = qsync("lighthouse", "--port", address.rpartition(":")[2])
+    assert code == 2 and f"cannot listen at {address}" in said, said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import runpy
 import sys
@@ -26,6 +27,7 @@ def run(
         os.dup2(output.fileno(), descriptor)
     for output in outputs:
         output.close()
+    multiprocessing.set_start_method(None, force=True)  # its own processes start as the system's do
     sys.argv = [str(script), *arguments]
     code = 0
     try:
