@@ -181,7 +181,7 @@ def test_the_command_prints_what_was_found(found, arguments, monkeypatch, capsys
         assert f"torch {torch.__version__}" in out and "linear" in out
 
 
-# Half a minute of compilers. What prints is checked above, and that compiling is said on stderr with the cache.
+# Half a minute of compilers. Quick: what prints above, that compiling is said on stderr with the cache.
 @pytest.mark.deep
 def test_json_is_json_where_nothing_is_compiled_yet(tmp_path):
     """What is compiled on first use is said on stderr."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from graphs import cluster_of, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import FAMILIES, MLP, build, step
+from models import FAMILIES, MLP, build, graph_of, step
 from observing import Watcher, decibels, watched
 from priced_nodes import TRIED, priced
 from torch import nn
@@ -74,7 +74,7 @@ def run(model: nn.Module, watcher: Watcher, *inputs: torch.Tensor) -> tuple[Cast
 
 @pytest.fixture(scope="module")
 def wrapped():
-    """A model of a family that is wrapped once, with its batch: under another assignment nothing is traced."""
+    """A model of a family and its batch, which is wrapped and traced once for all assignments."""
 
     @cache
     def wrapped(family: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -82,11 +82,6 @@ def wrapped():
         return qsync.wrap(model, "fp32"), batch
 
     return wrapped
-
-
-@pytest.fixture(scope="module")
-def captured():
-    return cache(lambda family: qsync.capture(*build(family)))
 
 
 def chosen(model: nn.Module, assignment: dict[str, Precision], *saving) -> Watcher:
@@ -133,8 +128,8 @@ def test_checkpointed_and_broken_models_are_bitwise_themselves_in_fp32():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_runs_is_what_was_priced(wrapped, captured, family):
-    (model, batch), graph = wrapped(family), captured(family)
+def test_what_runs_is_what_was_priced(wrapped, family):
+    (model, batch), graph = wrapped(family), graph_of(family)
     for seed in range(2):
         assignment = drawn(graph, seed)
         watcher = chosen(model, assignment)
@@ -298,11 +293,11 @@ LEAST_DB = {"bf16": 30.0, "fp16": 50.0, "int8": 22.0, "int8_all": 15.0}
 
 @pytest.mark.parametrize("precision", LEAST_DB)
 @pytest.mark.parametrize("family", ["bert", "llama", "vit", "mlp"])
-def test_low_precision_is_near_full_precision_and_not_equal(wrapped, captured, family, precision):
+def test_low_precision_is_near_full_precision_and_not_equal(wrapped, family, precision):
     plain, batch = build(family)
     expected_loss, expected = step(plain, batch)
     lowered, (model, _) = Precision(precision), wrapped(family)
-    able = [op.name for op in captured(family).adjustable if lowered in PRECISIONS_BY_KIND[op.kind]]
+    able = [op.name for op in graph_of(family).adjustable if lowered in PRECISIONS_BY_KIND[op.kind]]
     chosen(model, dict.fromkeys(able, lowered))
     loss, gradients = step(model, batch)
     assert abs(loss - expected_loss) < 0.02 * expected_loss
@@ -557,8 +552,8 @@ def test_a_checkpointed_activation_runs_in_the_epilogue_inside():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_saves_less_is_what_was_priced_and_its_loss_is_the_same(wrapped, captured, family):
-    (model, batch), graph = wrapped(family), captured(family)
+def test_what_saves_less_is_what_was_priced_and_its_loss_is_the_same(wrapped, family):
+    (model, batch), graph = wrapped(family), graph_of(family)
     for assignment in ({op.name: Precision.FP32 for op in graph.adjustable}, drawn(graph, 1)):
         chosen(model, assignment)
         loss, gradients = step(model, batch)
