@@ -24,7 +24,7 @@ from qsync.errors import QSyncError
 
 rank = int(os.environ["RANK"])
 cache = os.environ["CACHE"]
-ddp_profiling.PROFILE_S = 1.0  # a test that depends on times sets more
+ddp_profiling.PROFILE_S = 0.3  # a test that depends on times sets more
 
 def say(text):
     os.write(1, f"[{rank}] {text}\\n".encode())
