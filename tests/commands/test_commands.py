@@ -695,8 +695,9 @@ def test_a_demo_that_is_told_to_end_leaves_no_temporary_folder(tmp_path):
 def test_a_program_ends_though_a_library_caught_its_exit():
     code = """
 import os, signal, time
-from qsync.exit_signals import exit_on_signals
-exit_on_signals()
+from qsync import exit_signals
+exit_signals._AGAIN_S = 0.2
+exit_signals.exit_on_signals()
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
@@ -714,7 +715,7 @@ import os, signal, time
 from qsync import exit_signals
 class Slow:
     def __del__(self, sleep=time.sleep):
-        sleep(1)
+        sleep(0.6)
 slow = Slow()
 exit_signals._AGAIN_S = 0.2
 exit_signals.exit_on_signals()
