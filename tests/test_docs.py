@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import cluster_of, profile_of, sensitivity_of
+from two_ranks import start_ranks
 from typer.testing import CliRunner
 
 import qsync
@@ -61,6 +62,14 @@ def script(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.dist
+def test_the_training_script_runs(script, tmp_path):
+    for code, output in [rank.ended() for rank in start_ranks([script] * 2, tmp_path).values()]:
+        assert code == 0, output
+    assert list((tmp_path / "cache").glob("qsync/*/plan.json"))
+
+
+@pytest.mark.dist
+@pytest.mark.deep  # it runs above, and an example under torchrun in test_examples.py
 def test_the_training_script_runs_across_two_agents(script, tmp_path, monkeypatch):
     """Two torchrun agents on loopback stand for two hosts."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun itself sets it for two ranks of one host
@@ -80,7 +89,6 @@ def test_the_training_script_runs_across_two_agents(script, tmp_path, monkeypatc
         for agent in agents:
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(errors)
-    assert list((tmp_path / "cache").glob("qsync/*/plan.json"))
 
 
 def test_the_script_is_short():

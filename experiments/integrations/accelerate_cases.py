@@ -71,7 +71,7 @@ def _outcome(arm: Arm, clip: float | None = None, options: Any = None, **setting
 cases(_GROUP, _outcome, {
     "`accelerator.prepare(hybrid, optimizer, loader)`": {},
     "`gradient_accumulation_steps=2`, `accelerator.accumulate`": {
-        "gradient_accumulation_steps": 2, "tested": True,
+        "gradient_accumulation_steps": 2,
     },
     "`accelerator.clip_grad_norm_`": {"clip": 0.1, "gradient_accumulation_steps": 2},
     '`mixed_precision="bf16"` around a hybrid of another base': {

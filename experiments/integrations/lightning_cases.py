@@ -213,7 +213,6 @@ def _(arm: Arm) -> Outcome:
     _GROUP,
     "DDPStrategy around a LightningModule that holds a hybrid",
     refused="by the world size again",
-    tested=True,
 )
 def _(arm: Arm) -> Outcome:
     module = net(Classifier)
@@ -237,7 +236,6 @@ def _(arm: Arm) -> Outcome:
     _GROUP,
     "a misspelt DDP option of the strategy",
     refused="did you mean find_unused_parameters?",
-    tested=True,
 )
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, ddp={} if arm.is_plain else {"find_unused_parameter": True})

@@ -103,7 +103,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *more], plain, facts(same=same))
 
 
-@case(_DCP, "a plain model in DDP saved, loaded into a hybrid, optimizer included", tested=True)
+@case(_DCP, "a plain model in DDP saved, loaded into a hybrid, optimizer included")
 def _(arm: Arm) -> Outcome:
     plain = DistributedDataParallel(net(), gradient_as_bucket_view=True)
     of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)

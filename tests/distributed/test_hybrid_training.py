@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import socket
-
 import pytest
-from two_ranks import HEADER, Program, environment, launch, said
+from two_ranks import HEADER, Program, environment, launch, said, start_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -396,24 +393,15 @@ train(model, 10**6)
 """
     script = tmp_path / "script.py"
     script.write_text(HEADER + body)
-    jobs = [start_alone(script, how) for how in ("killed", "stopped")]
+    jobs = [start_ranks([script] * 2, tmp_path / how, how) for how in ("killed", "stopped")]
     try:
-        for first, _ in jobs:
-            code, complaint = first.ended(100)
+        for ranks in jobs:
+            code, complaint = ranks[0].ended(100)
             assert code not in (0, None)
             assert "rank 1" in complaint and "stop" in complaint, complaint[-2000:]
     finally:
-        for rank in itertools.chain(*jobs):
-            rank.kill()
-
-
-def start_alone(script, how):
-    """Both ranks of a job whose second one ends in such a way."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [Program(script, environment(script.parent / how, **job, RANK=rank), how) for rank in "01"]
+        for ranks in jobs:
+            ranks[1].kill()
 
 
 def test_one_process_alone_needs_no_job(tmp_path):

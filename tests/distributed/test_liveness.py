@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from two_ranks import Program, environment
+from two_ranks import start_ranks
 
 from qsync.distributed.job_address import JobAddress
 from qsync.distributed.monitoring import liveness
@@ -126,16 +125,11 @@ JOBS = {
 
 def run(job: Job, folder: Path) -> list[tuple[int | None, str]]:
     """Exit code and output of each awaited rank: plain processes, so that no agent ends the survivors."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    ranks = {}
-    for rank, body in enumerate(job.bodies):
-        if body is not None:
-            script = folder / f"{port}-{rank}.py"
-            script.write_text(job.header + body)
-            place = {"RANK": str(rank), "WORLD_SIZE": str(len(job.bodies)), "MASTER_PORT": port}
-            ranks[rank] = Program(script, environment(folder, MASTER_ADDR="127.0.0.1", **place))
+    scripts = [folder / f"{rank}.py" if body else None for rank, body in enumerate(job.bodies)]
+    for script, body in zip(scripts, job.bodies, strict=True):
+        if script is not None:
+            script.write_text(f"{job.header}{body}")
+    ranks = start_ranks(scripts, folder)
     try:
         return [ranks[rank].ended(120) for rank in job.awaited]
     finally:

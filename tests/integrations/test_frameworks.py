@@ -32,7 +32,7 @@ def check(rows, at_least):
         assert row["verdict"] != "works" or row["norm_error"] <= row["tolerance"], row
 
 
-@pytest.mark.parametrize(("module", "at_least"), zip(run_cases.MODULES, (2, 6, 6, 7, 5), strict=True))
+@pytest.mark.parametrize(("module", "at_least"), zip(run_cases.MODULES, (2, 5, 5, 5, 4), strict=True))
 def test_a_way_to_train_and_every_refusal_keep_their_verdicts(module, at_least, tmp_path):
     of_rank_zero, _ = said(launch(tmp_path, TESTED.format(module=module)), "rows")
     check(json.loads(of_rank_zero), at_least)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,19 @@ class Program:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
+
+
+def start_ranks(scripts: Sequence[Path | None], folder: Path, *arguments: str) -> dict[int, Program]:
+    """Ranks of a job that no agent watches, each of its own script; one without a script never starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place |= {"WORLD_SIZE": str(len(scripts)), "LOCAL_WORLD_SIZE": str(len(scripts))}
+    return {
+        rank: Program(script, environment(folder, **place, RANK=str(rank), LOCAL_RANK=str(rank)), *arguments)
+        for rank, script in enumerate(scripts)
+        if script is not None
+    }
 
 
 def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
