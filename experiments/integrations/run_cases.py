@@ -15,10 +15,8 @@ MODULES = ("loop_cases", "accelerate_cases", "trainer_cases", "lightning_cases",
 
 
 def run(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
-    """Judge the cases of one module, or those that tests run; all ranks together."""
+    """Judge the cases of some modules, or those of them that are `tested`; all ranks together."""
     os.environ[PROFILE_S_VARIABLE] = "0"
-    module = import_module(f"qsync.experiments.integrations.{config['module']}").__name__
-    own = [
-        case for case in CASES if case.do.__module__ == module and (case.tested or not config.get("tested"))
-    ]
-    return [judge(case, Path(config["folder"])) for case in own]
+    modules = [import_module(f"qsync.experiments.integrations.{name}").__name__ for name in config["modules"]]
+    own = [case for case in CASES if case.do.__module__ in modules]
+    return [judge(case, Path(config["folder"])) for case in own if case.tested or not config.get("tested")]

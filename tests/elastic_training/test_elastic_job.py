@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 
 import pytest
 from lighthouses import lighthouse
+from two_ranks import Program
 
 from qsync.commands import main
 from qsync.experiments.elastic import events, verdict
@@ -45,10 +47,46 @@ def test_ten_events_lose_no_sample_and_no_bit(tmp_path):
     assert errors and max(errors.values()) < 1e-12
 
 
+def said_by(cards, name):
+    return "\n".join(line["text"] for line in cards.lines(name) if line.get("event") == "says")
+
+
+def wait_until_said(cards, name, text):
+    until = time.monotonic() + 120.0
+    while text not in said_by(cards, name):
+        assert cards.is_running(name) and time.monotonic() < until, said_by(cards, name)
+        time.sleep(0.05)
+
+
+class WarmCards(Cards):
+    """Cards forked from the warm process."""
+
+    def _run(self, name, config, environment):
+        script = self.folder / f"{name}.py"
+        module = "'qsync.experiments.elastic.card', run_name='__main__'"
+        script.write_text(f"import runpy; runpy.run_module({module})")
+        return Card(Program(script, environment, str(config)))
+
+
+class Card:
+    """A card as `subprocess` has processes."""
+
+    def __init__(self, program):
+        self._process = program.process
+        self.kill, self.send_signal = program.kill, lambda number: os.kill(program.process.pid, number)
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        return self._process.exitcode
+
+
 @pytest.mark.slow
 def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(qsync, tmp_path, monkeypatch):
     monkeypatch.setenv("QSYNC_PROFILE_S", "0.3")
-    with Cards(tmp_path / "job", start_with=2, width=32, timeout_s=3.0) as cards:
+    with WarmCards(tmp_path / "job", start_with=2, width=32, timeout_s=3.0) as cards:
         for name in ("train-0", "infer-1"):
             cards.start(name)
         cards.wait_for_step(["train-0", "infer-1"], time.time())
@@ -57,15 +95,14 @@ def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(qsync, 
         _, printed, _ = qsync("release", "infer-1", "--lighthouse", cards.address, "--json")
         assert json.loads(printed) == {"released": "infer-1", "others": ["train-0"]}
         assert cards.processes["infer-1"].wait(timeout=60) == 0, cards.errors("infer-1")
+        wait_until_said(cards, "train-0", "runs the plan of 1 train from step")
         cards.wait_for_step(["train-0"], time.time())
         assert qsync("release", "train-0", "--lighthouse", cards.address)[0] == 0
         steps = len(cards.steps("train-0"))
         cards.start("infer-1")
         cards.wait_for_step(["infer-1"], time.time())
         assert cards.processes["train-0"].wait(timeout=60) == 0, cards.errors("train-0")
-        said = [line["text"] for line in cards.lines("train-0") if line.get("event") == "says"]
-        assert any("waits for a card to take the job over" in text for text in said), said
-        assert any("runs the plan of 1 train from step" in text for text in said), said
+        assert "waits for a card to take the job over" in said_by(cards, "train-0")
         assert len(cards.steps("train-0")) <= steps + 3  # it handed over, and trained no further
         cards.signal("infer-1", KILL)
     logs = {name: cards.lines(name) for name in ("train-0", "infer-1")}

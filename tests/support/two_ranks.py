@@ -82,7 +82,7 @@ _WARM.set_forkserver_preload(
         "rich.progress",
     ]
 )
-_TIMEOUT_S = 150
+_TIMEOUT_S = 150.0
 _READERS = ThreadPoolExecutor(32)
 
 
@@ -121,7 +121,7 @@ def start_ranks(scripts: Sequence[Path | None], folder: Path, *arguments: str) -
     }
 
 
-def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
+def launch(tmp_path: Path, body: str, ranks: int = 2, timeout_s: float = _TIMEOUT_S) -> str:
     """What the ranks of this script print, each a process of its own, as torchrun starts them.
 
     A rank that fails ends the others. What is about torchrun itself starts torchrun.
@@ -144,7 +144,7 @@ def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
             end.close()
         with ThreadPoolExecutor() as pool:
             readers = [pool.submit(_read, pipe) for pipe, _ in pipes]
-            codes = _exit_codes(processes)
+            codes = _exit_codes(processes, timeout_s)
             printed, errors = (reader.result() for reader in readers)
     finally:
         for process in processes:
@@ -159,9 +159,9 @@ def _read(pipe: Connection) -> str:
         return file.read()
 
 
-def _exit_codes(processes: Sequence[BaseProcess]) -> list[int | None]:
+def _exit_codes(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
     """Wait for all ranks, and where one fails for five seconds more: the others may say why they do."""
-    ends, left = time.monotonic() + _TIMEOUT_S, {process.sentinel: process for process in processes}
+    ends, left = time.monotonic() + timeout_s, {process.sentinel: process for process in processes}
     while left and (done := wait(left, timeout=max(0.0, ends - time.monotonic()))):
         if any([left.pop(sentinel).exitcode for sentinel in done]):
             ends = min(ends, time.monotonic() + 5.0)
