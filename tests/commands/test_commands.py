@@ -415,12 +415,6 @@ def test_malformed_files_are_named_with_their_line(refused, folder):
     assert "cluster.toml" in message and "line 2" in message
 
 
-def test_a_file_of_another_kind_is_refused(refused, folder):
-    assert "expected a plan file, found 'graph'" in refused("explain", folder / "graph.json")
-    (folder / "graph.json").write_text((folder / "sensitivity.json").read_text())
-    assert "expected a graph file, found 'sensitivity'" in refused("plan", folder)
-
-
 def test_a_plan_without_its_basis_says_how_to_name_it(refused, qsync, folder, tmp_path):
     qsync("plan", folder, "--out", tmp_path / "plan.json")
     assert "--basis" in refused("replay", tmp_path / "plan.json")
@@ -564,14 +558,6 @@ def test_a_failed_plan_leaves_the_old_one(qsync, folder):
 
 def test_a_path_that_cannot_be_written_is_named(refused, folder):
     assert str(folder) in refused("plan", folder, "--out", folder)
-
-
-def test_the_demo_refuses_bad_options_before_it_starts(refused):
-    assert "--weak-share" in refused("demo", "--weak-share", "0")
-    assert "--seeds" in refused("demo", "--seeds", "0")
-    assert "'vgg'" in refused("demo", "--workload", "vgg")
-    assert "nowhere" in refused("demo", "--data", "nowhere")
-    assert "--seed" in refused("demo", "--seed", "-1")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_ranks_start(refused, folder):

@@ -386,12 +386,6 @@ def test_the_hash_is_of_the_model_and_not_of_the_batch_or_mode():
     assert len(hashes) == 3
 
 
-def test_a_captured_graph_survives_the_disk(tmp_path):
-    for family in ("bert", "resnet"):
-        graph = graph_of(family)
-        assert OpGraph.load(graph.save(tmp_path / "graph.json")) == graph
-
-
 def test_the_meta_device_gives_the_same_graph():
     for family in ("bert", "llama"):
         model, batch = build(family)
