@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
     TrainerCallback,
     TrainingArguments,
 )
@@ -36,11 +36,11 @@ _GROUP = "Trainer"
 _VOCABULARY, _LENGTH = 64, 12
 
 
-def llama(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
-    """Return a small Llama, the same each time."""
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY, max_position_embeddings=32, hidden_size=32, intermediate_size=64,
-        num_hidden_layers=1, num_attention_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=0, **options,
+def gpt(kind: Any = GPT2LMHeadModel, **options: Any) -> Any:
+    """Return a small GPT, the same each time."""
+    config = GPT2Config(
+        vocab_size=_VOCABULARY, n_positions=32, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1, pad_token_id=0, **options,
     )  # fmt: skip
     return net(lambda: kind(config))
 
@@ -96,7 +96,7 @@ def trainer(
         own = {"hybrid_options": {**arm.options, **(options or {})}}
         kind = QSyncTrainer if kind is transformers.Trainer else type("Mixed", (QSyncMixin, kind), {})
     made = kind(
-        model=llama() if model is None else model, args=arguments(arm, **given), train_dataset=data,
+        model=gpt() if model is None else model, args=arguments(arm, **given), train_dataset=data,
         eval_dataset=data, callbacks=[seen], **own, **(extra or {}),
     )  # fmt: skip
     return made, seen.norms
@@ -130,7 +130,7 @@ cases(_GROUP, _outcome, {
 
 @case(_GROUP, "a model whose loss is a mean over samples, accumulation 2")
 def _(arm: Arm) -> Outcome:
-    model = llama(LlamaForSequenceClassification, num_labels=4)
+    model = gpt(GPT2ForSequenceClassification, num_labels=4)
     return _outcome(arm, model=model, data=Rows(classes=4), gradient_accumulation_steps=2)
 
 
@@ -212,13 +212,13 @@ def _(arm: Arm) -> Outcome:
     folder = str(arm.folder / "saved")
     made.save_model(folder)
     dist.barrier()
-    loaded = LlamaForCausalLM.from_pretrained(folder)
+    loaded = GPT2LMHeadModel.from_pretrained(folder)
     return Outcome(norms, made.model, facts(same=same_state(loaded.state_dict(), made.model.state_dict())))
 
 
 def _plain_trainer(arm: Arm, **given: Any) -> Outcome:
     """Give the library's own Trainer a hybrid model."""
-    model = llama()
+    model = gpt()
     wrapped = model if arm.is_plain else arm.hybrid(model, default_collate([Rows()[k] for k in range(4)]))
     found = _outcome(Arm(None, arm.folder), model=wrapped, remove_unused_columns=False, **given)
     return Outcome(found.norms, model)
