@@ -17,8 +17,8 @@ import torch
 torch.set_num_threads(1)
 torch.backends.cudnn.allow_tf32 = False  # what FP32 is compared with on GPUs is FP32
 
-# Fixtures: both, cuda_on_cpu.
-pytest_plugins = ["compiled_and_plain"]
+# Fixtures: both, cuda_on_cpu, command.
+pytest_plugins = ["compiled_and_plain", "command_line"]
 
 
 @pytest.fixture(autouse=True)

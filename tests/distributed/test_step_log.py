@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 
 import pytest
 import torch
 from two_ranks import launch, said
 
-from qsync.commands import main
 from qsync.distributed.monitoring.step_log import StepLog, new_log
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.replayer.explanation.measured_steps import MeasuredSteps, log_file
@@ -65,22 +63,8 @@ attempt("file", log_steps=__file__)
 """
 
 
-@pytest.fixture
-def explained(monkeypatch, capsys):
-    """What `qsync explain` prints of a plan and the steps that were measured."""
-
-    def explained(plan, steps, *options: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["qsync", "explain", str(plan), "--measured", str(steps), *options])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        assert not ended.value.code
-        return capsys.readouterr().out
-
-    return explained
-
-
 @pytest.mark.dist
-def test_every_rank_logs_its_steps_and_the_slow_one_is_named(explained, tmp_path):
+def test_every_rank_logs_its_steps_and_the_slow_one_is_named(command, tmp_path):
     output = launch(tmp_path, SCRIPT)
     refusals = [line for line in output.splitlines() if "] file: FormatError" in line]
     assert len(refusals) == 2 and all("cannot be written (" in line for line in refusals)
@@ -94,9 +78,9 @@ def test_every_rank_logs_its_steps_and_the_slow_one_is_named(explained, tmp_path
         assert ranks[1].host_s >= 0.02
     (plan,) = (tmp_path / "cache").glob("*/plan.json")
     steps = tmp_path / "cache" / "steps"
-    measured = json.loads(explained(plan, steps, "--json"))["measured"]
+    measured = json.loads(command("explain", plan, "--measured", steps, "--json")[1])["measured"]
     assert [rank["rank"] for rank in measured["ranks"]] == [0, 1]
     assert measured["slower"] and "host on rank 1" in measured["slower"][0]
     assert measured["ranks"][0]["measured"]["wait"] >= 0.01
-    text = explained(plan, steps)
+    _, text, _ = command("explain", plan, "--measured", steps)
     assert "measured (predicted)" in text and "host on rank 1" in text

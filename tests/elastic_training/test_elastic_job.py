@@ -12,25 +12,11 @@ import pytest
 from lighthouses import lighthouse
 from two_ranks import Program
 
-from qsync.commands import main
 from qsync.experiments.elastic import events, verdict
 from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
 from qsync.experiments.elastic.cluster import BATCH_SIZE, KILL, Cards
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("elastic")]
-
-
-@pytest.fixture
-def qsync(monkeypatch, capsys):
-    """Run a command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["qsync", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        return (int(ended.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 @pytest.mark.deep
@@ -84,20 +70,20 @@ class Card:
 
 
 @pytest.mark.slow
-def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(qsync, tmp_path, monkeypatch):
+def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(command, tmp_path, monkeypatch):
     monkeypatch.setenv("QSYNC_PROFILE_S", "0.3")
     with WarmCards(tmp_path / "job", start_with=2, width=32, timeout_s=3.0) as cards:
         for name in ("train-0", "infer-1"):
             cards.start(name)
         cards.wait_for_step(["train-0", "infer-1"], time.time())
-        code, _, said = qsync("release", "nobody", "--lighthouse", cards.address)
+        code, _, said = command("release", "nobody", "--lighthouse", cards.address)
         assert code == 2 and "no card 'nobody' is in the job" in said and "infer-1, train-0" in said
-        _, printed, _ = qsync("release", "infer-1", "--lighthouse", cards.address, "--json")
+        _, printed, _ = command("release", "infer-1", "--lighthouse", cards.address, "--json")
         assert json.loads(printed) == {"released": "infer-1", "others": ["train-0"]}
         assert cards.processes["infer-1"].wait(timeout=60) == 0, cards.errors("infer-1")
         wait_until_said(cards, "train-0", "runs the plan of 1 train from step")
         cards.wait_for_step(["train-0"], time.time())
-        assert qsync("release", "train-0", "--lighthouse", cards.address)[0] == 0
+        assert command("release", "train-0", "--lighthouse", cards.address)[0] == 0
         steps = len(cards.steps("train-0"))
         cards.start("infer-1")
         cards.wait_for_step(["infer-1"], time.time())
@@ -119,15 +105,15 @@ def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(qsync, 
     (("release", "x", "--lighthouse", "here"), "a lighthouse's address is HOST:PORT, found 'here'"),
     (("release", "x", "--lighthouse", "127.0.0.1:9"), "no lighthouse answers at 127.0.0.1:9"),
 ])  # fmt: skip
-def test_bad_input_of_the_commands_is_one_sentence(qsync, arguments, text, monkeypatch):
+def test_bad_input_of_the_commands_is_one_sentence(command, arguments, text, monkeypatch):
     monkeypatch.delenv("QSYNC_LIGHTHOUSE", raising=False)
-    code, _, said = qsync(*arguments)
+    code, _, said = command(*arguments)
     assert code == 2 and text in said and len(said.strip().splitlines()) == 1, said
 
 
 def test_a_lighthouse_at_all_addresses_says_one_that_other_machines_reach(tmp_path):
-    command = [sys.executable, "-m", "qsync", "lighthouse", "--bind", "0.0.0.0", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    started = [sys.executable, "-m", "qsync", "lighthouse", "--bind", "0.0.0.0", "--port", "0"]
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as server:
         try:
             said = server.stdout.readline()
         finally:
@@ -135,7 +121,7 @@ def test_a_lighthouse_at_all_addresses_says_one_that_other_machines_reach(tmp_pa
     assert "lighthouse at " in said and "0.0.0.0" not in said
 
 
-def test_a_port_that_is_taken_is_named(qsync):
+def test_a_port_that_is_taken_is_named(command):
     with lighthouse() as address:
-        code, _, said = qsync("lighthouse", "--port", address.rpartition(":")[2])
+        code, _, said = command("lighthouse", "--port", address.rpartition(":")[2])
     assert code == 2 and f"cannot listen at {address}" in said, said
