@@ -17,8 +17,8 @@ import torch
 torch.set_num_threads(1)
 torch.backends.cudnn.allow_tf32 = False  # what FP32 is compared with on GPUs is FP32
 
-# Fixtures: both, cuda_on_cpu.
-pytest_plugins = ["compiled_and_plain"]
+# Fixtures: both, cuda_on_cpu, command.
+pytest_plugins = ["compiled_and_plain", "command_line"]
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +43,12 @@ def fast_products() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run tests that start ranks first, one after another; keep each other file on one worker.
 
-    Two jobs of two ranks at once would starve each other on two cores. A file's fixtures are made once.
+    Two jobs of two ranks at once would starve each other on two cores. A file's fixtures are made once. Files
+    that share what takes long to make name a group.
     """
     for item in items:
-        starts_ranks = item.get_closest_marker("dist") is not None
-        item.add_marker(pytest.mark.xdist_group("ranks" if starts_ranks else item.nodeid.partition("::")[0]))
+        if item.get_closest_marker("xdist_group") is None:
+            starts_ranks = item.get_closest_marker("dist") is not None
+            group = "ranks" if starts_ranks else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: item.get_closest_marker("dist") is None)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import cluster_of, profile_of, sensitivity_of
+from two_ranks import start_ranks
 from typer.testing import CliRunner
 
 import qsync
@@ -54,25 +55,21 @@ def script(tmp_path, monkeypatch) -> Path:
     """README's training script, and a cache of its own for plans; kernels stay where they are compiled."""
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(kernel_cache.folder().parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("QSYNC_PROFILE_S", "2")
+    monkeypatch.setenv("QSYNC_PROFILE_S", "0.3")
     path = tmp_path / "train.py"
     path.write_text(next(body for body in blocks("README.md", "python") if body.startswith("# train.py")))
     return path
 
 
-def torchrun(*options: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *options]
-
-
 @pytest.mark.dist
-def test_the_training_script_runs_under_torchrun(script, tmp_path):
-    command = torchrun("--standalone", "--nproc-per-node", "2", str(script))
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_training_script_runs(script, tmp_path):
+    for code, output in [rank.ended() for rank in start_ranks([script] * 2, tmp_path).values()]:
+        assert code == 0, output
     assert list((tmp_path / "cache").glob("qsync/*/plan.json"))
 
 
 @pytest.mark.dist
+@pytest.mark.deep  # it runs above, and an example under torchrun in test_examples.py
 def test_the_training_script_runs_across_two_agents(script, tmp_path, monkeypatch):
     """Two torchrun agents on loopback stand for two hosts."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun itself sets it for two ranks of one host
@@ -80,7 +77,8 @@ def test_the_training_script_runs_across_two_agents(script, tmp_path, monkeypatc
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d")
-    command = torchrun(*options, "--rdzv-endpoint", f"127.0.0.1:{port}", str(script))
+    run = [sys.executable, "-m", "torch.distributed.run"]
+    command = [*run, *options, "--rdzv-endpoint", f"127.0.0.1:{port}", str(script)]
     agents = [
         subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for _ in range(2)

@@ -29,7 +29,10 @@ print("trained", model.weiß.weight.grad is not None)
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0"}  # else Python takes the locale C for UTF-8
 
 
-@pytest.mark.parametrize("variables", [{"LC_ALL": "POSIX"}, ASCII], ids=["POSIX", "ASCII"])
+POSIX = pytest.param({"LC_ALL": "POSIX"}, id="POSIX", marks=pytest.mark.deep)  # Python makes it UTF-8
+
+
+@pytest.mark.parametrize("variables", [pytest.param(ASCII, id="ASCII"), POSIX])
 def test_a_model_trains(variables, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAINS, encoding="utf-8")

@@ -88,9 +88,12 @@ class Cards:
         environment = {**os.environ, "QSYNC_LIGHTHOUSE": self.address, "OMP_NUM_THREADS": "1",
                        "QSYNC_PROFILE_S": os.environ.get("QSYNC_PROFILE_S", "2")}  # fmt: skip
         environment.pop("WORLD_SIZE", None)
+        self.processes[name] = self._run(name, path, environment)
+
+    def _run(self, name: str, config: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.err").open("ab") as errors:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "qsync.experiments.elastic.card", str(path)],
+            return subprocess.Popen(
+                [sys.executable, "-m", "qsync.experiments.elastic.card", str(config)],
                 env=environment, stdout=errors, stderr=errors,
             )  # fmt: skip
 

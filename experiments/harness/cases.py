@@ -29,6 +29,7 @@ class Case:
     verdict: str = WORKS
     says: str = ""
     tolerance: float = 0.0
+    tested: bool = False  # in the quick round of tests, which does not run all cases
 
     def became(self, verdict: str, sentence: str = "", **found: Any) -> dict[str, Any]:
         """Return what became of it, beside what should."""
@@ -41,13 +42,13 @@ class Cases(list[Case]):
 
     def case(
         self, group: str, name: str, tolerance: float = 0.0, *, refused: str = "", warns: str = "",
-        logs: str = "",
+        logs: str = "", tested: bool = False,
     ) -> Callable[[Do], Do]:  # fmt: skip
         """List a function as a case; it works, unless it is `refused` or `warns` with such a sentence."""
         verdict = REFUSED if refused else WARNS if warns else WORKS
 
         def listed(do: Do) -> Do:
-            self.append(Case(group, name, do, verdict, refused or warns or logs, tolerance))
+            self.append(Case(group, name, do, verdict, refused or warns or logs, tolerance, tested))
             return do
 
         return listed

@@ -33,7 +33,7 @@ def main(
     folder = {"folder": str((out / "work").absolute())}
     with experiment.progress():
         cases = [row for module in run_cases.MODULES for row in experiment.piece(
-            module, partial(on_ranks, run_cases.run, {"module": module, "weak_share": 1.0, **folder})
+            module, partial(on_ranks, run_cases.run, {"modules": [module], "weak_share": 1.0, **folder})
         )]  # fmt: skip
         weak = {"weak_share": _WEAK_SHARE, "rounds": _ROUNDS, **folder}
         waits = experiment.piece(

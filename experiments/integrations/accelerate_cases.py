@@ -79,7 +79,7 @@ cases(_GROUP, _outcome, {
 })  # fmt: skip
 
 
-@case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE)
+@case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE, tested=True)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, mixed_precision="bf16", options=arm.in_bf16)
 
@@ -138,7 +138,7 @@ cases(_GROUP, _shares, {
 })  # fmt: skip
 
 
-@case(_GROUP, "`qsync.token_mean` in Accelerate's own DDP, accumulation 2")
+@case(_GROUP, "`qsync.token_mean` in Accelerate's own DDP, accumulation 2", tested=True)
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, loader = prepared(arm, accelerator, ddp=False)

@@ -96,7 +96,7 @@ def case(
 def cases(group: str, outcome: Callable[..., Outcome], given: Mapping[str, Mapping[str, Any]]) -> None:
     """List a case for each name: `outcome` with these arguments, but for those of `case`."""
     for name, arguments in given.items():
-        own = {key: arguments[key] for key in ("refused", "warns") if key in arguments}
+        own = {key: arguments[key] for key in ("refused", "warns", "tested") if key in arguments}
         rest = {key: value for key, value in arguments.items() if key not in own}
         case(group, name, **own)(update_wrapper(partial(outcome, **rest), outcome))
 

@@ -138,7 +138,7 @@ def _outcome(arm: Arm, kind: Any = Classifier, **given: Any) -> Outcome:
 
 
 cases(_GROUP, _outcome, {
-    "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2},
+    "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2, "tested": True},
     "a part in evaluation mode": {"kind": Resting},
     "manual optimization without it": {
         "kind": Manual, "refused": "training_step returns no loss to profile",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.distributed.ddp_profiling import PROFILE_S_VARIABLE
+from qsync.experiments.harness.cases import WORKS
 from qsync.experiments.harness.ranks import Place
 from qsync.experiments.integrations.cases import CASES, judge
 
@@ -15,8 +16,10 @@ MODULES = ("loop_cases", "accelerate_cases", "trainer_cases", "lightning_cases",
 
 
 def run(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
-    """Judge the cases of one module; all ranks together."""
+    """Judge the cases of some modules, or of these the `tested` and the refused; all ranks together."""
     os.environ[PROFILE_S_VARIABLE] = "0"
-    module = import_module(f"qsync.experiments.integrations.{config['module']}").__name__
-    own = [case for case in CASES if case.do.__module__ == module]
+    modules = [import_module(f"qsync.experiments.integrations.{name}").__name__ for name in config["modules"]]
+    own = [case for case in CASES if case.do.__module__ in modules]
+    if config.get("tested"):
+        own = [case for case in own if case.tested or case.verdict != WORKS]
     return [judge(case, Path(config["folder"])) for case in own]

@@ -62,7 +62,7 @@ def _(arm: Arm) -> Outcome:
 
 cases(_FSDP, _steps, {
     "`qsync.hybrid(model, ddp=False)`, then `fully_shard` on blocks and model": {
-        "make": lambda arm: _sharded(_planned(arm)),
+        "make": lambda arm: _sharded(_planned(arm)), "tested": True,
     },
     "`fully_shard` before `qsync.hybrid`": {
         "make": lambda arm: _planned(arm, _sharded(net())),

@@ -102,7 +102,7 @@ cases(_GROUP, _outcome, {
     "`QSyncMixin` before `Seq2SeqTrainer`": {
         "kind": transformers.Seq2SeqTrainer, "arguments_kind": transformers.Seq2SeqTrainingArguments,
     },
-    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2},
+    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2, "tested": True},
     "levers": {"options": {"levers": ["share"]}, "refused": "plan without levers"},
     "an option that the Trainer states": {
         "options": {"base": "bf16"}, "refused": "the Trainer states base itself",

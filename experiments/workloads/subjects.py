@@ -8,7 +8,6 @@ convolutions, pooling. Text is the source of Python's standard library, images a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -76,7 +75,8 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
             "ResNet with BatchNorm, 2.8 M parameters, 96 images per rank; scikit-learn's digits, 16 x 16",
         )  # fmt: skip
     if name == "resnet-small":
-        return replace(subject("resnet", 32), name=name)
+        about = "ResNet of two blocks, 32 images per rank; scikit-learn's digits, 16 x 16"
+        return digits_workload(name, lambda: ResNet(channels=(32, 64), num_blocks=1), 32, about)
     raise QSyncError(
         f"there is no workload {name!r}; choose one of {', '.join(DEMO_NAMES)}, or hf:CONFIG.json"
     )

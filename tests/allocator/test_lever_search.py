@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 from hypothesis import given
 from hypothesis import strategies as st
+from two_ranks import Program, environment
 
 from qsync import planning
 from qsync.allocator import allocate, check_plan, search, uniform
@@ -290,12 +288,14 @@ def test_the_same_seed_finds_the_same_plan():
 
 WORKER = """
 import sys, time
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../support"]
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
 import test_lever_search as own
 from qsync.allocator.levers.search import Search
 evaluate = Search.evaluate
 def slowly(self, setting):
-    print("judging", flush=True)
+    with open(sys.argv[5], "a") as judged:
+        print("judging", file=judged)
     time.sleep(float(sys.argv[4]))
     return evaluate(self, setting)
 Search.evaluate = slowly
@@ -304,18 +304,22 @@ own.search(*own.PARTS, other=own.OTHER, trials=int(sys.argv[3]), storage=sys.arg
 
 
 def test_several_processes_share_a_search_and_one_that_is_killed_costs_one_trial(tmp_path):
-    kept = tmp_path / "trials.log"
+    kept, script = tmp_path / "trials.log", tmp_path / "worker.py"
+    script.write_text(WORKER)
 
-    def worker(trials: int, sleep_s: float) -> subprocess.Popen[str]:
-        arguments = [str(Path(__file__).parent), str(kept), str(trials), str(sleep_s)]
-        return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=subprocess.PIPE, text=True)
+    def worker(sleep_s: float, judged: Path) -> Program:
+        arguments = [str(Path(__file__).parent), str(kept), "8", str(sleep_s), str(judged)]
+        return Program(script, environment(tmp_path), *arguments)
 
-    with worker(8, 60.0) as killed:
-        assert killed.stdout.readline() == "judging\n"
-        os.kill(killed.pid, signal.SIGKILL)
-    workers = [worker(8, 0.0) for _ in range(2)]
-    counts = [one.communicate(timeout=240)[0].count("judging") for one in workers]
-    assert [one.returncode for one in workers] == [0, 0]
+    killed, judged = worker(60.0, tmp_path / "killed"), [tmp_path / name for name in ("one", "two")]
+    until = time.monotonic() + 60.0
+    while not (tmp_path / "killed").exists():
+        assert killed.process.is_alive() and time.monotonic() < until
+        time.sleep(0.02)
+    killed.kill()
+    ended = [one.ended() for one in [worker(0.0, path) for path in judged]]
+    assert [code for code, _ in ended] == [0, 0], ended
+    counts = [len(path.read_text().splitlines()) for path in judged]
     assert min(counts) >= 1 and sum(counts) <= 8 + 2 * 6  # each also tells what levers bought
     plan = search(*PARTS, other=OTHER, trials=8, storage=kept, seed=1, **FAST)
     assert checked(plan)

@@ -218,10 +218,9 @@ def test_what_runs_is_what_was_priced_and_close_to_fp32():
         assert decibels(got, expected) > 25
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_bert_trains_in_int8(dropout):
-    plain, batch = build("bert", dropout=dropout)
-    model, _ = build("bert", dropout=dropout)
+def test_a_bert_trains_in_int8():
+    plain, batch = build("bert")
+    model, _ = build("bert")
     loss, expected = step(plain, batch)
     qsync.wrap(model, "int8", strict=True)
     found, got = step(model, batch)

@@ -12,6 +12,8 @@ from compiled_and_plain import DTYPES, SHAPES, equal
 
 from qsync.backend.casts import cast_ops, compiled_casts
 
+pytestmark = pytest.mark.xdist_group("casts")  # one process compiles the programs of GPUs for all of them
+
 
 def matrices(shape, dtype):
     """Ordinary values, values of every magnitude, zeros, and rows that are not finite."""

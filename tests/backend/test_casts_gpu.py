@@ -24,6 +24,8 @@ from qsync.backend.casts.tvm import rows as fused
 from qsync.backend.casts.tvm.constants import SMALLEST_AMAX
 from qsync.errors import BuildError
 
+pytestmark = pytest.mark.xdist_group("casts")  # one process compiles the programs of GPUs for all of them
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to execute the programs with")
 
 

@@ -20,6 +20,8 @@ from qsync.backend.casts.epilogues import (
 from qsync.errors import UnsupportedError
 from qsync.records.precision import Precision
 
+pytestmark = pytest.mark.xdist_group("casts")  # one process compiles the programs of GPUs for all of them
+
 GELU, TANH, RELU = Activation("gelu"), Activation("gelu", "tanh"), Activation("relu")
 ALL = [GELU, TANH, RELU]
 SPECIAL = [math.nan, math.inf, -math.inf, 1e38, -1e38, 3e4, -3e4, 1e-40, -1e-40, 0.0, -0.0]

@@ -17,7 +17,7 @@ from qsync.allocator import allocate, check_plan, unsupported_precisions
 from qsync.backend import Operand, encode, select
 from qsync.backend.cutlass.convolution import unsupported
 from qsync.backend.selection.kernel_selection import Kernels
-from qsync.commands import device_report, doctor_tables, main
+from qsync.commands import device_report, doctor_tables
 from qsync.errors import UnsupportedError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, Role
@@ -212,18 +212,14 @@ def test_kinds_without_a_precision_say_why():
     assert found.op == "conv" and "conv1d in int8_all: not written" in found.why
 
 
-def test_explain_says_it(graph, tmp_path, monkeypatch, capsys):
+def test_explain_says_it(graph, command, tmp_path, monkeypatch):
     basis = Basis(graph, gpu_cluster(), profiles_of(graph), sensitivity_of(graph))
     basis.save(tmp_path)
     fp32_plan(graph).save(tmp_path / "plan.json")
     for options in ([], ["--json"]):
-        monkeypatch.setattr("sys.argv", ["qsync", "explain", str(tmp_path / "plan.json"), *options])
         monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as stopped:
-            main.main()
-        assert not stopped.value.code
-        out = capsys.readouterr().out
-        assert all(reason in out for reason in REASONS.values())
+        code, out, _ = command("explain", tmp_path / "plan.json", *options)
+        assert code == 0 and all(reason in out for reason in REASONS.values())
     assert [entry["op"] for entry in json.loads(out)["refused"]] == [*REASONS, *REASONS]
 
 

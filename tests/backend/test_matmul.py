@@ -93,33 +93,6 @@ def test_magnitudes_differ_between_matrices(scale):
     assert all(agreement_db(y[i], exact[i]) > 35 for i in range(3))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", [0, 1])
-def test_what_is_not_finite_comes_out_where_it_belongs(bad, where):
-    tensors = [sample(2, 3, 6, 8), sample(2, 3, 8, 5, seed=1)]
-    tensors[where][1, 2, 3, 4] = bad
-    kernel = select("cpu").kernel("matmul", "int8")
-    y, da, db = outcome(kernel, "matmul", "int8", torch.matmul, tensors)
-    hit = y[1, 2, 3] if where == 0 else y[1, 2, :, 4]
-    assert hit.isnan().all()
-    assert int(y.isfinite().sum()) == y.numel() - hit.numel()
-    other = db if where == 0 else da
-    assert not other[1, 2].isfinite().all()
-    assert other[0].isfinite().all()
-
-
-def test_zeros_give_zeros():
-    tensors = [torch.zeros(2, 4, 8), torch.zeros(2, 8, 3)]
-    results = outcome(select("cpu").kernel("matmul", "int8"), "matmul", "int8", torch.matmul, tensors)
-    assert all(torch.equal(t, torch.zeros_like(t)) for t in results)
-
-
-def test_bf16_values_get_bf16_gradients():
-    tensors = [sample(2, 6, 8).bfloat16(), sample(2, 8, 5, seed=1)]
-    results = assert_parity("matmul", "int8", torch.matmul, tensors, (45, 40), out_type="bf16")
-    assert [t.dtype for t in results] == [torch.bfloat16, torch.bfloat16, torch.float32]
-
-
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)])
 def test_it_saves_the_codes_and_scales_that_its_gradients_need(frozen):
     tensors = [sample(2, 3, 16, 8), sample(2, 3, 8, 12, seed=1)]

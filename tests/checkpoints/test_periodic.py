@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from two_ranks import Program, environment
 
 import qsync
 from qsync.checkpoints import reader, writer
@@ -38,7 +37,6 @@ checkpoints.resume()
 while True:
     step()
     checkpoints.step()
-    print(checkpoints.number, flush=True)
 """
 LIMITED = """
 import resource
@@ -66,10 +64,7 @@ def names(folder):
 
 def start(tmp_path, body, *arguments):
     (tmp_path / "script.py").write_text(SCRIPT + body)
-    return subprocess.Popen(
-        [sys.executable, str(tmp_path / "script.py"), *map(str, arguments)],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return Program(tmp_path / "script.py", environment(tmp_path), *map(str, arguments))
 
 
 def test_the_newest_are_kept(tmp_path):
@@ -155,12 +150,12 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     folder, newest = tmp_path / "run", 0
     for delay_s in (0.0, 0.003, 0.02):
-        with start(tmp_path, ENDLESS, folder) as process:
-            for _ in process.stdout:  # a line a step: until one more checkpoint is whole
-                if qsync_names(folder)[-1:] > [f"step-{newest:08d}"]:
-                    break
-            time.sleep(delay_s)
-            process.send_signal(signal.SIGKILL)
+        program = start(tmp_path, ENDLESS, folder)
+        while qsync_names(folder)[-1:] <= [f"step-{newest:08d}"]:  # until one more checkpoint is whole
+            assert program.process.is_alive()
+            time.sleep(0.002)
+        time.sleep(delay_s)
+        program.kill()
         model = torch.nn.Linear(400, 400)
         found = qsync.load(folder, model, torch.optim.AdamW(model.parameters()))
         assert found.step > newest and found.path.name == qsync_names(folder)[-1]
@@ -176,9 +171,9 @@ def qsync_names(folder):
 
 @pytest.mark.slow
 def test_training_goes_on_when_files_cannot_grow(tmp_path):
-    process = start(tmp_path, LIMITED, tmp_path / "run")
-    lines = process.communicate(timeout=120)[0].splitlines()
-    assert process.returncode == 0
+    code, output = start(tmp_path, LIMITED, tmp_path / "run").ended()
+    lines = output.splitlines()
+    assert code == 0
     assert [line for line in lines if line.startswith("whole")] == [
         *["whole step-00000001"] * 4, "whole step-00000005", "whole step-00000006"
     ]  # fmt: skip

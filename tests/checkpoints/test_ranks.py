@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import load as torch_load
-from two_ranks import launch
+from two_ranks import launch, start_ranks
 
 import qsync
 
@@ -174,24 +170,9 @@ for _ in range(100):
 @pytest.mark.dist
 def test_a_rank_that_dies_while_it_writes_holds_up_no_other(tmp_path):
     """Started by hand: torchrun would end the others itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", DEAD, str(tmp_path / "run")],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = ranks[0].communicate(timeout=120)[1]
-        ranks[1].communicate(timeout=120)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[0].returncode not in (0, None) and ranks[1].returncode == -signal.SIGKILL
+    (tmp_path / "dies.py").write_text(DEAD)
+    ranks = start_ranks([tmp_path / "dies.py"] * 2, tmp_path, str(tmp_path / "run"))
+    (code, said), (killed, _) = (rank.ended() for rank in ranks.values())
+    assert code not in (0, None) and killed == -signal.SIGKILL
     assert "could not be written: rank 1 takes no part in it" in said
     assert not list(tmp_path.glob("run/*"))

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 import qsync
 from qsync.checkpoints.writer import PARTIAL
-from qsync.commands import main
 from qsync.errors import FormatError, MismatchError, QSyncError
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.graph import digest
@@ -62,15 +61,6 @@ def train(model, optimizer, scheduler, steps):
 
 def numbers(model):
     return torch.cat([value.flatten().double() for value in model.state_dict().values()])
-
-
-def command(monkeypatch, capsys, *arguments):
-    """Return the exit code of `qsync checkpoint`, and what it prints."""
-    monkeypatch.setattr("sys.argv", ["qsync", "checkpoint", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        main.main()
-    printed = capsys.readouterr()
-    return end.value.code, printed.out, printed.err
 
 
 def test_training_goes_on_bitwise(tmp_path):
@@ -181,7 +171,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_checkpoint_is_refused(saved, what, tmp_path, monkeypatch, capsys):
+def test_a_damaged_checkpoint_is_refused(saved, what, tmp_path, command):
     path = tmp_path / "a"
     shutil.copytree(saved, path)
     DAMAGES[what](path)
@@ -190,7 +180,7 @@ def test_a_damaged_checkpoint_is_refused(saved, what, tmp_path, monkeypatch, cap
     with pytest.raises(FormatError, match=what) as error:
         qsync.load(path, model, optimizer)
     assert torch.equal(numbers(model), before)
-    code, out, err = command(monkeypatch, capsys, path)
+    code, out, err = command("checkpoint", path)
     assert (code, out) == (2, "") and err.strip().splitlines()[-1] == f"qsync: {error.value}"
 
 
@@ -266,17 +256,17 @@ def test_a_link_is_followed(is_there, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "link", "loop"}
 
 
-def test_the_command_shows_and_verifies(saved, tmp_path, monkeypatch, capsys):
+def test_the_command_shows_and_verifies(saved, tmp_path, command):
     for name in ("one", "two"):
         shutil.copytree(saved, tmp_path / name)
     cut_short(tmp_path / "two")
-    code, out, _ = command(monkeypatch, capsys, tmp_path, "--json")
+    code, out, _ = command("checkpoint", tmp_path, "--json")
     found = json.loads(out)
     assert code == 0 and found["verified"] and found["step"] == 3 and found["optimizer"] == "AdamW"
     assert found["path"] == str(tmp_path / "one") and found["objects"] == ["scheduler"]
     assert set(found["files"]) == {"model.safetensors", "optimizer.safetensors"}
     assert "SHA-256" in found["checkpoints"][str(tmp_path / "two")]
-    code, out, _ = command(monkeypatch, capsys, tmp_path)
+    code, out, _ = command("checkpoint", tmp_path)
     assert code == 0 and "AdamW" in out and "SHA-256" in out
 
 

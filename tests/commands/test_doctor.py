@@ -18,7 +18,7 @@ from qsync.backend import build_ahead, cuda_build
 from qsync.backend.casts import compiled_casts as compiled
 from qsync.backend.cutlass import compiled_products
 from qsync.backend.measure_peaks import peak_of
-from qsync.commands import device_report, doctor_tables, main
+from qsync.commands import device_report, doctor_tables
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 
@@ -168,20 +168,18 @@ def test_an_untested_torch_is_noted(monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
-def test_the_command_prints_what_was_found(found, arguments, monkeypatch, capsys):
+def test_the_command_prints_what_was_found(found, arguments, command, monkeypatch):
     monkeypatch.setattr(device_report, "examine", lambda: found)
-    monkeypatch.setattr(sys, "argv", ["qsync", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main.main()
-    assert exit_.value.code == 0
-    out = capsys.readouterr().out
+    code, out, _ = command(*arguments)
+    assert code == 0
     if "--json" in arguments:
         assert json.loads(out) == found
     else:
         assert f"torch {torch.__version__}" in out and "linear" in out
 
 
-@pytest.mark.slow
+# Half a minute of compilers. Quick: what prints above, that compiling is said on stderr with the cache.
+@pytest.mark.deep
 def test_json_is_json_where_nothing_is_compiled_yet(tmp_path):
     """What is compiled on first use is said on stderr."""
     done = subprocess.run(
@@ -202,7 +200,7 @@ def test_json_is_json_where_nothing_is_compiled_yet(tmp_path):
     assert "compiling" in done.stderr
 
 
-def test_kernels_are_compiled_ahead_for_cards_that_are_elsewhere(tmp_path, monkeypatch, capsys):
+def test_kernels_are_compiled_ahead_for_cards_that_are_elsewhere(tmp_path, command, monkeypatch):
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_build, "FAMILIES", ("fp16_gemm",))
     made = []
@@ -210,15 +208,13 @@ def test_kernels_are_compiled_ahead_for_cards_that_are_elsewhere(tmp_path, monke
     monkeypatch.setattr(
         compiled, "note", lambda architecture=None: None if architecture == "75" else "no TVM"
     )
-    monkeypatch.setattr(sys, "argv", ["qsync", "doctor", "--build", "--architecture", "7.5", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    rows = json.loads(capsys.readouterr().out)
+    code, out, _ = command("doctor", "--build", "--architecture", "7.5", "--json")
+    rows = json.loads(out)
     assert [(row["library"], row["device"]) for row in rows] == [
         ("casts", "cpu"), ("casts", "sm_75"), ("fp16_gemm", "sm_75"),
     ]  # fmt: skip
     assert rows[0]["why_not"] == "no TVM" and "why_not" not in rows[1] and made == [("75", ["fp16_gemm"])]
-    assert ended.value.code == 1  # one could not be built
+    assert code == 1  # one could not be built
 
 
 @pytest.mark.parametrize(
@@ -229,11 +225,9 @@ def test_kernels_are_compiled_ahead_for_cards_that_are_elsewhere(tmp_path, monke
         (["--architecture", "75"], "give --build with it"),
     ],
 )
-def test_architectures_that_are_none_are_refused(options, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["qsync", "doctor", *options])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    assert ended.value.code == 2 and said in capsys.readouterr().err
+def test_architectures_that_are_none_are_refused(options, said, command):
+    code, _, err = command("doctor", *options)
+    assert code == 2 and said in err
 
 
 def test_an_architecture_is_built_what_it_has_tensor_cores_for(monkeypatch):
@@ -245,8 +239,10 @@ def test_an_architecture_is_built_what_it_has_tensor_cores_for(monkeypatch):
         assert [row["library"] for row in built if row["library"] != "casts"] == families
 
 
+# Half a minute of compilers. What is built is checked above, that it is found with the cache, and that it
+# compiles for one architecture with the products.
+@pytest.mark.deep
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_is_compiled_ahead_is_found_by_a_job(tmp_path, monkeypatch):
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))

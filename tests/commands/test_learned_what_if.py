@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 
 from qsync.allocator import allocate, find_warnings
-from qsync.commands import main
 from qsync.commands.loading import load_basis
 from qsync.distributed.plan_cache import cache_key
 from qsync.errors import FormatError, MismatchError
@@ -152,15 +150,8 @@ def save(folder: Path, graph: OpGraph, noise: float = 0.0) -> None:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, command, tmp_path):
     monkeypatch.chdir(tmp_path)
-
-    def command(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["qsync", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main.main()
-        return int(exit_.value.code or 0), *capsys.readouterr()
-
     return command
 
 

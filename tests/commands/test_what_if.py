@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,21 +51,20 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def qsync(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "qsync.commands.main", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def qsync(command, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return lambda *arguments: command(*arguments)[1]
 
 
-def test_a_device_that_is_not_here_is_planned_for_and_called_simulated(folder):
-    assert "cards (simulated device)" in qsync(folder, "plan", "basis", "--cluster", "cluster.toml")
+def test_a_device_that_is_not_here_is_planned_for_and_called_simulated(folder, qsync):
+    assert "cards (simulated device)" in qsync("plan", "basis", "--cluster", "cluster.toml")
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["classes"]["cards"]["origin"] == "simulated" and "origin" not in plan["classes"]["train"]
     options = ("plan.json", "--basis", "basis", "--cluster", "cluster.toml")
-    assert "cards (simulated device)" in qsync(folder, "replay", *options, "--trace", "trace.json")
+    assert "cards (simulated device)" in qsync("replay", *options, "--trace", "trace.json")
     assert "cards (simulated device) x 2 (simulated)" in (folder / "trace.json").read_text()
-    reasons = json.loads(qsync(folder, "explain", *options, "--json"))["reasons"]
+    reasons = json.loads(qsync("explain", *options, "--json"))["reasons"]
     assert {reason["origin"] for reason in reasons if reason["device_class"] == "cards"} <= {"simulated"}
 
 

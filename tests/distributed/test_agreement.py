@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from two_ranks import launch
 
 from qsync.distributed.agreement import _around_difference, agree, check_same
 
-HEADER = """
-import os, sys
-import torch.distributed as dist
+START = """
 from qsync.distributed.agreement import agree, check_same
-from qsync.errors import MismatchError, QSyncError
+from qsync.errors import MismatchError
 dist.init_process_group("gloo")
-rank = dist.get_rank()
-def say(text):
-    os.write(1, f"[{rank}] {text}\\n".encode())
 """
-
-
-def run_ranks(tmp_path, body: str, num_ranks: int = 2) -> str:
-    """What `num_ranks` ranks of this script print, under torchrun."""
-    script = tmp_path / "script.py"
-    script.write_text(HEADER + body)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.dist
 def test_every_rank_learns_results_errors_and_differences(tmp_path):
     """One job for all cases: after each failure the ranks must still be in step for the next exchange."""
-    output = run_ranks(
+    output = launch(
         tmp_path,
-        """
+        START
+        + """
 say(f"results {agree('adding', lambda: rank + 1)}")
 
 def fails():
@@ -89,16 +73,17 @@ dist.destroy_process_group()
 
 @pytest.mark.dist
 def test_ranks_that_agree_are_counted_not_listed(tmp_path):
-    output = run_ranks(
+    output = launch(
         tmp_path,
-        """
+        START
+        + """
 try:
     check_same({"the plan": "b" if rank == 1 else "a"})
 except MismatchError as error:
     say(error)
 dist.destroy_process_group()
 """,
-        num_ranks=3,
+        ranks=3,
     )
     assert output.count("rank 0 (and 1 more) has a, rank 1 has b;") == 3
 

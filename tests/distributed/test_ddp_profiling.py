@@ -104,7 +104,7 @@ def test_waits_are_told_apart_and_no_hook_stays(tmp_path):
 import statistics
 
 def late(model, batch):
-    time.sleep(0.1 * rank)
+    time.sleep(0.05 * rank)
     return loss_fn(model, batch)
 
 in_use = ddp_profiling.DdpProfiler.in_use
@@ -113,7 +113,7 @@ def observed(self, *args):
     waits = [wait for _, wait in self.profiler.waits()]
     exposed_s, hidden_s = (statistics.median(values) for values in zip(
         *((wait.exposed_s, wait.wait_s - wait.exposed_s) for wait in waits)))
-    say(f"late: {exposed_s > 0.09 if rank == 0 else hidden_s > 0.09}")
+    say(f"late: {exposed_s > 0.045 if rank == 0 else hidden_s > 0.045}")
     say(f"hooks: {sum(len(p._post_accumulate_grad_hooks or ()) for p in self.model.parameters())}")
     return in_use(self, *args)
 

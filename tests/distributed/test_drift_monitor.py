@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
 from graphs import cluster_of, mlp, profile_of
+from two_ranks import launch
 
 from qsync.records.graph import Input
 from qsync.replayer import replay
@@ -131,8 +128,7 @@ def test_a_slower_machine_hides_nothing_that_it_does_not_explain():
 
 
 SCRIPT = """
-import logging, time
-import torch, qsync
+import logging
 from qsync.distributed.monitoring.drift_monitor import STEPS_PER_COMPARISON, monitors
 
 class Rows(torch.utils.data.Dataset):
@@ -142,7 +138,7 @@ class Rows(torch.utils.data.Dataset):
         time.sleep(self.delay_s)
         return torch.randn(64, 64)
 
-logging.basicConfig(format="%(message)s")
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
 torch.manual_seed(0)
 model = torch.nn.Sequential(  # DDP hands out the norm's statistics: there all ranks wait for the last
     torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(), torch.nn.Linear(256, 8)
@@ -150,9 +146,9 @@ model = torch.nn.Sequential(  # DDP hands out the norm's statistics: there all r
 loss = lambda model, batch: model(batch).square().mean()
 rows = Rows()
 batches = torch.utils.data.DataLoader(rows, batch_size=None)
-model = qsync.hybrid(model, torch.randn(64, 64), loss, cache_dir={cache!r}, timeout_s=60, loader=batches)
+model = qsync.hybrid(model, torch.randn(64, 64), loss, cache_dir=cache, timeout_s=60, loader=batches)
 monitors[model].lasting_s = 0.0
-slow = torch.distributed.get_rank() == 1
+slow = rank == 1
 optimizer = torch.optim.AdamW(model.parameters())
 batches = iter(batches)
 for host_s, rows.delay_s in ((0.02, 0.0), (0.0, 0.02)) if slow else ((0.0, 0.0), (0.0, 0.0)):
@@ -168,20 +164,6 @@ for host_s, rows.delay_s in ((0.02, 0.0), (0.0, 0.02)) if slow else ((0.0, 0.0),
 
 @pytest.mark.dist
 def test_a_rank_that_dawdles_is_named_while_the_job_runs(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(cache=str(tmp_path / "cache"))))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "seen 1 host" in done.stdout and "seen 1 data loading" in done.stdout
-    assert "host on rank 1" in done.stderr and "data loading on rank 1" in done.stderr
+    output = launch(tmp_path, SCRIPT)
+    assert "seen 1 host" in output and "seen 1 data loading" in output
+    assert "host on rank 1" in output and "data loading on rank 1" in output

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import socket
-import subprocess
-import sys
-import time
-
 import pytest
-from two_ranks import HEADER, environment, launch, said
+from two_ranks import HEADER, Program, environment, launch, said, start_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -26,7 +20,7 @@ from qsync.backend.precisions_that_pay import emulation_note
 from pathlib import Path
 from qsync.runtime import planned_forward
 
-ddp_profiling.PROFILE_S, profiled = 30.0, []
+ddp_profiling.PROFILE_S, profiled = 6.0, []
 form_basis = ddp_profiling.form_basis
 ddp_profiling.form_basis = lambda *args, **options: profiled.append(1) or form_basis(*args, **options)
 
@@ -79,7 +73,7 @@ say(f"plan: {len(plan.classes)} {files}")
 
 qsync.hybrid(make(width=512), large, make_optimizer=sgd, **options)
 say(f"profiled: {len(profiled)}")
-ddp_profiling.PROFILE_S = 1.0
+ddp_profiling.PROFILE_S = 0.3
 qsync.hybrid(make(width=512), large, make_optimizer=other_sgd, **options)
 say(f"profiled with another optimizer: {len(profiled)}")
 dist.destroy_process_group()
@@ -389,7 +383,7 @@ dist.destroy_process_group()
 def test_a_rank_that_is_killed_while_training_is_named_and_the_others_stop(tmp_path):
     """Started by hand: torchrun itself would stop the other ranks of a host."""
     body = """
-model = qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache, timeout_s=5)
+model = qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache, timeout_s=3)
 train(model, 1)
 say("training: begun")
 if rank == 1:
@@ -398,28 +392,15 @@ train(model, 10**6)
 """
     script = tmp_path / "script.py"
     script.write_text(HEADER + body)
-    alone = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    for how in ("killed", "stopped"):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(script), how],
-                env=environment(tmp_path, **alone, RANK=str(rank), MASTER_PORT=port),
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in (0, 1)
-        ]  # fmt: skip
-        try:
-            _, complaint = ranks[0].communicate(timeout=100)
-            assert ranks[0].returncode not in (0, None)
+    jobs = [start_ranks([script] * 2, tmp_path / how, how) for how in ("killed", "stopped")]
+    try:
+        for ranks in jobs:
+            code, complaint = ranks[0].ended(100)
+            assert code not in (0, None)
             assert "rank 1" in complaint and "stop" in complaint, complaint[-2000:]
-        finally:
-            for process in ranks:
-                process.send_signal(signal.SIGKILL)
-                process.communicate(timeout=20)
-        time.sleep(0.1)
+    finally:
+        for ranks in jobs:
+            ranks[1].kill()
 
 
 def test_one_process_alone_needs_no_job(tmp_path):
@@ -429,8 +410,6 @@ model = qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache)
 say(f"alone: {type(model).__name__} {bool(train(model).isfinite())} {dist.is_initialized()}")
 """
     script.write_text(HEADER.replace('os.environ["RANK"]', "0") + body)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment(tmp_path)
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "[0] alone: Net True False" in done.stdout
+    code, output = Program(script, environment(tmp_path)).ended()
+    assert code == 0, output[-2000:]
+    assert "[0] alone: Net True False" in output

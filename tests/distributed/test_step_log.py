@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -66,7 +64,7 @@ attempt("file", log_steps=__file__)
 
 
 @pytest.mark.dist
-def test_every_rank_logs_its_steps_and_the_slow_one_is_named(tmp_path):
+def test_every_rank_logs_its_steps_and_the_slow_one_is_named(command, tmp_path):
     output = launch(tmp_path, SCRIPT)
     refusals = [line for line in output.splitlines() if "] file: FormatError" in line]
     assert len(refusals) == 2 and all("cannot be written (" in line for line in refusals)
@@ -79,19 +77,10 @@ def test_every_rank_logs_its_steps_and_the_slow_one_is_named(tmp_path):
         assert all(0.0 < phases.forward_s < phases.compute_s for phases in ranks)
         assert ranks[1].host_s >= 0.02
     (plan,) = (tmp_path / "cache").glob("*/plan.json")
-    command = [
-        sys.executable,
-        "-m",
-        "qsync",
-        "explain",
-        str(plan),
-        "--measured",
-        str(tmp_path / "cache" / "steps"),
-    ]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    measured = json.loads(done.stdout)["measured"]
+    steps = tmp_path / "cache" / "steps"
+    measured = json.loads(command("explain", plan, "--measured", steps, "--json")[1])["measured"]
     assert [rank["rank"] for rank in measured["ranks"]] == [0, 1]
     assert measured["slower"] and "host on rank 1" in measured["slower"][0]
     assert measured["ranks"][0]["measured"]["wait"] >= 0.01
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "measured (predicted)" in done.stdout and "host on rank 1" in done.stdout
+    _, text, _ = command("explain", plan, "--measured", steps)
+    assert "measured (predicted)" in text and "host on rank 1" in text

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 
 import pytest
+from lighthouses import lighthouse
+from two_ranks import Program
 
 from qsync.experiments.elastic import events, verdict
 from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
 from qsync.experiments.elastic.cluster import BATCH_SIZE, KILL, Cards
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("elastic")]
-
-
-def qsync(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "qsync", *arguments], capture_output=True, text=True, timeout=60
-    )
 
 
 @pytest.mark.deep
@@ -36,27 +33,62 @@ def test_ten_events_lose_no_sample_and_no_bit(tmp_path):
     assert errors and max(errors.values()) < 1e-12
 
 
+def said_by(cards, name):
+    return "\n".join(line["text"] for line in cards.lines(name) if line.get("event") == "says")
+
+
+def wait_until_said(cards, name, text):
+    until = time.monotonic() + 120.0
+    while text not in said_by(cards, name):
+        assert cards.is_running(name) and time.monotonic() < until, said_by(cards, name)
+        time.sleep(0.05)
+
+
+class WarmCards(Cards):
+    """Cards forked from the warm process."""
+
+    def _run(self, name, config, environment):
+        script = self.folder / f"{name}.py"
+        module = "'qsync.experiments.elastic.card', run_name='__main__'"
+        script.write_text(f"import runpy; runpy.run_module({module})")
+        return Card(Program(script, environment, str(config)))
+
+
+class Card:
+    """A card as `subprocess` has processes."""
+
+    def __init__(self, program):
+        self._process = program.process
+        self.kill, self.send_signal = program.kill, lambda number: os.kill(program.process.pid, number)
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        return self._process.exitcode
+
+
 @pytest.mark.slow
-def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(tmp_path):
-    with Cards(tmp_path / "job", start_with=2, width=32, timeout_s=3.0) as cards:
+def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_PROFILE_S", "0.3")
+    with WarmCards(tmp_path / "job", start_with=2, width=32, timeout_s=3.0) as cards:
         for name in ("train-0", "infer-1"):
             cards.start(name)
         cards.wait_for_step(["train-0", "infer-1"], time.time())
-        done = qsync("release", "nobody", "--lighthouse", cards.address)
-        assert done.returncode == 2 and "no card 'nobody' is in the job" in done.stderr
-        assert "infer-1, train-0" in done.stderr
-        done = qsync("release", "infer-1", "--lighthouse", cards.address, "--json")
-        assert json.loads(done.stdout) == {"released": "infer-1", "others": ["train-0"]}
+        code, _, said = command("release", "nobody", "--lighthouse", cards.address)
+        assert code == 2 and "no card 'nobody' is in the job" in said and "infer-1, train-0" in said
+        _, printed, _ = command("release", "infer-1", "--lighthouse", cards.address, "--json")
+        assert json.loads(printed) == {"released": "infer-1", "others": ["train-0"]}
         assert cards.processes["infer-1"].wait(timeout=60) == 0, cards.errors("infer-1")
+        wait_until_said(cards, "train-0", "runs the plan of 1 train from step")
         cards.wait_for_step(["train-0"], time.time())
-        assert qsync("release", "train-0", "--lighthouse", cards.address).returncode == 0
+        assert command("release", "train-0", "--lighthouse", cards.address)[0] == 0
         steps = len(cards.steps("train-0"))
         cards.start("infer-1")
         cards.wait_for_step(["infer-1"], time.time())
         assert cards.processes["train-0"].wait(timeout=60) == 0, cards.errors("train-0")
-        said = [line["text"] for line in cards.lines("train-0") if line.get("event") == "says"]
-        assert any("waits for a card to take the job over" in text for text in said), said
-        assert any("runs the plan of 1 train from step" in text for text in said), said
+        assert "waits for a card to take the job over" in said_by(cards, "train-0")
         assert len(cards.steps("train-0")) <= steps + 3  # it handed over, and trained no further
         cards.signal("infer-1", KILL)
     logs = {name: cards.lines(name) for name in ("train-0", "infer-1")}
@@ -73,17 +105,15 @@ def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(tmp_pat
     (("release", "x", "--lighthouse", "here"), "a lighthouse's address is HOST:PORT, found 'here'"),
     (("release", "x", "--lighthouse", "127.0.0.1:9"), "no lighthouse answers at 127.0.0.1:9"),
 ])  # fmt: skip
-def test_bad_input_of_the_commands_is_one_sentence(arguments, text, monkeypatch):
+def test_bad_input_of_the_commands_is_one_sentence(command, arguments, text, monkeypatch):
     monkeypatch.delenv("QSYNC_LIGHTHOUSE", raising=False)
-    done = qsync(*arguments)
-    assert done.returncode == 2 and text in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
-        done.stderr
-    )
+    code, _, said = command(*arguments)
+    assert code == 2 and text in said and len(said.strip().splitlines()) == 1, said
 
 
-def test_a_lighthouse_at_all_addresses_says_one_that_other_machines_reach():
-    command = [sys.executable, "-m", "qsync", "lighthouse", "--bind", "0.0.0.0", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+def test_a_lighthouse_at_all_addresses_says_one_that_other_machines_reach(tmp_path):
+    started = [sys.executable, "-m", "qsync", "lighthouse", "--bind", "0.0.0.0", "--port", "0"]
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as server:
         try:
             said = server.stdout.readline()
         finally:
@@ -91,7 +121,7 @@ def test_a_lighthouse_at_all_addresses_says_one_that_other_machines_reach():
     assert "lighthouse at " in said and "0.0.0.0" not in said
 
 
-def test_a_port_that_is_taken_is_named(tmp_path):
-    with Cards(tmp_path / "job") as cards:
-        done = qsync("lighthouse", "--port", str(cards.port))
-    assert done.returncode == 2 and f"cannot listen at 127.0.0.1:{cards.port}" in done.stderr, done.stderr
+def test_a_port_that_is_taken_is_named(command):
+    with lighthouse() as address:
+        code, _, said = command("lighthouse", "--port", address.rpartition(":")[2])
+    assert code == 2 and f"cannot listen at {address}" in said, said

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-
 import pytest
 from lighthouses import lighthouse
+from two_ranks import Program, environment
 
 pytest.importorskip("torchft")
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("elastic")]
 
 CARD = """
 import os, signal, sys, torch, qsync
+os.setsid()
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 torch.set_num_threads(1)
 torch.manual_seed(0)
 address, loop, passes = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -56,41 +55,42 @@ def address():
         yield found
 
 
-def run(address, loop, passes=1):
-    done = subprocess.run(
-        [sys.executable, "-c", CARD, address, loop, str(passes)],
-        capture_output=True, text=True, timeout=120, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
-    )  # fmt: skip
-    return done.returncode, done.stdout.strip(), done.stderr
+@pytest.fixture
+def run(address, tmp_path):
+    def run(loop, passes=1):
+        script = tmp_path / "card.py"
+        script.write_text(CARD)
+        return Program(script, environment(tmp_path), address, loop, str(passes)).ended()
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("loop", "passes"), [("plain", 1), ("plain", 4), ("list", 1), ("ahead", 1), ("chunks", 1)]
 )
-def test_loops_that_give_the_right_gradient_run(address, loop, passes):
-    code, said, errors = run(address, loop, passes)
-    assert (code, said) == (0, "steps 3 states 2"), errors
+def test_loops_that_give_the_right_gradient_run(run, loop, passes):
+    code, said = run(loop, passes)
+    assert (code, said.splitlines()[-1]) == (0, "steps 3 states 2"), said
 
 
 @pytest.mark.parametrize("loop", ["list", "ahead", "chunks"])
-def test_micro_batches_that_are_taken_ahead_of_backward_are_refused(address, loop):
-    code, said, errors = run(address, loop, 4)
-    assert code and not said
-    assert "run forward and backward of each once, before the next is taken" in errors
+def test_micro_batches_that_are_taken_ahead_of_backward_are_refused(run, loop):
+    code, said = run(loop, 4)
+    assert code and "states" not in said
+    assert "run forward and backward of each once, before the next is taken" in said
 
 
-def test_gradients_that_are_left_for_the_next_step_are_refused(address):
-    code, said, errors = run(address, "accumulates")
-    assert code and not said
-    assert "let it step and zero_grad in every step" in errors
+def test_gradients_that_are_left_for_the_next_step_are_refused(run):
+    code, said = run("accumulates")
+    assert code and "states" not in said
+    assert "let it step and zero_grad in every step" in said
 
 
-def test_a_signal_to_all_processes_of_a_card_lets_it_finish_its_step(address):
-    code, said, errors = run(address, "workers")
-    assert (code, said) == (0, "steps 3 states 2"), errors
+def test_a_signal_to_all_processes_of_a_card_lets_it_finish_its_step(run):
+    code, said = run("workers")
+    assert (code, said.splitlines()[-1]) == (0, "steps 3 states 2"), said
 
 
-def test_a_signal_in_the_last_step_leaves_the_optimizer_its_state(address):
-    code, said, errors = run(address, "late")
-    assert (code, said) == (0, "steps 3 states 2"), errors
+def test_a_signal_in_the_last_step_leaves_the_optimizer_its_state(run):
+    code, said = run("late")
+    assert (code, said.splitlines()[-1]) == (0, "steps 3 states 2"), said

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 import qsync
-from qsync.commands import main
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.experiments.workloads.gpt import Gpt
 
@@ -107,16 +107,8 @@ def test_hugging_face_models_come_back_with_their_eps(tmp_path, kind):
 
 
 @pytest.fixture
-def expand(monkeypatch, capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["qsync", "expand", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main.main()
-        return (int(exit_.value.code or 0), *capsys.readouterr())
-
-    return run
+def expand(command):
+    return partial(command, "expand")
 
 
 def test_the_command_grows_weights_average_and_optimizer(tmp_path, expand):

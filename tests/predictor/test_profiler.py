@@ -15,7 +15,7 @@ from torch import nn
 
 import qsync
 from qsync.backend.devices.kernel_timing import kernel_s
-from qsync.errors import CalibrationError, UnsupportedError
+from qsync.errors import CalibrationError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling import profiler as profiler_module
@@ -309,59 +309,6 @@ def test_optimizer_state_is_counted():
     made = qsync.profile(model, torch.randn(4, 16), lambda m, b: m(b).sum(), precisions=["fp32"], rounds=1)
     parameters = sum(p.numel() for p in model.parameters())
     assert made.optimizer_bytes == 2 * 4 * parameters + 2 * 4  # two moments, and a step count per tensor
-
-
-def test_a_profile_survives_json(measured, tmp_path):
-    _, _, profile = measured
-    assert Profile.load(profile.save(tmp_path / "profile.json")) == profile
-
-
-def test_measuring_leaves_the_model_as_it_was():
-    torch.manual_seed(3)
-    model = Net()
-    model.first.weight.grad = torch.ones_like(model.first.weight)
-    before, keys = copy.deepcopy(model.state_dict()), list(model.state_dict())
-    random = torch.get_rng_state()
-    qsync.profile(model, BATCH, loss, precisions=["fp32", "int8"], rounds=1)
-    qsync.sensitivity(model, [BATCH], loss)
-    assert list(model.state_dict()) == keys
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
-    assert torch.equal(model.first.weight.grad, torch.ones_like(model.first.weight))
-    assert model.second.weight.grad is None
-    assert "forward" not in vars(model)
-
-
-def test_profiling_a_wrapped_model_leaves_it_wrapped():
-    model = qsync.wrap(Net(), "bf16", strict=True)
-    program = planned_forward.program_of(model)
-    qsync.profile(model, BATCH, loss, precisions=["fp32"], rounds=1)
-    assert planned_forward.program_of(model) is program
-    model(BATCH[0])
-    assert any(getattr(node, "mode", "") == "bf16" for lowered in program.lowered for node in lowered.nodes)
-
-
-@pytest.mark.parametrize(
-    ("batch", "fn", "message"),
-    [
-        ((torch.zeros(0, 32), torch.zeros(0)), loss, "shape .0, 32.; pass one that is not empty"),
-        (None, loss, "there is no example batch; pass one real batch"),
-        (
-            (torch.full((8, 32), float("nan")), torch.zeros(8, dtype=torch.long)),
-            loss,
-            "first met NaN or Inf in the calibration data; clean",
-        ),
-        (BATCH, lambda model, batch: model(batch[0]), "the loss has shape .64, 8.; return one number"),
-    ],
-)
-def test_data_that_cannot_be_used_is_one_sentence(batch, fn, message):
-    with pytest.raises(CalibrationError, match=message):
-        qsync.profile(Net(), batch, fn, precisions=["fp32"], rounds=1)
-
-
-def test_a_precision_the_device_lacks_is_refused():
-    with pytest.raises(UnsupportedError, match="has no fp8; it has fp32"):
-        qsync.profile(Net(), BATCH, loss, precisions=["fp32", "fp8"])
 
 
 def test_an_emulated_share_stretches_cpu_time():

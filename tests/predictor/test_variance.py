@@ -356,14 +356,6 @@ def test_a_number_that_changes_within_the_step_gives_the_graph_that_is_planned_f
     assert found.graph_hash == qsync.capture(model, batch).hash
 
 
-def test_nan_in_the_data_names_the_operator_that_met_it_first():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    with torch.no_grad():
-        model[2].weight[0, 0] = float("nan")
-    with pytest.raises(CalibrationError, match="^2 met NaN or Inf in the calibration data; clean"):
-        qsync.sensitivity(model, [torch.randn(8, 4)], lambda model, batch: model(batch).sum())
-
-
 def test_nan_in_the_gradient_names_the_operator_that_it_reaches_first():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
@@ -402,8 +394,3 @@ def test_an_error_in_the_second_step_leaves_the_parameters_as_they_were():
         qsync.sensitivity(model, [torch.randn(8, 4)], loss)
     assert torch.equal(model[0].weight, before)
     assert model not in planned_forward.programs
-
-
-def test_no_batch_is_an_error():
-    with pytest.raises(CalibrationError, match="no calibration batch was given"):
-        qsync.sensitivity(nn.Linear(2, 2), [], lambda model, batch: model(batch).sum())

@@ -109,12 +109,10 @@ def test_operators_find_images_in_the_order_that_their_nodes_say(make, number, m
     torch.manual_seed(0)
     model, images = make()
     graph = qsync.capture(model, images)
-    differ = {}
+    program, differ = planned_forward.attach(model, choosers.following({})), {}
     for label, assignment in assignments(graph):
-        program = planned_forward.attach(model, choosers.following(assignment))
         program.choose(choosers.following(assignment), orders := Orders())
         model(images).square().sum().backward()
-        planned_forward.detach(model)
         assert not orders.wrong
         assert bool(orders.num_last) == (label != "fp32")
         differ |= {label: orders.differ} if orders.differ else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from graphs import cluster_of, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import FAMILIES, MLP, build, step
+from models import FAMILIES, MLP, build, graph_of, step
 from observing import Watcher, decibels, watched
 from priced_nodes import TRIED, priced
 from torch import nn
@@ -72,16 +72,34 @@ def run(model: nn.Module, watcher: Watcher, *inputs: torch.Tensor) -> tuple[Cast
     return nodes
 
 
+@pytest.fixture(scope="module")
+def wrapped():
+    """A model of a family and its batch, which is wrapped and traced once for all assignments."""
+
+    @cache
+    def wrapped(family: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        model, batch = build(family)
+        return qsync.wrap(model, "fp32", bitwise=True), batch
+
+    return wrapped
+
+
+def chosen(model: nn.Module, assignment: dict[str, Precision], *saving) -> Watcher:
+    """Make a wrapped model run another assignment, watched."""
+    watcher = Watcher()
+    planned_forward.program_of(model).choose(choosers.following(assignment), watcher, *saving)
+    return watcher
+
+
 # --- All FP32 is the model itself ---
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mlp"])
-def test_an_all_fp32_assignment_is_bitwise_the_model(family):
+def test_an_all_fp32_assignment_is_bitwise_the_model(wrapped, family):
     """Loss, every gradient and every buffer, with dropout on and the same seed."""
     plain, batch = build(family)
-    model, _ = build(family)
     expected_loss, expected = step(plain, batch)
-    qsync.wrap(model, "fp32", bitwise=True)
+    model, _ = wrapped(family)
     for _ in range(2):
         loss, gradients = step(model, batch)
         assert torch.equal(loss, expected_loss)
@@ -110,12 +128,11 @@ def test_checkpointed_and_broken_models_are_bitwise_themselves_in_fp32():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_runs_is_what_was_priced(family):
-    model, batch = build(family)
-    graph = qsync.capture(model, batch)
+def test_what_runs_is_what_was_priced(wrapped, family):
+    (model, batch), graph = wrapped(family), graph_of(family)
     for seed in range(2):
         assignment = drawn(graph, seed)
-        watcher = watched(model, assignment)
+        watcher = chosen(model, assignment)
         step(model, batch)
         assert tuple(watcher.nodes) == priced(graph, assignment)
         assert not watcher.wrong
@@ -251,10 +268,11 @@ def test_following_operators_run_in_the_type_they_are_given(name):
     """BF16 between two BF16 products, forward and backward; beside FP32, FP32."""
     call = FOLLOWING_CALLS[name]
     model = Applied(lambda m, x: call(x))
-    watcher = watched(model, {"fc1": Precision.BF16, "fc2": Precision.BF16})
+    assignment = {"fc1": Precision.BF16, "fc2": Precision.BF16}
+    watcher = watched(model, assignment)
     nodes = run(model, watcher, X)
     assert not watcher.wrong
-    assert nodes == priced(qsync.capture(model, X), {"fc1": Precision.BF16, "fc2": Precision.BF16})
+    assert nodes == priced(planned_forward.program_of(model).graph, assignment)
 
 
 @pytest.mark.parametrize("precision", [p for p in TRIED if p is not Precision.FP32])
@@ -275,10 +293,12 @@ LEAST_DB = {"bf16": 30.0, "fp16": 50.0, "int8": 22.0, "int8_all": 15.0}
 
 @pytest.mark.parametrize("precision", LEAST_DB)
 @pytest.mark.parametrize("family", ["bert", "llama", "vit", "mlp"])
-def test_low_precision_is_near_full_precision_and_not_equal(family, precision):
-    model, batch = build(family)
-    expected_loss, expected = step(model, batch)
-    qsync.wrap(model, precision, strict=True)
+def test_low_precision_is_near_full_precision_and_not_equal(wrapped, family, precision):
+    plain, batch = build(family)
+    expected_loss, expected = step(plain, batch)
+    lowered, (model, _) = Precision(precision), wrapped(family)
+    able = [op.name for op in graph_of(family).adjustable if lowered in PRECISIONS_BY_KIND[op.kind]]
+    chosen(model, dict.fromkeys(able, lowered))
     loss, gradients = step(model, batch)
     assert abs(loss - expected_loss) < 0.02 * expected_loss
     assert LEAST_DB[precision] < decibels(gradients, expected) < 100
@@ -532,16 +552,12 @@ def test_a_checkpointed_activation_runs_in_the_epilogue_inside():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_saves_less_is_what_was_priced_and_its_loss_is_the_same(family):
-    model, batch = build(family)
-    graph = qsync.capture(model, batch)
+def test_what_saves_less_is_what_was_priced_and_its_loss_is_the_same(wrapped, family):
+    (model, batch), graph = wrapped(family), graph_of(family)
     for assignment in ({op.name: Precision.FP32 for op in graph.adjustable}, drawn(graph, 1)):
-        watcher = watched(model, assignment)
+        chosen(model, assignment)
         loss, gradients = step(model, batch)
-        watcher.nodes.clear()
-        planned_forward.program_of(model).choose(
-            choosers.following(assignment), watcher, choosers.saving(["*"])
-        )
+        watcher = chosen(model, assignment, choosers.saving(["*"]))
         less_loss, less_gradients = step(model, batch)
         assert tuple(watcher.nodes) == priced_saving_less(graph, assignment)
         assert not watcher.wrong

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
 def lighthouse() -> Iterator[str]:
-    """Run `qsync lighthouse` on a free port; yield its address, and kill it afterwards."""
-    command = [sys.executable, "-m", "qsync", "lighthouse", "--json", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            text = ""
-            while "}" not in text:
-                line = server.stdout.readline()  # type: ignore[union-attr]
-                assert line, "the lighthouse has ended"
-                text += line
-            yield json.loads(text)["lighthouse"]
-        finally:
-            server.kill()
+    """Serve a lighthouse as `qsync lighthouse` does, on a free port; yield its address."""
+    os.environ.setdefault("RUST_LOG", "error")  # torchft logs every request
+    from qsync.elastic_training.rendezvous import coordination
+
+    server = coordination().LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=1_000,
+        quorum_tick_ms=100,
+    )  # fmt: skip
+    try:
+        yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
+    finally:
+        server.shutdown()

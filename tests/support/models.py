@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import qsync
+from qsync.records.graph import OpGraph
 
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
 
@@ -136,6 +140,12 @@ def build(family: str, **options: Any) -> Made:
     torch.manual_seed(0)
     model, batch = {**FAMILIES, "mlp": mlp}[family](**options)
     return model.train(), batch
+
+
+@cache
+def graph_of(family: str) -> OpGraph:
+    """The graph of a model of this family, which is captured once."""
+    return qsync.capture(*build(family))
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], seed: int = 1) -> torch.Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -13,8 +14,6 @@ from pathlib import Path
 
 import warm_rank
 from torch.distributed import TCPStore
-
-from qsync.experiments.harness.processes import END_BEFORE_GLOO
 
 HEADER = """
 import os, signal, sys, time
@@ -26,7 +25,7 @@ from qsync.errors import QSyncError
 
 rank = int(os.environ["RANK"])
 cache = os.environ["CACHE"]
-ddp_profiling.PROFILE_S = 1.0  # a test that depends on times sets more
+ddp_profiling.PROFILE_S = 0.3  # a test that depends on times sets more
 
 def say(text):
     os.write(1, f"[{rank}] {text}\\n".encode())
@@ -83,16 +82,52 @@ _WARM.set_forkserver_preload(
         "rich.progress",
     ]
 )
-_TIMEOUT_S = 150
+_TIMEOUT_S = 150.0
+_READERS = ThreadPoolExecutor(32)
 
 
-def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
+class Program:
+    """A script that runs in a process of its own, forked from the warm one."""
+
+    def __init__(self, script: Path, environment: Mapping[str, str], *arguments: str) -> None:
+        pipe, end = _WARM.Pipe(duplex=False)
+        self.process = _WARM.Process(target=warm_rank.run, args=(script, arguments, [end, end], environment))
+        self.process.start()
+        end.close()
+        self._output = _READERS.submit(_read, pipe)
+
+    def ended(self, timeout_s: float = _TIMEOUT_S) -> tuple[int | None, str]:
+        """Return the exit code, None of one that did not end and is killed, and what it printed."""
+        self.process.join(timeout_s)
+        code = self.process.exitcode
+        self.kill()
+        return code, self._output.result()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def start_ranks(scripts: Sequence[Path | None], folder: Path, *arguments: str) -> dict[int, Program]:
+    """Ranks of a job that no agent watches, each of its own script; one without a script never starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place |= {"WORLD_SIZE": str(len(scripts)), "LOCAL_WORLD_SIZE": str(len(scripts))}
+    return {
+        rank: Program(script, environment(folder, **place, RANK=str(rank), LOCAL_RANK=str(rank)), *arguments)
+        for rank, script in enumerate(scripts)
+        if script is not None
+    }
+
+
+def launch(tmp_path: Path, body: str, ranks: int = 2, timeout_s: float = _TIMEOUT_S) -> str:
     """What the ranks of this script print, each a process of its own, as torchrun starts them.
 
     A rank that fails ends the others. What is about torchrun itself starts torchrun.
     """
     script = tmp_path / "script.py"
-    script.write_text(HEADER + body + END_BEFORE_GLOO)
+    script.write_text(HEADER + body)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = environment(
         tmp_path, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
@@ -101,7 +136,7 @@ def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
     pipes = [_WARM.Pipe(duplex=False) for _ in ("stdout", "stderr")]
     jobs = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     ends = [end for _, end in pipes]
-    processes = [_WARM.Process(target=warm_rank.run, args=(script, ends, job)) for job in jobs]
+    processes = [_WARM.Process(target=warm_rank.run, args=(script, (), ends, job)) for job in jobs]
     try:
         for process in processes:
             process.start()
@@ -109,7 +144,7 @@ def launch(tmp_path: Path, body: str, ranks: int = 2) -> str:
             end.close()
         with ThreadPoolExecutor() as pool:
             readers = [pool.submit(_read, pipe) for pipe, _ in pipes]
-            codes = _exit_codes(processes)
+            codes = _exit_codes(processes, timeout_s)
             printed, errors = (reader.result() for reader in readers)
     finally:
         for process in processes:
@@ -124,9 +159,9 @@ def _read(pipe: Connection) -> str:
         return file.read()
 
 
-def _exit_codes(processes: Sequence[BaseProcess]) -> list[int | None]:
+def _exit_codes(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
     """Wait for all ranks, and where one fails for five seconds more: the others may say why they do."""
-    ends, left = time.monotonic() + _TIMEOUT_S, {process.sentinel: process for process in processes}
+    ends, left = time.monotonic() + timeout_s, {process.sentinel: process for process in processes}
     while left and (done := wait(left, timeout=max(0.0, ends - time.monotonic()))):
         if any([left.pop(sentinel).exitcode for sentinel in done]):
             ends = min(ends, time.monotonic() + 5.0)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 
-
-def main(script: str) -> int:
-    command = [sys.executable, "-m", "qsync", "lighthouse", "--json", "--port", "0"]
-    lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert lighthouse.stdout is not None
-        text = ""
-        while "}" not in text:
-            text += lighthouse.stdout.readline()
-        environment = {**os.environ, "QSYNC_LIGHTHOUSE": json.loads(text)["lighthouse"]}
-        cards = [subprocess.Popen([sys.executable, script], env=environment) for _ in range(2)]
-        return max(abs(card.wait(timeout=200)) for card in cards)
-    finally:
-        lighthouse.kill()
-
+from lighthouses import lighthouse
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    with lighthouse() as address:
+        command, environment = [sys.executable, sys.argv[1]], {**os.environ, "QSYNC_LIGHTHOUSE": address}
+        cards = [subprocess.Popen(command, env=environment) for _ in range(2)]
+        sys.exit(max(abs(card.wait(timeout=200)) for card in cards))

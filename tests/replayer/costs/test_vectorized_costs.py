@@ -99,11 +99,9 @@ def test_blocks_are_priced_alike(graph):
 @pytest.mark.parametrize("family", ["llama", "vit", "resnet"])
 def test_captured_models_are_replayed_alike(family):
     pytest.importorskip("transformers")
-    from models import build
+    from models import graph_of
 
-    import qsync
-
-    graph = qsync.capture(*build(family))
+    graph = graph_of(family)
     profile = profile_of(graph, precisions=tuple(Precision), optimizer_bytes=777)
     cluster = cluster_of({"infer": 2}, precisions=tuple(Precision))
     for seed in range(6):
