@@ -385,7 +385,10 @@ def _check_first_steps_option(check: object, plan: Plan | None, options: Mapping
             "check=True corrects profiles, and a given plan has none here; leave one of them out"
         )
     if check and options.get("levers"):
-        raise FormatError("check=True would change shares under a running loop; leave it out with levers")
+        raise FormatError(
+            "check=True would change shares under a running loop; leave it out, or give levers=() (a "
+            "ShareSampler brings levers with it)"
+        )
 
 
 def _check_report_option(report: object, plan: Plan | None) -> None:

@@ -74,7 +74,8 @@ class BatchShares:
         least_samples: int = 1,
         known: dict[tuple[str, ClassLevers], Profile] | None = None,
     ) -> None:
-        self.basis, self.other, self.options = basis, other, dict(options)
+        own = {c.name: basis.profiles[c.name] for c in basis.cluster.classes}
+        self.basis, self.other, self.options = replace(basis, profiles=own), other, dict(options)
         self.equal = samples_of(basis.graph)
         self._given = Options(**{**options, "target_s": None, "slack": None})
         self._passes = PASSES if ACCUMULATE in levers and other is not None else PASSES[:1]

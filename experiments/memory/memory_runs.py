@@ -81,9 +81,10 @@ class Trained:
         batch: tuple[Any, Any],
         loss_fn: Callable[..., torch.Tensor],
         bucket_cap_mb: float | None = None,
+        bitwise: bool = False,
     ) -> None:
         self.model, self.batch, self.loss_fn = model.train(), batch, loss_fn
-        self.program = planned_forward.attach(model, lambda graph: {})
+        self.program = planned_forward.attach(model, lambda graph: {}, bitwise=bitwise)
         self.ddp = in_ddp(model, bucket_cap_mb)
         self.optimizer = make_optimizer(1e-3)(list(model.parameters()))
         self._chosen = Choice({})

@@ -454,7 +454,7 @@ def test_bad_options_say_what_to_do(refused, folder, option, value, said):
 
 
 @pytest.mark.parametrize(
-    ("command", "option", "name"),
+    ("verb", "option", "name"),
     [
         ("plan", "--out", "graph.json"), ("plan", "--out", "profile-infer.json"),
         ("plan", "--out", "profile-new.json"), ("plan", "--out", "here.toml"), ("plan", "--out", "link.json"),
@@ -463,15 +463,15 @@ def test_bad_options_say_what_to_do(refused, folder, option, value, said):
         ("explain", "--picture", "plan.json"), ("explain", "--allocation", "graph.json"),
     ],
 )  # fmt: skip
-def test_what_a_plan_is_made_from_is_not_overwritten(qsync, refused, folder, command, option, name):
+def test_what_a_plan_is_made_from_is_not_overwritten(qsync, refused, folder, verb, option, name):
     assert qsync("plan", folder, "--out", folder / "plan.json")[0] == 0
     (folder / "here.toml").write_text(CLUSTER_TOML)
     (folder / "link.json").symlink_to(folder / "graph.json")
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    of = folder if command == "plan" else folder / "plan.json"
+    of = folder if verb == "plan" else folder / "plan.json"
     more = ("--levers", "buckets") if option == "--storage" else ()
-    said = refused(command, of, "--cluster", folder / "here.toml", option, folder / name, *more)
-    assert "is the place of a file that the plan is made from; name another file" in said
+    sentence = refused(verb, of, "--cluster", folder / "here.toml", option, folder / name, *more)
+    assert "is the place of a file that the plan is made from; name another file" in sentence
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 

@@ -346,6 +346,15 @@ def trained() -> dict[str, memory_runs.Trained]:
     return {}
 
 
+def test_a_tied_weight_takes_no_more_than_predicted_by_the_fastest_kernel_of_fp32():
+    torch.manual_seed(0)
+    make, shape = MODELS["tied"]
+    step = memory_runs.Trained(make(), (torch.randn(shape), torch.randn(shape)), lambda y, of: (y * of).sum())
+    found = step.measure(memory_runs.Choice({op.name: FP32 for op in step.graph.adjustable}))
+    weight = max(value.num_elements for value in step.graph.parameters) * 4
+    assert 0 <= found["predicted_peak_bytes"] - found["peak_bytes"] <= 1.05 * weight
+
+
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # torch's, of depthwise weights in blocks
 @pytest.mark.parametrize(("name", "precision", "saves_less", "tolerance"), CASES)
 def test_the_peak_of_a_step_is_as_predicted(
@@ -357,8 +366,10 @@ def test_the_peak_of_a_step_is_as_predicted(
         make, shape = MODELS[name]
         torch.manual_seed(0)
         x = torch.randn(shape)
+        # Gradients of a tied weight are added in place where FP32's fastest kernel returns them as they lie.
+        # The memory model counts with torch's own, which are added out of place.
         trained[name] = memory_runs.Trained(
-            make(), (x, x), lambda y, of: (y * of[tuple(map(slice, y.shape))]).sum()
+            make(), (x, x), lambda y, of: (y * of[tuple(map(slice, y.shape))]).sum(), bitwise=name == "tied"
         )
     step = trained[name]
     able = {op.name: op for op in step.graph.adjustable}

@@ -20,7 +20,7 @@ def cluster(tmp_path, table: str) -> Cluster:
 
 def test_every_device_has_what_its_tensor_cores_multiply():
     has = {name: set(sheet.precisions) for name, sheet in DATASHEETS.items()}
-    assert list(has) == ["T4", "V100", "L4", "A10", "A100", "H100", "H200", "B200"]
+    assert set(has) >= {"P100", "T4", "V100", "L4", "A10", "A10G", "A100", "H100", "H200", "B200", "L40S"}
     assert Precision.INT8 not in has["V100"] and Precision.FP16 in has["V100"]
     assert Precision.BF16 not in has["T4"] and {Precision.INT8, Precision.FP16} <= has["T4"]
     for name, sheet in DATASHEETS.items():
@@ -28,15 +28,16 @@ def test_every_device_has_what_its_tensor_cores_multiply():
         assert (Precision.FP8 in has[name]) == (sheet.capability >= (8, 9))
         assert (Precision.INT8 in has[name]) == (sheet.capability >= (7, 5))
         assert sheet.source.startswith("NVIDIA: ")
-        assert name in sheet.source or (name, "Blackwell" in sheet.source) == ("B200", True)
+        assert name in sheet.source or "white paper" in sheet.source or "Blackwell" in sheet.source
 
 
 def test_peaks_are_dense():
     """INT8 is twice 16 bits, which is twice TF32: sparsity would double some and not others."""
-    for sheet in DATASHEETS.values():
+    for name, sheet in DATASHEETS.items():
         rates = sheet.flops_per_s
-        if "int8" in rates:
-            assert rates["int8"] == pytest.approx(2 * rates["fp16"], rel=0.01)
+        if "int8" in rates:  # GeForce cards sum in FP32 at half the rate
+            times = 4 if name.startswith("RTX") else 2
+            assert rates["int8"] == pytest.approx(times * rates["fp16"], rel=0.02)
         if "tf32" in rates:
             assert rates["fp16"] == pytest.approx(2 * rates["tf32"], rel=0.03)
 
@@ -44,7 +45,7 @@ def test_peaks_are_dense():
 def test_an_unknown_name_is_told_the_nearest():
     assert datasheet("t4") is DATASHEETS["T4"]
     with pytest.raises(
-        FormatError, match=r"no data sheet 'H1OO' \(nearest: 'H100'\); choose one of T4, V100"
+        FormatError, match=r"no data sheet 'H1OO' \(nearest: 'H100'\); choose one of T4, P100"
     ):
         datasheet("H1OO")
 
