@@ -46,7 +46,7 @@ def test_a_job_that_computes_longer_than_profiled_is_planned_again_once(tmp_path
         profile.outside.total_s + sum(c["fp32"].total_s for c in profile.ops.values() if "fp32" in c) > 0.04
     )
     assert "check must be True or False" in said(output, "no bool")[0]
-    assert "leave it out with levers" in said(output, "levers")[0]
+    assert "leave it out, or give levers=()" in said(output, "levers")[0]
     assert "leave one of them out" in said(output, "a plan")[0]
 
 
