@@ -9,7 +9,7 @@ from typing import Any
 from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, search, uniform
 from qsync.experiments.allocation.methods import next_up
-from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
+from qsync.experiments.harness.ranks import ALONE, FAST, WEAK
 from qsync.experiments.speedup.ways import every_share, has_int8_all, shared_by_speed
 from qsync.records.levers import SHARE
 from qsync.records.plan_folder import Basis
@@ -99,7 +99,7 @@ def planned_runs(
         plan = uniform(*at, cluster, precisions, **kept)
         if not precisions or any(plan[name_of_class].lowered for name_of_class in precisions):
             plans[name] = (cluster, plan)
-    of_plan: dict[str, Any] = {"margin": MARGIN, "base": base, **cap}
+    of_plan: dict[str, Any] = {"base": base, **cap}  # as `hybrid` plans
     to_plan = (*at, basis.sensitivity, basis.cluster)
     shares = list(every_share(basis, other)) if other else []
     if len(shares) > 1:

@@ -34,9 +34,6 @@ FAST, WEAK, ALONE = "train", "infer", "alone"
 WEAK_RANK = 1
 BUCKET_CAP_MB = 8.0  # smaller than DDP's 25: less is left to reduce when the last gradient is ready
 BUCKET_CAP_BYTES = int(BUCKET_CAP_MB * 2**20)
-# A step waits for the rank that is late. Without a margin a plan whose ranks are predicted to arrive together
-# took 5 % longer than predicted here, and a weak rank that was idle for a fifth of the step 1 %.
-MARGIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from qsync import Cluster, Plan, Precision
 from qsync.allocator import allocate, uniform
 from qsync.errors import InfeasibleError
 from qsync.experiments.allocation.methods import next_up
-from qsync.experiments.harness.ranks import MARGIN
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
@@ -55,7 +54,7 @@ def ways(basis: Basis, other: Recapture) -> dict[str, Plan]:
     lowest = Precision.INT8_ALL if offered else Precision.INT8
     int8 = {c.name: next_up(basis.cluster, c.name, lowest) for c in (fast, weak)}
     alone = replace(basis.cluster, classes=(fast,))
-    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN)
+    own = allocate(*at, basis.sensitivity, basis.cluster)
     shares = list(every_share(basis, other))
     by_speed = shared_by_speed(basis, shares, **kept)
     return {

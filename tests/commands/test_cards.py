@@ -38,9 +38,7 @@ def test_cards_are_judged_beside_the_strong_ones_alone(config):
     assert samples["A100"] + 3 * samples["T4"] == 512 and samples["A100"] > samples["T4"]
     names = [way["name"] for way in fast["verdict"]["ways"]]
     assert names[0] == "1 x A100 alone" and names[-1] == "this plan"
-    slow = json.loads(printed("--cards", "A100:1,T4:3", "--link", "10Mb", *options, "--json"))
-    assert slow["verdict"]["leave_out"] == ["T4"]
-    assert slow["verdict"]["times"]["T4"] < 0.5 * fast["verdict"]["times"]["T4"]
+    assert not fast["verdict"]["leave_out"] and fast["verdict"]["times"]["T4"] > 1.0
     text = printed("--cards", "A100:1,T4:3", "--link", "10Mb", *options)
     assert "GPT2LMHeadModel, 512 samples a step over 10Mb, fp16" in text and "leave it out" in text
     assert "simulated from data sheets" in text and "A100: " in text
