@@ -60,7 +60,7 @@ class Options(Constraints):
 
     @property
     def is_forced(self) -> bool:
-        """Whether something but time asks for lowered operators."""
+        """Return whether something but time asks for lowered operators."""
         is_timed = self.target_s is not None or self.slack is not None
         return bool(self.lower_all or is_timed or self.pins)
 

@@ -242,9 +242,10 @@ def hybrid(
     planned = _PlannedRank(plan, own, prediction, folder, options, sampler)
     if prediction is not None:
         note_prediction(model, prediction, own)
-    if plan is not None and plan.verdict is not None and plan.step_s and job.is_rank_zero():
-        rate = plan.verdict.ways[-1].samples_per_s
-        ReachedRate(model, round(rate * plan.step_s), plan.step_s)
+    if plan is not None and plan.verdict is not None and prediction is not None and job.is_rank_zero():
+        step_s = plan.step_s or 0.0
+        samples = round(plan.verdict.ways[-1].samples_per_s * step_s)
+        ReachedRate(model, samples, step_s, prediction.num_calls[own])
     attend = partial(_attend, planned=planned, check=check, log=log)
     if not dist.is_initialized():
         attend(model, model)

@@ -102,7 +102,7 @@ class Search:
 
     @property
     def is_settled(self) -> bool:
-        """Whether shares, which are chosen at once, are all that may change beside passes for memory."""
+        """Return whether shares, chosen at once, are all that may change beside passes for memory."""
         return SHARE in self.levers and {SHARE, ACCUMULATE}.issuperset(self.levers)
 
     def _relative(self, plan: Plan) -> float:

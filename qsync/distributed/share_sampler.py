@@ -73,7 +73,7 @@ class ShareSampler(Sampler[list[int]]):
         self._begun = 0  # the first step of the iteration under way
         self._num_yielded = 0  # batches of it that were asked for
         self._num_fetched: int | None = None  # batches of it that a loader has handed out; None: no loader
-        self._model: Any = lambda: None  # whose plan chose the shares
+        self._model: Any = type(None)  # called, it gives the model whose plan chose the shares
         listen(self)
 
     def _length(self) -> Any:
@@ -117,7 +117,7 @@ class ShareSampler(Sampler[list[int]]):
 
     @property
     def is_equal(self) -> bool:
-        """Whether all ranks take equally many samples, in one pass."""
+        """Return whether all ranks take equally many samples, in one pass."""
         return self._shares is None or {(one.samples, one.passes) for one in self._shares} == {
             (self._shares[0].samples, 1)
         }
@@ -245,7 +245,11 @@ class ShareSampler(Sampler[list[int]]):
             self._num_fetched = batches._num_yielded
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": None}
+        return {**vars(self), "_model": type(None)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        listen(self)
 
 
 def _place() -> tuple[int, int]:

@@ -9,23 +9,30 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from qsync.distributed.monitoring.step_phases import CallHook
+
 NUM_STEPS, _NUM_WARM = 20, 3
 
 
 class ReachedRate:
     """A count of the optimizer steps of a model; after the first 20 a line says how fast they were.
 
-    `samples` are those of a step of the whole job. The steps before, which trace the model, do not count. An
-    optimizer counts if it holds the model's first trained parameter.
+    `samples` are those that the whole job takes with `num_calls` calls of the model on this rank: a loop that
+    accumulates gradients takes them several times before it steps. The steps before, which trace the model,
+    do not count. An optimizer counts if it holds the model's first trained parameter.
 
-    >>> ReachedRate(model, samples=256, predicted_s=0.8)
+    >>> ReachedRate(model, samples=256, predicted_s=0.8, num_calls=1)
     """
 
-    def __init__(self, model: torch.nn.Module, samples: int, predicted_s: float) -> None:
+    def __init__(self, model: torch.nn.Module, samples: int, predicted_s: float, num_calls: int) -> None:
         self._name, self._first = type(model).__name__, next(p for p in model.parameters() if p.requires_grad)
-        self._samples, self._predicted_s = samples, predicted_s
+        self._samples, self._predicted_s = samples / num_calls, predicted_s / num_calls
+        self._num_called, self._calls = 0, CallHook(model, self._called)
         self._num_steps, self._began_s = 0, 0.0
         register_optimizer_step_post_hook(self._stepped)
+
+    def _called(self) -> None:
+        self._num_called += torch.is_grad_enabled()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._num_steps == _NUM_WARM + NUM_STEPS:
@@ -34,11 +41,12 @@ class ReachedRate:
             return
         self._num_steps += 1
         if self._num_steps == _NUM_WARM:
-            self._began_s = time.perf_counter()
+            self._began_s, self._num_called = time.perf_counter(), 0
         if self._num_steps < _NUM_WARM + NUM_STEPS:
             return
-        step_s = (time.perf_counter() - self._began_s) / NUM_STEPS
-        rate, predicted = self._samples / step_s, self._samples / self._predicted_s
+        self._calls.remove()
+        rate = self._samples * self._num_called / (time.perf_counter() - self._began_s)
+        predicted = self._samples / self._predicted_s
         print(
             f"qsync: {self._name}: {rate:.4g} samples per second in the first {NUM_STEPS} steps, the loop's "
             f"own work included ({rate / predicted - 1.0:+.0%} to the prediction)", file=sys.stderr,
