@@ -356,7 +356,7 @@ def _attend(
     if captured is not None:
         note_share(called, planned.sampler.share.samples if planned.sampler is not None else captured)
     if share.samples is not None and dist.is_initialized():
-        set_share(called, share.samples, share.passes)
+        set_share(called, share.samples, share.passes, (captured or 1) * job.world_size())
         if planned.folder is None:  # a plan that was made here has said so
             warn_of_batch_norm(called)
     in_job = job.world_size() > 1

@@ -5,9 +5,10 @@ computes the mean over its own b_r samples (in k_r passes, whose gradients autog
 
     b_r / (k_r B),   B = sum over ranks of b_r
 
-The sum of the scaled gradients is the gradient of the mean over all B samples, exactly. B itself travels at
-the end of the first bucket that is all-reduced, so that every step may have other numbers: of samples, or of
-tokens that `token_mean` counts.
+The sum of the scaled gradients is the gradient of the mean over all B samples, exactly. B itself travels
+before the first bucket that is all-reduced, so that every step may have other numbers: of samples, or of
+tokens that `token_mean` counts. Gradients are scaled by the B that is expected, and once more only where
+another one arrives: a pass over all gradients after their exchange is one that nothing hides.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ class GradientHook:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.samples, self.passes = 1, 1
+        self.expected = 1.0  # the sum of all ranks' samples, if it is known; the same on every rank
         self.num_counted: torch.Tensor | None = None
         # Whether forward has run since the last all-reduce: not on a rank that has joined. None: not known.
         self.has_run: bool | None = None
         self.loss_is_divided = False  # by the number of passes, before backward
-        self._factor = 1.0
-        self._first: Any = None  # the all-reduce of the step's first bucket, with the weights at its end
+        self._factor, self._divisor = 1.0, 1.0  # of this step's gradients, and what of it all ranks share
+        self._first: Any = None  # the all-reduce of the step's weights
         self._is_empty: torch.Tensor | None = None  # whether this rank's step has no token; None: not counted
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,35 +89,31 @@ class GradientHook:
         return future
 
     def reduce(self, buffer: torch.Tensor, is_first: bool) -> torch.futures.Future[torch.Tensor]:
-        """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights.
-
-        A bucket of a sparse gradient holds nothing else: weights do not fit behind it, and travel before it.
-        """
+        """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights."""
         sparse = buffer.is_sparse
         gradients = buffer.coalesce() if sparse else buffer
         numbers = gradients.values() if sparse else buffer
         if is_first:
             self._factor, weight, is_counted = self._take(numbers)
+            self._divisor = 1.0 if is_counted else self.expected
+            self._factor /= self._divisor
             self._is_empty = torch.as_tensor(weight, device=buffer.device) == 0 if is_counted else None
         if self._is_empty is not None:  # the mean over no token may be 0 / 0, and its gradients NaN
             numbers.masked_fill_(self._is_empty, 0.0)
         if is_first:
-            # Sums of 16-bit gradients could not hold a weight.
-            wide = numbers.to(torch.promote_types(buffer.dtype, torch.float32)) * self._factor
-            weights = torch.stack([torch.as_tensor(weight, dtype=wide.dtype, device=wide.device)] * 2)
-            weights = weights if is_counted else weights * weights.new_tensor([1.0, 0.0])
-            sent = weights if sparse else torch.cat([wide, weights])
-            self._first = future = self.exchange(sent)
-        if sparse or not is_first:
-            numbers.mul_(self._factor)
-            future = self.exchange(gradients)
-        first = self._first
+            # On their own: behind the gradients, the whole bucket would be copied to make room for them.
+            weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64, device=buffer.device)] * 2)
+            self._first = self.exchange(weights if is_counted else weights * weights.new_tensor([1.0, 0.0]))
+        numbers.mul_(self._factor)
+        future, first, divisor = self.exchange(gradients), self._first, self._divisor
 
         def mean(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            total, counted = first.wait()[0][-2:]
+            total, counted = first.wait()[0]
             torch._assert_async((counted == 0) | (counted == total), _MIXED)
-            found = done.value()[0] if sparse else done.value()[0][: buffer.numel()]
-            return buffer.copy_(found / total.clamp(min=torch.finfo(total.dtype).tiny))
+            found, rest = done.value()[0], (total / divisor).clamp(min=torch.finfo(torch.float32).tiny)
+            if rest.device.type == "cpu" and rest == 1.0:  # a GPU would have to wait to know
+                return buffer.copy_(found)
+            return buffer.copy_(found / rest) if sparse else buffer.copy_(found).div_(rest)
 
         averaged: torch.futures.Future[torch.Tensor] = future.then(mean)
         return averaged
@@ -190,16 +188,19 @@ def weigh_gradients(
             f"the ranks have {' + '.join(map(str, each))} = {sum(each)} samples a step, to be {total}; give "
             "each rank the samples of its class in the plan"
         )
-    set_share(model, samples, passes)
+    set_share(model, samples, passes, sum(each))
     if passes > 1 or len(set(each)) > 1:
         warn_of_batch_norm(model)
     return model
 
 
-def set_share(model: torch.nn.Module, samples: int, passes: int) -> None:
-    """Weigh the gradients of this rank by its samples. The same on every rank, as of a plan."""
+def set_share(model: torch.nn.Module, samples: int, passes: int, expected: int) -> None:
+    """Weigh the gradients of this rank by its samples, of `expected` ones on all ranks.
+
+    Every rank must expect the same, as of a plan. Where they have more or fewer, gradients are scaled again.
+    """
     weights = _weights_of(_in_ddp(model))
-    weights.samples, weights.passes = samples, passes
+    weights.samples, weights.passes, weights.expected = samples, passes, float(expected)
     note_share(model, samples, passes)
 
 
@@ -247,8 +248,8 @@ def token_mean(model: torch.nn.Module, loss: torch.Tensor, num_tokens: int | tor
     """Make the gradient of a step the mean over its tokens, on all ranks and in all passes.
 
     A loss that is a mean over tokens weighs ranks and passes with few tokens as much as those with many. This
-    returns `loss * num_tokens`. The counts travel with the first gradients that are all-reduced, and the sum
-    of gradients is divided by the sum of counts. Nothing else is exchanged. Call it on every rank, for every
+    returns `loss * num_tokens`. The counts travel before the first gradients that are all-reduced, and the
+    sum of gradients is divided by the sum of counts. Call it on every rank, for every
     loss, before its backward; do not divide losses by the number of passes. A loss without a backward counts
     for nothing. Where a rank may have no input at all (`Join`), call `weigh_gradients` first. (As ByteScale,
     arXiv:2502.21231.)

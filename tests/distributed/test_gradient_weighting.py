@@ -56,6 +56,14 @@ for part in qsync.micro_batches(model, own((2, 6)), passes=(1, 3)[rank]):
     loss_fn(model, part).backward()
 say(f"passes: {error(model) < 1e-12}")
 
+from qsync.distributed.gradient_weighting import set_share
+expecting = DDP(net())  # more samples than the ranks have
+set_share(expecting, (3, 5)[rank], 1, expected=12)
+for _ in range(2):
+    expecting.zero_grad()
+    loss_fn(expecting, own((3, 5))).backward()
+say(f"expecting: {error(expecting) < 1e-12}")
+
 plain = DDP(net())
 loss_fn(plain, own((3, 5))).backward()
 say(f"without: {error(plain) > 1e-3}")
@@ -128,7 +136,7 @@ dist.destroy_process_group()
 @pytest.mark.dist
 def test_the_gradient_is_that_of_the_mean_over_all_samples(tmp_path):
     output = launch(tmp_path, BODY)
-    for what in ("shares", "passes", "without", "hybrid", "refused"):
+    for what in ("shares", "passes", "expecting", "without", "hybrid", "refused"):
         assert said(output, what) == ["True", "True"]
     sentences = {
         "none": "FormatError: weighing gradients failed on rank 0: samples must be a whole number",
