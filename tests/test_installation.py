@@ -183,6 +183,6 @@ def test_a_wheel_in_a_fresh_environment_compiles_its_kernels_and_runs_the_demo(d
     (device, *_) = json.loads(run(bin_ / "qsync", "doctor", "--json", cwd=empty, **caches))["devices"]
     assert device["build"][0].startswith("casts: compiled for"), device["build"]
     run(bin_ / "qsync", "demo", "--workload", "resnet-small", "--steps", "4", cwd=empty, **caches)
-    assert {"report.json", "plan.json", "report.html"} <= {
+    assert {"figures.json", "plan.json", "report.html"} <= {
         path.name for path in (empty / "demo-out").iterdir()
     }

@@ -1,6 +1,7 @@
 """What a device is and can do.
 
 `device_detection`  a rank's device class, and a description of the machine
+`cpu_quota`         what a container's quota leaves a process
 `amx`               whether a processor multiplies tiles, and their shapes
 `gpu_state`         clocks of GPUs, and what holds them down
 `kernel_timing`     short timings on CPUs and GPUs

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 
 import qsync
 from qsync import backend
+from qsync.backend.devices.cpu_quota import cpu_quota
 from qsync.backend.devices.processor import processor
 from qsync.errors import FormatError, shortened
 from qsync.records.cluster import DeviceClass
 from qsync.records.profiles import processor_with
 
+_WHOLE = 0.95  # of a core: a quota that leaves more is none
 # The versions of torch that qsync is tested with, both ends included.
 _TESTED_TORCH = ((2, 11), (2, 14))
 
@@ -56,8 +59,9 @@ def detect_class(
 ) -> DeviceClass:
     """Return the device class of this rank, named so that equal devices share a class.
 
-    On a CPU the number of threads is part of the class, and memory is the host's, divided by its ranks.
-    `emulated_share` is the share of its core that an emulated rank gets.
+    On a CPU the number of threads is part of the class, and memory is the host's, divided by its ranks. So is
+    a container's quota that leaves a rank less than a core for each thread. `emulated_share` is the share of
+    its core that an emulated rank gets; a rank of one thread has it by such a quota, too.
     """
     kernels = backend.select(device)
     if device.type == "cuda":
@@ -66,11 +70,26 @@ def detect_class(
     else:
         name = f"{processor()}-{torch.get_num_threads()}t"
         memory = _host_memory_bytes() // max(ranks_on_host, 1)
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        if emulated_share is None and (share := _quota_share(ranks_on_host)) is not None:
+            name += f"-quota-{share:.2g}"
+            if torch.get_num_threads() == 1:
+                return replace(detect_class(device, share, ranks_on_host), name=_slug(name))
+    slug = _slug(name)
     if emulated_share is not None:
         slug += f"-emulated-{emulated_share:g}"
     precisions, hardware = kernels.precisions(), hardware_of(device)
     return DeviceClass(slug, device.type, 1, memory, precisions, emulated_share, hardware=hardware)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _quota_share(ranks_on_host: int) -> float | None:
+    """Return the part of a core for each thread that a container's quota leaves a rank; None for all."""
+    quota = cpu_quota()
+    share = quota / (max(ranks_on_host, 1) * torch.get_num_threads()) if quota is not None else 1.0
+    return round(share, 2) if share < _WHOLE else None
 
 
 def hardware_of(device: torch.device) -> str:

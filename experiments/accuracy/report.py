@@ -12,7 +12,7 @@ from rich.table import Table
 from qsync.experiments.accuracy.methods import METHODS, NAMES
 from qsync.experiments.harness import Bar, bar, table_of
 from qsync.experiments.harness.intervals import half_width
-from qsync.experiments.speedup.ways import DDP, QSYNC, UNIFORM
+from qsync.experiments.mixed.ways import DDP, QSYNC, UNIFORM
 
 _WITHIN = 1.02  # of the plan's step, so that a uniform choice counts as no slower
 _BETTER = "families on which a plan beats the fastest uniform choice of at most its step"

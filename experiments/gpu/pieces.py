@@ -68,7 +68,7 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         yield Piece("suite", f"{part} {name}", measured, _SUITE[part], folder / "figures.json")
     folder = out / "demo"
     demo = _module("qsync.commands.main", "demo", "--out", str(folder), *(_QUICK_DEMO if tiny else ()))
-    yield Piece("demo", "two ranks", demo, 240, folder / "report.json")
+    yield Piece("demo", "two ranks", demo, 240, folder / "figures.json")
 
 
 def tests() -> Sequence[Path]:

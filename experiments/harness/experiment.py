@@ -226,7 +226,7 @@ class Experiment:
         with _writing(self.out / "figures.md") as path:
             write_text(path, text)
         if page is not None:
-            write_between([page.path], page.marker, text)
+            write_between({page.path: text}, page.marker)
         show(*tables, *promises, f"Written: {self.out / 'figures.json'}")
         return content
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import qsync
 from qsync import Plan, api
@@ -25,7 +24,7 @@ def plans_of_first_rank(make: Callable[[], Mapping[str, Plan]]) -> dict[str, Pla
 class PlannedSteps:
     """A model in training on this rank, as a plan says: precisions, samples, passes, recomputed blocks.
 
-    Without `parallel` this rank trains alone, in one pass. Shares of more than the batch repeat its samples.
+    Shares of more than the batch repeat its samples.
     """
 
     def __init__(
@@ -36,12 +35,11 @@ class PlannedSteps:
         batch: Any,
         loss: Callable[..., torch.Tensor],
         make_optimizer: Callable[[Any], torch.optim.Optimizer],
-        parallel: bool = True,
     ) -> None:
         torch._dynamo.reset()
         api.wrap(model, plan, device_class=name)
         cap = plan.bucket_cap_bytes
-        self._ddp: torch.nn.Module = in_ddp(model, cap / 2**20 if cap else None) if parallel else model
+        self._ddp = in_ddp(model, cap / 2**20 if cap else None)
         self._loss = loss
         share = plan.levers_of(name)
         samples = share.samples or len(batch[0])
@@ -67,10 +65,8 @@ class PlannedSteps:
         return held + self._buckets + comes_and_goes
 
     def _step(self) -> None:
-        parallel = isinstance(self._ddp, DistributedDataParallel)
-        parts = qsync.micro_batches(self._ddp, self._batch, self._passes) if parallel else [self._batch]
-        for part in parts:
+        for part in qsync.micro_batches(self._ddp, self._batch, self._passes):
             self._loss(self._ddp, part).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
-        self._buckets = sum(bucket_bytes(self._ddp)) if parallel else 0
+        self._buckets = sum(bucket_bytes(self._ddp))
         self._optimizer.zero_grad(set_to_none=True)

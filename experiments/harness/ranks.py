@@ -38,10 +38,11 @@ BUCKET_CAP_BYTES = int(BUCKET_CAP_MB * 2**20)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs: its device, and what pauses it if it is emulated."""
+    """Where a rank runs: its device, what pauses it if it is emulated, and its class if that has a name."""
 
     device: torch.device
     throttle: Throttle | None = None
+    device_class: str | None = None
 
     def measured_share(self) -> float | None:
         """Return the share of its core that this rank really gets; None if its speed is its own."""
@@ -57,14 +58,14 @@ def placed(weak_share: float | None) -> Iterator[Place]:
     None asks for the CPU at full speed on every rank, on whichever core.
     """
     rank = int(os.environ["LOCAL_RANK"])
-    kinds = gpus()
+    kinds, name = gpus(), WEAK if rank == WEAK_RANK else FAST
     if weak_share is not None and kinds:
         different = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
         on_gpu = rank == 0 or different is not None
         device = torch.device("cuda", 0 if rank == 0 else different or 0) if on_gpu else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        yield Place(device)
+        yield Place(device, device_class=name)
         return
     torch.set_num_threads(1)
     if weak_share is not None:
@@ -72,7 +73,7 @@ def placed(weak_share: float | None) -> Iterator[Place]:
         keep_freed_memory()  # in every run alike: page faults would cost each a few per cent, and unevenly
     share = weak_share if weak_share and rank == WEAK_RANK else 1.0
     with Throttle(share) as throttle:
-        yield Place(torch.device("cpu"), throttle if share < 1 else None)
+        yield Place(torch.device("cpu"), throttle if share < 1 else None, name)
 
 
 def run_on_ranks(

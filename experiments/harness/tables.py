@@ -48,12 +48,12 @@ def markdown_table(headings: Row, rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def write_between(pages: Iterable[Path], name: str, text: str) -> None:
-    """Replace the text between two markers of pages, `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+def write_between(texts: Mapping[Path, str], name: str) -> None:
+    """Replace the text between two markers of each page, `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 
     Raises QSyncError, before any is written, for a page without them.
     """
-    written = {page: _between(page, name, text) for page in pages}
+    written = {page: _between(page, name, text) for page, text in texts.items()}
     for page, content in written.items():
         write_text(page, content)
 

@@ -68,7 +68,7 @@ def main(
     )
     if publish and not listed:
         write_json(_KEPT, rows)
-        write_between([_PAGE], "results", as_markdown(papers_table(rows)))
+        write_between({_PAGE: as_markdown(papers_table(rows))}, "results")
     if failed:
         raise QSyncError(
             f"{', '.join(failed)} did not finish; the lines above say why, and a further run continues"

@@ -26,7 +26,6 @@ class Rerun:
     minutes: int
     page: str
     commands: tuple[tuple[str, ...], ...]
-    file: str = "figures.json"
 
     def run(self, folder: Path) -> bool:
         """Run the commands, and return True; QSyncError for one that fails, whose finished parts stay."""
@@ -39,7 +38,7 @@ class Rerun:
 
     def found(self, folder: Path) -> Mapping[str, Any]:
         """Return the figures in the folder; none where it has no file of them."""
-        path = folder / self.file
+        path = folder / "figures.json"
         content: Mapping[str, Any] = read_json(path) if path.is_file() else {}
         return content
 
@@ -48,10 +47,10 @@ def _published(module: str, *options: str, out: str = _OUT) -> tuple[str, ...]:
     return (_HERE + module, "--out", out, *options, "--publish")
 
 
-_DEMO = (("qsync", "demo", "--out", _OUT), (_HERE + "demo.publish", _OUT))
+_DEMO = (("qsync", "demo", "--out", _OUT), (_HERE + "mixed.publish", _OUT))
 # What takes least comes first: an hour shows most.
 RERUNS: Mapping[str, Rerun] = {
-    "demo": Rerun(10, "demo.md", _DEMO, "report.json"),
+    "demo": Rerun(10, "demo.md", _DEMO),
     "limits": Rerun(5, "prediction.md", (_published("prediction.limits"),)),
     "levers": Rerun(
         15, "levers.md",

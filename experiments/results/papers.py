@@ -14,8 +14,8 @@ from rich.table import Table
 
 from qsync.experiments.accuracy.report import fastest_uniform
 from qsync.experiments.harness import table_of
+from qsync.experiments.mixed.ways import QSYNC
 from qsync.experiments.speedup.report import STEP_ERROR
-from qsync.experiments.speedup.ways import QSYNC
 from qsync.replayer.step_noise import percentile
 
 Figures = Mapping[str, Any]

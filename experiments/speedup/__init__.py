@@ -1,7 +1,5 @@
-"""Samples per second of every way to train on a fast and a weak class, against the fast one alone.
+"""Samples per second of every way to train on a fast and a weak card, against the fast one alone.
 
-`__main__`  compare them: replayed at five shares and on simulated GPUs, measured at three shares
-`ways`      each way as a plan
-`ranks`     two real ranks that take turns at all of them
+`__main__`  measured at five shares of the weak rank, and simulated on pairs of GPUs
 `report`    rates, promises, tables, the picture
 """

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qsync.experiments.demo.launch import run_demo
 from qsync.experiments.harness import Bar, Experiment, bar
+from qsync.experiments.mixed.launch import run_demo
 
 # The share of a core that the weak rank has: INT8 makes up for the first, and cannot for the second.
 NEARLY_EQUAL, HALF = 0.85, 0.5
@@ -33,7 +33,7 @@ def _runs(out: Path, share: float) -> dict[str, dict[str, float]]:
 def bars(found: dict[str, Any]) -> list[Bar]:
     """Return what the plans promise at both shares."""
     nearly, half = found[str(NEARLY_EQUAL)], found[str(HALF)]
-    plan, alone = nearly["qsync"], nearly["fast_alone"]
+    plan, alone = nearly["qsync"], nearly["alone"]
     return [
         bar(
             f"weak share {NEARLY_EQUAL}: step of the plan over the fast rank's alone",

@@ -8,6 +8,7 @@ convolutions, pooling. Text is the source of Python's standard library, images a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -22,7 +23,7 @@ from qsync.experiments.workloads.vit import Vit
 from qsync.experiments.workloads.workload import Workload, digits_workload, text_workload
 
 NAMES = ("gpt", "bert", "vit", "resnet", "vgg")
-DEMO_NAMES = ("gpt", "resnet", "resnet-small")
+DEMO_NAMES = ("gpt", "gpt-small", "bert", "vit", "resnet", "resnet-small", "vgg")
 CONTEXT, DEMO_CONTEXT = 128, 256
 # Models of images, with their usual batch sizes.
 _IMAGES: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -55,7 +56,7 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
     """Return the demo's workload of this name, with its data read.
 
     `data` is a file or folder of text in place of the standard library's source; only the gpt takes it.
-    Raises QSyncError for an unknown name, for `data` that cannot be used, and for `data` given to a ResNet.
+    Raises QSyncError for an unknown name, and for `data` that cannot be used or is given to another model.
     """
     if name.startswith(PREFIX):
         return hugging_face_workload(Path(name.removeprefix(PREFIX)), data)
@@ -65,10 +66,10 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
             f"byte-level GPT, 10.9 M parameters, 4 x {DEMO_CONTEXT} tokens per rank; text: {{source}}",
             data=data,
         )  # fmt: skip
-    if name in ("resnet", "resnet-small") and data is not None:
-        raise QSyncError(
-            f"the {name} workload trains on scikit-learn's digits; leave out --data, or choose gpt"
-        )
+    if name in DEMO_NAMES and data is not None:
+        raise QSyncError(f"the {name} workload trains on data of its own; leave out --data, or choose gpt")
+    if name in ("gpt-small", "bert", "vit", "vgg"):
+        return replace(subject(name.removesuffix("-small")), name=name)
     if name == "resnet":
         return digits_workload(
             name, ResNet, 96,

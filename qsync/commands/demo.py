@@ -12,7 +12,9 @@ from qsync.records.json_files import check_folder
 
 
 def demo(
-    workload: Annotated[str, typer.Option(help="gpt (text), resnet or resnet-small (digits).")] = "gpt",
+    workload: Annotated[
+        str, typer.Option(help="gpt, gpt-small, bert (text), vit, resnet, resnet-small or vgg (digits).")
+    ] = "gpt",
     model: Annotated[
         str | None,
         typer.Option(
@@ -36,8 +38,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Run the main job on this machine: two unequal ranks train, against every other way to run them."""
-    from qsync.experiments.demo.launch import run_demo
-    from qsync.experiments.demo.report import closing_lines, table
+    from qsync.experiments.mixed.launch import run_demo
+    from qsync.experiments.mixed.report import closing_lines, table
 
     check_folder("--out", out)
     content = run_demo(

@@ -13,7 +13,7 @@ from qsync.errors import QSyncError
 from qsync.records.graph import digest
 from qsync.records.json_files import read_json
 
-_ACCURACY = "figures.json"  # of python -m qsync.experiments.accuracy
+_FIGURES = "figures.json"  # of qsync demo, and of python -m qsync.experiments.accuracy
 
 
 def report(
@@ -40,9 +40,9 @@ def report(
         page.check_path(out, "--out")
     page.check_available()
     plan, at = load_plan(folder / "plan.json", basis, cluster, force=force)
-    demo = read_json(folder / "report.json") if (folder / "report.json").is_file() else {}
+    demo = read_json(folder / _FIGURES) if (folder / _FIGURES).is_file() else {}
     if demo.get("plan") not in (None, digest(plan.to_json())):
-        print_lines(f"{folder / 'report.json'} is of another plan than plan.json, and is left out")
+        print_lines(f"{folder / _FIGURES} is of another plan than plan.json, and is left out")
         demo = {}
     found = page.Measured.of_demo(demo)
     if measured is not None:
@@ -58,7 +58,7 @@ def report(
 
 def _accuracy(folder: Path) -> dict[str, Any]:
     """Return the held-out losses of every task's methods against seconds, means over seeds."""
-    file = folder / _ACCURACY
+    file = folder / _FIGURES
     content = read_json(file)
     if content.get("experiment") != "accuracy":
         raise QSyncError(f"{file} is not of qsync.experiments.accuracy; give its --out")

@@ -29,7 +29,7 @@ from qsync.records.plans import Plan
 from qsync.replayer import Recapture
 from qsync.tracing.held_state import undisturbed
 
-_LEAST_WITH_BATCH_NORM = 16  # samples of a pass
+LEAST_WITH_BATCH_NORM = 16  # samples of a pass
 _OF_PLANNER = {field.name for field in fields(Options)}
 
 
@@ -85,7 +85,7 @@ def with_shares(
         sampler.check_free(model)
         found = {"levers": (SHARE, ACCUMULATE), **found}
     if takes_samples(found) and batch_norms(model):
-        found = {"least_samples": _LEAST_WITH_BATCH_NORM, **found}
+        found = {"least_samples": LEAST_WITH_BATCH_NORM, **found}
     return found
 
 

@@ -188,7 +188,7 @@ def memory(peaks: Mapping[str, Peak], graph: OpGraph) -> Figure:
 
 
 def steps_of_runs(runs: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Return the measured and predicted step of every run of the demo, with the fast rank alone as a line."""
+    """Return the measured and predicted step of every way to train; a line is the strongest cards alone."""
     figure = _figure(90 + 46 * len(runs), x="step, ms", barmode="group")
     bars = (("measured", "measured_step_s"), ("predicted before training", "planned_step_s"))
     for (label, key), colour in zip(bars, SERIES_COLOURS, strict=False):
@@ -198,7 +198,7 @@ def steps_of_runs(runs: Mapping[str, Mapping[str, Any]]) -> Figure:
             x=[1e3 * run[key] if run.get(key) else None for run in runs.values()],
             hovertemplate="%{y}: %{x:.1f} ms",
         )  # fmt: skip
-    limit_s = runs.get("fast_alone", {}).get("measured_step_s")
+    limit_s = runs.get("alone", {}).get("measured_step_s")
     if limit_s:
         figure.add_vline(1e3 * limit_s, line_dash="dash", line_color=FAINT)
     figure.update_yaxes(autorange="reversed")

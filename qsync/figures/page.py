@@ -59,7 +59,7 @@ addEventListener('load', recolour);
 class Measured:
     """What a page shows beside the plan, as far as there is any.
 
-    `runs` are those of the demo's report.json; `ranks` the phases of each rank, measured and predicted;
+    `runs` are those of the demo's figures.json; `ranks` the phases of each rank, measured and predicted;
     `losses` curves by title: name -> points; each with what its x is.
     """
 
@@ -71,10 +71,10 @@ class Measured:
 
     @classmethod
     def of_demo(cls, content: Mapping[str, Any]) -> Measured:
-        """Return what the demo measured: `content` is its report.json; losses are means over seeds."""
+        """Return what the demo measured: `content` is its figures.json; losses are means over seeds."""
         runs = content.get("runs", {})
         if not isinstance(runs, Mapping) or not all(isinstance(run, Mapping) for run in runs.values()):
-            raise FormatError("report.json is none of qsync demo's: it has no runs by name; remove it")
+            raise FormatError("figures.json is none of qsync demo's: it has no runs by name; remove it")
         curves = {
             run.get("title", name): list(enumerate(map(fmean, zip(*run["training_losses"], strict=True))))
             for name, run in runs.items() if run.get("training_losses")
@@ -113,7 +113,7 @@ def write(path: str | Path, plan: Plan, basis: Basis, measured: Measured | None 
     check_available()
     path = Path(path)
     sections = list(_sections(plan, basis, measured or Measured()))
-    linked = [name for name in ("plan.json", "report.json", "trace.json") if (path.parent / name).is_file()]
+    linked = [name for name in ("plan.json", "figures.json", "trace.json") if (path.parent / name).is_file()]
     return write_text(path, _page(plan, basis, sections, linked))
 
 

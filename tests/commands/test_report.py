@@ -41,8 +41,8 @@ def folder(tmp_path_factory) -> Path:
     plan = allocate(graph, profiles, basis.sensitivity, basis.cluster)
     assert plan["infer"].lowered
     save_plan(made, plan, basis)
-    report = {"plan": digest(plan.to_json()), "runs": {"fast_alone": RUN, "qsync": RUN}}
-    write_json(made / "report.json", report)
+    report = {"plan": digest(plan.to_json()), "runs": {"alone": RUN, "qsync": RUN}}
+    write_json(made / "figures.json", report)
     return made
 
 
@@ -79,12 +79,12 @@ def test_the_page_goes_by_the_plan_s_budgets_and_links_what_lies_beside_it(folde
     assert run(monkeypatch, made) == 0
     assert seen[0]["infer"].budget_bytes == 123_456_789 != seen[0]["train"].budget_bytes
     text = (made / "report.html").read_text()
-    assert '<a href="plan.json">' in text and '<a href="report.json">' in text and "trace.json" not in text
+    assert '<a href="plan.json">' in text and '<a href="figures.json">' in text and "trace.json" not in text
 
 
 def test_a_page_says_what_is_missing(folder, tmp_path, monkeypatch):
     for file in folder.glob("*.json"):
-        if file.name != "report.json":
+        if file.name != "figures.json":
             shutil.copy(file, tmp_path)
     assert run(monkeypatch, tmp_path) == 0
     text = (tmp_path / "report.html").read_text()
@@ -94,7 +94,7 @@ def test_a_page_says_what_is_missing(folder, tmp_path, monkeypatch):
 
 def test_a_report_of_another_plan_is_left_out(folder, tmp_path, monkeypatch, capsys):
     made = shutil.copytree(folder, tmp_path / "made")
-    write_json(made / "report.json", {"plan": "another", "runs": {"qsync": RUN}})
+    write_json(made / "figures.json", {"plan": "another", "runs": {"qsync": RUN}})
     assert run(monkeypatch, made) == 0
     assert "Steps of every run of the demo" not in (made / "report.html").read_text()
     assert "is of another plan" in capsys.readouterr().out

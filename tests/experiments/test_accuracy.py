@@ -16,7 +16,7 @@ from qsync.experiments.accuracy.methods import METHODS, NAMES
 from qsync.experiments.accuracy.tasks import TASKS, task_named
 from qsync.experiments.accuracy.training import BothRanks, TrainingRun
 from qsync.experiments.harness.ranks import FAST, WEAK
-from qsync.experiments.speedup.ways import ALL_INT8, DDP, QSYNC, WEAK_16, WEAK_INT8
+from qsync.experiments.mixed.ways import ALL_INT8, DDP, QSYNC, WEAK_16, WEAK_INT8
 from qsync.experiments.workloads.workload import seeded
 from qsync.records.json_files import read_json
 

@@ -32,7 +32,7 @@ def test_unequal_ranks_are_judged_by_their_steps_and_their_variance():
         return {"measured_step_s": ms / 1e3, "added_variance": variance}
 
     found = {
-        "0.85": {"fast_alone": run(100), "weak_int8_all": run(112, 4e-2), "qsync": run(109, 1e-2)},
+        "0.85": {"alone": run(100), "weak_int8_all": run(112, 4e-2), "qsync": run(109, 1e-2)},
         "0.5": {"lb_bsp": run(160), "qsync_share": run(128)},
     }
     slow, variance, faster = weak_ranks.bars(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,17 +18,17 @@ from qsync import Plan
 from qsync.distributed.data_parallel import in_ddp
 from qsync.experiments.harness.measured_memory import state_bytes, step_peak_bytes
 from qsync.experiments.harness.pairing import synchronize
-from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_MB, FAST, WEAK, Place
+from qsync.experiments.harness.ranks import BUCKET_CAP_MB
 from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
 from qsync.runtime import choosers, planned_forward
 
 
 @dataclass(slots=True)
 class Runner:
-    """One run of the demo on one rank: a model, alone or in DDP, with its optimizer.
+    """One way to train on one rank: a model, alone or in DDP, with its optimizer.
 
-    `periods_s` holds the time from one step's last reduced gradient to the next step's, `blocked_s` how long
-    each backward pass lasted after this rank's own last gradient was there.
+    `periods_s` holds the time from one step's last reduced gradient to the next step's, `turns_s` the median
+    of each turn, `blocked_s` how long each backward pass lasted after its own last gradient was there.
     """
 
     name: str
@@ -38,10 +38,12 @@ class Runner:
     seed: int
     rank: int
     device: torch.device
-    samples: int | None = None  # of this rank, where ranks divide the batch of all by speed
+    shares: Sequence[int] = ()  # of the batch of all, by rank; none where each rank takes its own batch
+    passes: int = 1
     optimizer: torch.optim.Optimizer = field(init=False)
     step: int = 0
     periods_s: list[float] = field(default_factory=list)
+    turns_s: list[float] = field(default_factory=list)
     blocked_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     _last_gradient: float = 0.0
@@ -51,8 +53,8 @@ class Runner:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
-        if self.samples is not None:
-            qsync.weigh_gradients(self.trained, self.samples)
+        if self.shares:
+            qsync.weigh_gradients(self.trained, self.shares[self.rank], passes=self.passes)
 
     def _mark(self, _: torch.Tensor) -> None:
         self._last_gradient = time.perf_counter()
@@ -60,10 +62,10 @@ class Runner:
     def train(self, num_steps: int) -> None:
         """Take steps; the first of them starts with all ranks aligned and is not a period."""
         reduced: float | None = None
+        begun = len(self.periods_s)
         for _ in range(num_steps):
-            inputs, targets = self._batch()
-            loss = self.workload.loss_fn(self.trained(inputs.to(self.device)), targets.to(self.device))
-            loss.backward()  # type: ignore[no-untyped-call]
+            batch = tuple(tensor.to(self.device) for tensor in self._batch())
+            parts = [self._backward(part) for part in qsync.micro_batches(self.trained, batch, self.passes)]
             synchronize(self.device)
             now = time.perf_counter()
             if reduced is not None:
@@ -72,20 +74,24 @@ class Runner:
             reduced = now
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            self.losses.append(float(loss.detach()))
+            self.losses.append(float(torch.stack(parts).mean()))
             self.step += 1
+        if len(self.periods_s) > begun:
+            self.turns_s.append(statistics.median(self.periods_s[begun:]))
+
+    def _backward(self, part: Batch) -> torch.Tensor:
+        loss = self.workload.loss(self.trained, part)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _batch(self) -> Batch:
-        """Return this rank's part of what all ranks see in a step: its own batch, or so many samples of it.
-
-        The first rank has the first samples.
-        """
-        if self.samples is None:
+        """Return this rank's part of what all ranks see in a step; the first rank has the first samples."""
+        if not self.shares:
             return self.workload.batch(self.seed, self.step, self.rank)
-        own = [self.workload.batch(self.seed, self.step, rank) for rank in range(dist.get_world_size())]
-        inputs, targets = (torch.cat(parts) for parts in zip(*own, strict=True))
-        part = slice(None, self.samples) if self.rank == 0 else slice(len(inputs) - self.samples, None)
-        return inputs[part], targets[part]
+        begin = sum(self.shares[: self.rank])
+        whole = whole_batch(self.workload, self.seed, self.step)
+        inputs, targets = (tensor[begin : begin + self.shares[self.rank]] for tensor in whole)
+        return inputs, targets
 
     def warm_up(self) -> None:
         """Take two steps and undo them: put weights and buffers back, drop optimizer state and samples."""
@@ -93,7 +99,7 @@ class Runner:
             self.train(2)
         self.optimizer = self._new_optimizer()
         self.step = 0
-        for samples in (self.periods_s, self.blocked_s, self.losses):
+        for samples in (self.periods_s, self.turns_s, self.blocked_s, self.losses):
             samples.clear()
 
     def outcome(self) -> dict[str, Any]:
@@ -105,7 +111,7 @@ class Runner:
             peak = self._persistent_bytes() + step_peak_bytes(lambda: self.train(1), self.device)
         return {
             "rank": self.rank, "parameters": digest.hexdigest(), "losses": self.losses,
-            "periods_s": self.periods_s, "peak_memory_bytes": peak,
+            "periods_s": self.periods_s, "turns_s": self.turns_s, "peak_memory_bytes": peak,
             "blocked_s": statistics.fmean(self.blocked_s) if self.blocked_s else 0.0,
         }  # fmt: skip
 
@@ -126,14 +132,40 @@ class Runner:
         self.model.load_state_dict(saved)
 
 
-def attached_runner(name: str, plan: Plan, workload: Workload, place: Place, seed: int) -> Runner | None:
-    """Return this rank's side of a run under a plan; None if it has none."""
-    rank, alone = dist.get_rank(), name == "fast_alone"
-    if alone and rank != 0:
+def whole_batch(workload: Workload, seed: int, step: int) -> Batch:
+    """Return the samples of all ranks in a step."""
+    own = [workload.batch(seed, step, rank) for rank in range(dist.get_world_size())]
+    inputs, targets = (torch.cat(parts) for parts in zip(*own, strict=True))
+    return inputs, targets
+
+
+def attached_runner(
+    name: str,
+    plan: Plan,
+    workload: Workload,
+    device: torch.device,
+    seed: int,
+    classes: Sequence[str],
+    group: dist.ProcessGroup | None,
+) -> Runner | None:
+    """Return this rank's side of a way to train; None if the plan lacks its class.
+
+    `classes` are those of all ranks; `group` has the ranks of the strongest one.
+    """
+    rank = dist.get_rank()
+    if classes[rank] not in plan.classes:
         return None
-    model = workload.make_model(seed).to(place.device)
-    device_class = ALONE if alone else FAST if rank == 0 else WEAK
-    planned_forward.attach(model, choosers.following(plan[device_class].assignment), plan.check_graph)
-    trained = model if alone else in_ddp(model, BUCKET_CAP_MB)
-    samples = plan.levers_of(device_class).samples
-    return Runner(name, model, trained, workload, seed, rank, place.device, samples)
+    model = workload.make_model(seed).to(device)
+    planned_forward.attach(model, choosers.following(plan[classes[rank]].assignment), plan.check_graph)
+    trained: torch.nn.Module = model
+    if len(plan.classes) < len(set(classes)):
+        if classes.count(classes[rank]) > 1:
+            trained = in_ddp(model, BUCKET_CAP_MB, {"process_group": group})
+    else:
+        trained = in_ddp(model, BUCKET_CAP_MB)
+    shares, passes = list[int](), 1
+    if plan.levers is not None and plan.levers.used:
+        equal = plan.batch[0][0]
+        shares = [plan.levers_of(of_rank).samples or equal for of_rank in classes]
+        passes = plan.levers_of(classes[rank]).passes
+    return Runner(name, model, trained, workload, seed, rank, device, shares, passes)

@@ -1,8 +1,8 @@
 """Write the figures of a demo into the documentation.
 
-    python -m qsync.experiments.demo.publish demo-out
+    python -m qsync.experiments.mixed.publish demo-out
 
-README.md and docs/results/demo.md get the table and say where it was measured, docs/figures/ gets the
+README.md gets the verdict and what was measured then, docs/results/demo.md the table, docs/figures/ the
 pictures, and docs/results/demo.json keeps the figures. All of it belongs to a checkout of the source.
 """
 
@@ -17,23 +17,30 @@ from typing import Annotated, Any
 import typer
 
 from qsync import QSyncError
-from qsync.experiments.demo.report import HEADINGS, cells, is_own
-from qsync.experiments.harness import markdown_table, run_command, write_between
+from qsync.experiments.harness import as_markdown, markdown_table, run_command, write_between
+from qsync.experiments.harness.experiment import bars_table
+from qsync.experiments.mixed.report import HEADINGS, cells, samples_to_alone, shown
+from qsync.experiments.mixed.ways import ALONE, DDP, LB_BSP, QSYNC_SHARE, WEAK_16
 from qsync.records.json_files import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/results/demo.md")
+README, PAGE = "README.md", "docs/results/demo.md"
+# What README says of each way.
+_MEASURED = {
+    DDP: "in plain DDP", LB_BSP: "with shares by speed", WEAK_16: "with the weak rank in 16 bits",
+    QSYNC_SHARE: "under qsync's plan",
+}  # fmt: skip
 FIGURES = Path("docs/results/demo.json")
 PICTURES = ("allocation.png", "timeline.png")
 
 
 def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wrote.")]) -> None:
-    """Copy table, figures and pictures of one demo into README and docs."""
-    missing = [name for name in ("report.json", *PICTURES) if not (folder / name).is_file()]
+    """Copy verdict, table, figures and pictures of one demo into README and docs."""
+    missing = [name for name in ("figures.json", *PICTURES) if not (folder / name).is_file()]
     if missing:
         raise QSyncError(f"{folder} has no {missing[0]}; name the folder of a finished `qsync demo`")
-    content = read_json(folder / "report.json")
-    shown = {
+    content = read_json(folder / "figures.json")
+    kept = {
         **content,
         "description": re.sub(r" \(/[^)]*\)", "", content["description"]),  # the path of this machine's text
         "runs": {
@@ -41,36 +48,63 @@ def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wr
             for name, run in content["runs"].items()
         },
     }
-    write_between([ROOT / page for page in PAGES], "results", markdown(shown))
+    write_between({ROOT / README: verdict(kept), ROOT / PAGE: markdown(kept)}, "results")
     for name in PICTURES:
         shutil.copyfile(folder / name, ROOT / "docs" / "figures" / name)
-    write_json(ROOT / FIGURES, shown)
-    typer.echo(f"wrote {', '.join(PAGES)}, {FIGURES} and {len(PICTURES)} pictures")
+    write_json(ROOT / FIGURES, kept)
+    typer.echo(f"wrote {README}, {PAGE}, {FIGURES} and {len(PICTURES)} pictures")
+
+
+def verdict(content: Mapping[str, Any]) -> str:
+    """Return what was said before the demo trained, and what was then measured, in Markdown."""
+    runs = content["runs"]
+    rates = {name: samples_to_alone(run, runs[ALONE]) or 0.0 for name, run in runs.items()}
+    measured = [(name, text) for name, text in _MEASURED.items() if name in rates]
+    lines = [
+        "```",
+        *content["verdict"],
+        "```",
+        "",
+        f"({content['description'].split(',')[0]}, on two ranks of an {_where(content)}.",
+        f"{_weak(content).strip()}) Measured then: "
+        + ", ".join(f"{rates[name]:.2f}x {text}" for name, text in measured)
+        + f" ([all of it]({PAGE})).",
+    ]
+    return "\n".join(lines)
 
 
 def markdown(content: Mapping[str, Any]) -> str:
     """Return where the demo was measured, and its table, in Markdown."""
-    machine = content["machine"]
+    own = shown(content["runs"])
     rows = [
-        [f"**{title}**" if is_own(name) else title, *figures]
+        [f"**{title}**" if name == own else title, *figures]
         for name, (title, *figures) in zip(content["runs"], cells(content), strict=True)
     ]
-    shares = [f"{share:g}" for share in content["emulated_share"].values()]
-    weak = f" The weak rank is *emulated*: it gets {' / '.join(shares)} of a core." if shares else ""
     same = "identical" if content["parameters_identical_across_ranks"] else "DIFFERENT"
     seeds = f"{content['seeds']} seed{'s' if content['seeds'] > 1 else ''}"
-    where = f"{machine['processor']} ({machine['cores']} cores), gloo, torch {machine['torch']}"
     lines = [
         f"The model: {content['description']}. It trains for {content['steps']} steps, {seeds},",
-        f"on two ranks of an {where}.{weak}",
+        f"on two ranks of an {_where(content)}. {_weak(content)}",
         "Steps are measured: medians of steps taken in turns within one run.",
         f"Parameters are bitwise {same} on both ranks at the end of every run. Commit {content['commit']}"
         f"{', with uncommitted changes' if content.get('uncommitted_changes') else ''}.",
         *_within_intervals(content["runs"].values()),
         "",
         *markdown_table(HEADINGS, rows),
+        "",
+        as_markdown(bars_table(content["bars"])),
     ]
     return "\n".join(lines)
+
+
+def _where(content: Mapping[str, Any]) -> str:
+    machine = content["machine"]
+    return f"{machine['processor']} ({machine['cores']} cores), gloo, torch {machine['torch']}"
+
+
+def _weak(content: Mapping[str, Any]) -> str:
+    shares = [f"{share:.2g}" for share in content["emulated_share"].values()]
+    return f"The weak rank is *emulated*: it gets {' / '.join(shares)} of a core. " if shares else ""
 
 
 def _within_intervals(runs: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -1,0 +1,169 @@
+"""The ways to train on unequal ranks, each as a plan with its predicted step. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import qsync
+from qsync import Cluster, OpGraph, Plan, Precision
+from qsync.allocator import allocate, uniform
+from qsync.allocator.levers.shares import BatchShares
+from qsync.errors import InfeasibleError
+from qsync.experiments.allocation.methods import next_up
+from qsync.records.levers import ACCUMULATE, SHARE
+from qsync.records.plan_folder import Basis
+from qsync.records.profiles import Profile
+from qsync.replayer import Recapture, profiles_under_levers
+
+ALONE, DDP, LB_BSP = "alone", "ddp", "lb_bsp"
+WEAK_16, WEAK_INT8, WEAK_INT8_ALL, ALL_16, ALL_INT8 = UNIFORM = (
+    "weak_16", "weak_int8", "weak_int8_all", "all_16", "all_int8",
+)  # fmt: skip
+QSYNC, QSYNC_SHARE = "qsync", "qsync_share"
+# What a reader sees of each, in this order.
+TITLES: Mapping[str, str] = {
+    ALONE: "without the weak cards",
+    DDP: "plain DDP",
+    LB_BSP: "LB-BSP (shares by speed)",
+    WEAK_16: "weak cards all in 16 bits",
+    WEAK_INT8: "weak cards all in INT8",
+    WEAK_INT8_ALL: "weak cards all in INT8, backward too",
+    ALL_16: "every card in 16 bits",
+    ALL_INT8: "every card in INT8",
+    QSYNC: "qsync, equal batches",
+    QSYNC_SHARE: "qsync",
+}
+LEVERS = (SHARE, ACCUMULATE)  # those of a loader with a ShareSampler
+
+
+def ways(
+    basis: Basis,
+    other: Recapture | None = None,
+    *,
+    base: Precision = Precision.FP32,
+    bucket_cap_bytes: int | None = None,
+    strong: str | None = None,
+    alone: Profile | None = None,
+    least_samples: int = 1,
+) -> dict[str, Plan]:
+    """Return each way as a plan. A uniform choice that nothing was profiled in is left out: it would be DDP.
+
+    `other` is the model captured with another number of samples; without it, or where a rank has one sample,
+    there are no shares. `strong` is the class that computes least, or the one given; `alone` is its profile
+    while the others wait. 16 bits are BF16, or FP16 where that is missing; a class without a precision takes
+    the next one up. LB-BSP takes the shares whose predicted step is least, with nothing lowered. qsync is the
+    plan of `qsync.hybrid` with a loader of a ShareSampler; with equal batches, that without one.
+    """
+    cluster, at = basis.cluster, (basis.graph, basis.profiles)
+    given: dict[str, Any] = {"base": base, "bucket_cap_bytes": bucket_cap_bytes}
+    kept = {**given, "sensitivity": basis.sensitivity, "strict": True}
+    plain = uniform(*at, cluster, {}, **kept)
+    strong = strong or strongest_of(plain)
+    every = [c.name for c in cluster.classes]
+    weak = [name for name in every if name != strong]
+    own = replace(alone or basis.profiles[strong], device_class=strong)
+    found = {
+        ALONE: uniform(basis.graph, {strong: own}, alone_of(cluster, strong), {}, **kept),
+        DDP: plain,
+        **_uniform_choices(basis, weak, every, base, lambda chosen: uniform(*at, cluster, chosen, **kept)),
+        QSYNC: allocate(*at, basis.sensitivity, cluster, **given),
+    }
+    if other is not None and basis.graph.batch_shapes[0][0] > 1:
+        with suppress(InfeasibleError):  # the equal batches of a plan fit, and no shares in the base do
+            shares = BatchShares(basis, other, LEVERS, given, least_samples).best(lower=False).levers
+            profiles = profiles_under_levers(*at, cluster, shares, other)
+            found[LB_BSP] = uniform(basis.graph, profiles, cluster, {}, **kept)
+        found[QSYNC_SHARE] = qsync.plan(
+            *at, basis.sensitivity, cluster, levers=LEVERS, other=other, least_samples=least_samples, **given
+        )
+    return {way: found[way] for way in TITLES if way in found}
+
+
+def _uniform_choices(
+    basis: Basis,
+    weak: list[str],
+    every: list[str],
+    base: Precision,
+    make: Callable[[Mapping[str, Precision]], Plan],
+) -> dict[str, Plan]:
+    """Return the plans that lower whole classes to one precision."""
+    cluster = basis.cluster
+    has_all = all(_has_int8_all(basis.profiles[name]) for name in weak)
+    lowest = Precision.INT8_ALL if has_all else Precision.INT8
+    sixteen = {name: _sixteen_bits(cluster, name) for name in every}
+    choices = {
+        WEAK_INT8: {name: next_up(cluster, name, Precision.INT8) for name in weak},
+        ALL_INT8: {name: next_up(cluster, name, lowest) for name in every},
+    }
+    if has_all:
+        choices[WEAK_INT8_ALL] = dict.fromkeys(weak, Precision.INT8_ALL)
+    if base is Precision.FP32:
+        choices |= {WEAK_16: {name: sixteen[name] for name in weak}, ALL_16: sixteen}
+    plans = {way: make(chosen) for way, chosen in choices.items()}
+    return {way: plan for way, plan in plans.items() if any(plan[name].lowered for name in choices[way])}
+
+
+def strongest_of(plain: Plan) -> str:
+    """Return the class that computes least in plain DDP."""
+    compute_s = {name: own.predicted.compute_s for name, own in plain.classes.items() if own.predicted}
+    return min(compute_s, key=lambda name: compute_s[name])
+
+
+def alone_of(cluster: Cluster, name: str) -> Cluster:
+    """Return the cluster of one class."""
+    return replace(cluster, classes=(cluster[name],))
+
+
+def _sixteen_bits(cluster: Cluster, name: str) -> Precision:
+    """Return BF16, FP16 on a class without it, or the next precision up where there is neither."""
+    own = next((p for p in (Precision.BF16, Precision.FP16) if p in cluster[name].precisions), None)
+    return own or next_up(cluster, name, Precision.BF16)
+
+
+def _has_int8_all(profile: Profile) -> bool:
+    """Return whether any operator was profiled in `int8_all`."""
+    modes = {mode.partition(" ")[0] for found in profile.ops.values() for mode in found}
+    return str(Precision.INT8_ALL) in modes
+
+
+def samples_of(plan: Plan, samples: int) -> dict[str, int]:
+    """Return the samples that each rank of a class takes; so many were profiled."""
+    return {name: plan.levers_of(name).samples or samples for name in plan.classes}
+
+
+def first_alike(way: str, plans: Mapping[str, Plan]) -> str:
+    """Return the first way whose plan runs as this one does: the same precisions, samples and passes."""
+
+    def runs(plan: Plan) -> Any:
+        equal = plan.batch[0][0] if plan.batch else 0
+        samples, passes = (
+            samples_of(plan, equal),
+            {name: plan.levers_of(name).passes for name in plan.classes},
+        )
+        return {name: own.assignment for name, own in plan.classes.items()}, samples, passes
+
+    return next(other for other, plan in plans.items() if runs(plan) == runs(plans[way]))
+
+
+def rate(plan: Plan, cluster: Cluster, samples: int, step_s: float | None = None) -> float:
+    """Return the samples per second of a plan: all classes' that it has, by its predicted or this step."""
+    taken = samples_of(plan, samples)
+    total = sum(c.count * taken[c.name] for c in cluster.classes if c.name in taken)
+    return total / (step_s or plan.step_s or 0.0)
+
+
+def lowered_fractions(graph: OpGraph, plan: Plan, cluster: Cluster) -> dict[str, float]:
+    """Return which part of all adjustable operators, and of their FLOPs, is below the base, on all ranks."""
+    flops = {op.name: op.flops for op in graph.adjustable}
+    chosen = [
+        (cluster[name].count, flops[op], op in own.lowered)
+        for name, own in plan.classes.items() for op in own.assignment
+    ]  # fmt: skip
+    num_ops, num_flops = sum(num for num, _, _ in chosen), sum(num * cost for num, cost, _ in chosen)
+    return {
+        "low_precision_op_fraction": sum(num for num, _, low in chosen if low) / max(num_ops, 1),
+        "low_precision_flop_fraction": sum(n * cost for n, cost, low in chosen if low) / max(num_flops, 1),
+    }
