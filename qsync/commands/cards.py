@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qsync.commands.options import print_json, print_lines, working
-from qsync.errors import FormatError, InfeasibleError, QSyncError, shortened
+from qsync.errors import FormatError, InfeasibleError, shortened
+from qsync.integrations.hugging_face import PREFIX, read_config
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.datasheets import datasheet
 from qsync.records.graph import OpGraph
@@ -128,36 +129,16 @@ def _graph_of(model: str, samples: int, length: int | None) -> OpGraph:
 
     import qsync
 
-    kind, _, path = model.partition(":")
-    if kind != "hf" or not path:
+    if not model.startswith(PREFIX):
         raise FormatError(
             f"--model takes hf:CONFIG.json, a configuration of Hugging Face, found {shortened(model)}"
         )
+    config, kind, _ = read_config(Path(model.removeprefix(PREFIX)))
     with torch.device("meta"):
-        made = _model_of(Path(path))
+        made = kind(config)
         batch = _batch_of(made, samples, length)
     captured: OpGraph = qsync.capture(made.train(), batch)
     return captured
-
-
-def _model_of(path: Path) -> Any:
-    """Return a model of a configuration, with random weights, as its `architectures` name it."""
-    try:
-        import transformers
-    except ImportError:
-        raise QSyncError("--model hf: needs the package transformers; pip install transformers") from None
-    if not path.exists():
-        raise FormatError(f"there is no {shortened(str(path))}; give the path of a config.json")
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path))
-        name = next(iter(getattr(config, "architectures", None) or ()), None)
-        kind = getattr(transformers, name) if name else transformers.AutoModelForCausalLM
-        return kind(config) if name else kind.from_config(config)
-    except (AttributeError, ValueError, OSError, KeyError, TypeError) as error:
-        raise FormatError(
-            f"{shortened(str(path))} is no configuration of a model that transformers makes "
-            f"({shortened(error, quote=False)}); name its class in architectures"
-        ) from error
 
 
 def _batch_of(model: Any, samples: int, length: int | None) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_bits_and_bytes_are_told_apart():
     (("--model", "hf:{config}", "--batch", "3"), "--batch 3 leaves 2 cards fewer than 2 samples each"),
     (("--model", "hf:{config}", "--length", "65"), "--length must be from 1 to the 64 tokens"),
     (("--model", "hf:{other}"), "GPT2Model has no loss; name a class with a head"),
-    (("--model", "hf:{broken}"), "is no configuration of a model that transformers makes"),
+    (("--model", "hf:{broken}"), "is no config.json of a Hugging Face model that transformers makes"),
     (("--model", "hf:{config}", "--link", "0Gb"), "--link takes a bandwidth above zero"),
     ((), "--cards and --model go together"),
 ])  # fmt: skip
