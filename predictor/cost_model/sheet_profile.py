@@ -49,12 +49,12 @@ class PartsOfPeaks:
 def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profile:
     """Return the profile of a class from its data sheet alone, with AdamW as optimizer. Simulated.
 
-    The host launches every kernel of an eager step, and a device that is done sooner waits for it.
+    The host launches every kernel of an eager step, and a GPU that is done sooner waits for it.
 
     >>> sheet_profile(graph, datasheet("T4"), "T4").origin
     'simulated'
     """
-    model = PartsOfPeaks()
+    model, is_gpu = PartsOfPeaks(), sheet.capability is not None
     asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
     priced = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
     ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
@@ -71,9 +71,11 @@ def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profil
         device_class, graph.hash, graph.shapes_hash, ops, {}, cast_lines(pairs, model, sheet), Cost(0.0),
         host_s=0.0, optimizer_s=trained * _OPTIMIZER_BYTES / sheet.bytes_per_s / PART_OF_BANDWIDTH,
         optimizer_bytes=trained * _STATE_BYTES, step_s={},
-        machine={"data sheet": sheet.name, "source": sheet.source, "device": "cuda"}, origin=SIMULATED,
-        model=graph.model, batch=graph.batch_shapes,
+        machine={"data sheet": sheet.name, "source": sheet.source, "device": "cuda" if is_gpu else "cpu"},
+        origin=SIMULATED, model=graph.model, batch=graph.batch_shapes,
     )  # fmt: skip
+    if not is_gpu:
+        return found
     nothing = dict.fromkeys(pairs, (Cost(0.0), Cost(0.0)))  # a product's casts are in its own time
     return replace(found, launches=replace(found, ops=launches, cast_fit=nothing))
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from qsync.commands.cards import classes_of, link_of
+from qsync.card_verdicts import cards_of, link_of
 from qsync.commands.main import app
 from qsync.errors import FormatError, QSyncError
 
@@ -58,7 +58,7 @@ def test_one_kind_of_card_has_a_rate_and_no_shares(config):
 ])  # fmt: skip
 def test_what_is_no_pile_of_cards_is_one_sentence(text, said):
     with pytest.raises(FormatError, match=said):
-        classes_of(text)
+        cards_of(text)
 
 
 @pytest.mark.parametrize("text", ["0Gb", "25", "-1Gb", "Gb", "25Tb", "1e3Gb", ""])
