@@ -28,7 +28,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "BERT-base": ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}, 64, 128),
     "GPT-2 medium": (
         {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"],
-         "n_layer": 24, "n_embd": 1024, "n_head": 16}, 32, 512,
+         "n_layer": 24, "n_embd": 1024, "n_head": 16}, 8, 512,
     ),
     "ResNet-50": (
         {"model_type": "resnet", "architectures": ["ResNetForImageClassification"], "num_labels": 1000},
@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "ViT-L": (
         {"model_type": "vit", "architectures": ["ViTForImageClassification"], "num_labels": 1000,
          "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
-         "intermediate_size": 4096}, 64, None,
+         "intermediate_size": 4096}, 32, None,
     ),
     "Llama-3-8B": (
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
