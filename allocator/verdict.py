@@ -8,7 +8,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from qsync.allocator.levers.shares import PASSES, BatchShares
-from qsync.allocator.planner import Options, allocate
+from qsync.allocator.planner import Options, allocate, as_plan, fastest_state
+from qsync.allocator.problem import make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.uniform import uniform
 from qsync.errors import InfeasibleError, QSyncError
 from qsync.records.cluster import Cluster, DeviceClass
@@ -63,8 +65,7 @@ def find_verdict(
             ways.append(_way(f"shares by speed, {plan.base}", basis, shared, other))
     if plan.levers is not None and plan.levers.used:
         with suppress(InfeasibleError):
-            equal = allocate(basis.graph, basis.profiles, basis.sensitivity, cluster, **given)
-            ways.append(_way("precisions, equal batches", basis, equal))
+            ways.append(_way("precisions, equal batches", basis, _fastest(basis, Options(**given))))
     times, leave_out = {}, []
     for name in (c.name for c in cluster.classes if c.name != strongest):
         without = ways[0] if len(cluster.classes) == 2 else _without(name, basis, other, given)
@@ -88,6 +89,14 @@ def _has_samples(basis: Basis) -> bool:
     with suppress(QSyncError):
         return samples_of(basis.graph) > 0
     return False
+
+
+def _fastest(basis: Basis, given: Options) -> Plan:
+    """Return the plan of the least step, whatever its variance: far sooner than `allocate`."""
+    state = State(make_problem(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, given))
+    fastest_state(state, given)
+    found = {name: one.lowering.assignment() for name, one in state.classes.items()}
+    return as_plan(basis.graph, found, basis.profiles, basis.cluster, given)
 
 
 def _fits(plan: Plan, cluster: Cluster) -> bool:
