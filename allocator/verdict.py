@@ -8,10 +8,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from qsync.allocator.levers.shares import PASSES, BatchShares
-from qsync.allocator.planner import Options, allocate
+from qsync.allocator.planner import Options, allocate, as_plan, fastest_state
+from qsync.allocator.problem import make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.uniform import uniform
 from qsync.errors import InfeasibleError, QSyncError
-from qsync.records.cluster import Cluster
+from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.levers import ACCUMULATE, SHARE, ClassLevers, samples_of
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
@@ -26,13 +28,18 @@ _LEVERS = (SHARE, ACCUMULATE)
 
 
 def find_verdict(
-    basis: Basis, plan: Plan, other: Recapture | None = None, options: Mapping[str, Any] | None = None
+    basis: Basis,
+    plan: Plan,
+    other: Recapture | None = None,
+    options: Mapping[str, Any] | None = None,
+    shares: BatchShares | None = None,
 ) -> Verdict | None:
     r"""Return what the plan makes beside other ways; None where all ranks are of one class.
 
     `other` is the model captured with another number of samples; without it shares are only estimated.
-    `options` are those that the plan was made with. The strongest class alone takes the whole batch, if its
-    profiles reach so far.
+    `options` are those that the plan was made with, `shares` what chose its shares, if that is at hand. The
+    strongest class alone takes the whole batch, if its profiles reach so far. DDP is left out where equal
+    batches do not fit.
 
     >>> print("\n".join(find_verdict(basis, plan, other).lines()))
     """
@@ -45,8 +52,11 @@ def find_verdict(
     plain = uniform(basis.graph, basis.profiles, cluster, {}, **base)
     strongest = min(plain.classes, key=lambda name: _compute_s(plain, name))
     own = _way(PLAN, basis, plan, other)
-    ways = [_alone(strongest, basis, other, base), _way(f"DDP, equal batches, {plan.base}", basis, plain)]
-    shares = BatchShares(basis, other, _LEVERS, given) if _has_samples(basis) else None
+    ways = [_alone(strongest, basis, other, base)]
+    if _fits(plain, cluster):
+        ways.append(_way(f"DDP, equal batches, {plan.base}", basis, plain))
+    if shares is None and _has_samples(basis):
+        shares = BatchShares(basis, other, _LEVERS, given)
     if shares is not None and other is not None:
         with suppress(InfeasibleError):
             by_speed = shares.best(lower=False).levers
@@ -55,8 +65,7 @@ def find_verdict(
             ways.append(_way(f"shares by speed, {plan.base}", basis, shared, other))
     if plan.levers is not None and plan.levers.used:
         with suppress(InfeasibleError):
-            equal = allocate(basis.graph, basis.profiles, basis.sensitivity, cluster, **given)
-            ways.append(_way("precisions, equal batches", basis, equal))
+            ways.append(_way("precisions, equal batches", basis, _fastest(basis, Options(**given))))
     times, leave_out = {}, []
     for name in (c.name for c in cluster.classes if c.name != strongest):
         without = ways[0] if len(cluster.classes) == 2 else _without(name, basis, other, given)
@@ -82,25 +91,42 @@ def _has_samples(basis: Basis) -> bool:
     return False
 
 
+def _fastest(basis: Basis, given: Options) -> Plan:
+    """Return the plan of the least step, whatever its variance: far sooner than `allocate`."""
+    state = State(make_problem(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, given))
+    fastest_state(state, given)
+    found = {name: one.lowering.assignment() for name, one in state.classes.items()}
+    return as_plan(basis.graph, found, basis.profiles, basis.cluster, given)
+
+
+def _fits(plan: Plan, cluster: Cluster) -> bool:
+    found = {name: entry.predicted for name, entry in plan.classes.items()}
+    return all(p is None or p.memory_bytes <= cluster[name].memory_bytes for name, p in found.items())
+
+
+def _part(cluster: Cluster, classes: tuple[DeviceClass, ...]) -> Cluster:
+    """Return a cluster of some of its classes, on as many of its hosts as they fill."""
+    hosts = max(1, cluster.num_hosts * sum(c.count for c in classes) // cluster.num_ranks)
+    between = cluster.between if hosts > 1 else None
+    return replace(cluster, classes=classes, between=between, num_hosts=hosts)
+
+
 def _alone(name: str, basis: Basis, other: Recapture | None, base: Mapping[str, Any]) -> Way:
     """Return the strongest class alone with the whole batch, or with as much of it as its profiles reach."""
-    cluster, profile = replace(basis.cluster, classes=(basis.cluster[name],)), basis.profiles[name]
+    cluster, profile = _part(basis.cluster, (basis.cluster[name],)), basis.profiles[name]
     title = f"{cluster.num_ranks} x {name} alone"
-    found = [_way(title, basis, uniform(basis.graph, {name: profile}, cluster, {}, **base), cluster=cluster)]
-    if other is None or not _has_samples(basis):
-        return found[0]
-    (least, most), whole = reach(profile, basis.graph, other), _batch(basis) // cluster.num_ranks
-    for passes in (k for k in PASSES if whole // k >= least):
-        samples = min(whole // passes, most) * passes
-        entry = ClassLevers(samples, passes)
-        profiles = {name: profile_under(basis.graph, profile, entry, other, cluster[name].device)}
-        plan = uniform(basis.graph, profiles, cluster, {}, **base)
-        predicted = plan[name].predicted
-        if predicted is not None and predicted.memory_bytes <= cluster[name].memory_bytes:
-            found.append(
-                _way(title, replace(basis, profiles=profiles), plan, cluster=cluster, samples=samples)
-            )
-    return max(found, key=lambda way: way.samples_per_s)
+    if other is not None and _has_samples(basis):
+        (least, most), whole = reach(profile, basis.graph, other), _batch(basis) // cluster.num_ranks
+        for passes in (k for k in PASSES if whole // k >= least):
+            samples = min(whole // passes, most) * passes
+            entry = ClassLevers(samples, passes)
+            profiles = {name: profile_under(basis.graph, profile, entry, other, cluster[name].device)}
+            plan = uniform(basis.graph, profiles, cluster, {}, **base)
+            if _fits(plan, cluster):  # more passes would be slower
+                at = replace(basis, profiles=profiles)
+                return _way(title, at, plan, cluster=cluster, samples=samples)
+    plan = uniform(basis.graph, {name: profile}, cluster, {}, **base)
+    return _way(title, basis, plan, cluster=cluster)
 
 
 def _batch(basis: Basis) -> int:
@@ -131,7 +157,7 @@ def _way(
 def _without(name: str, basis: Basis, other: Recapture | None, given: Mapping[str, Any]) -> Way | None:
     """Return the best plan without a class; None where there is none."""
     classes = tuple(c for c in basis.cluster.classes if c.name != name)
-    rest = replace(basis, cluster=replace(basis.cluster, classes=classes))
+    rest = replace(basis, cluster=_part(basis.cluster, classes))
     rest = replace(rest, profiles={c.name: basis.profiles[c.name] for c in classes})
     try:
         if other is not None:

@@ -17,6 +17,8 @@ from qsync.replayer import step_time
 
 # A change must save this part of the class's time: less is rounding.
 _MEANINGFUL = 1e-9
+# No mixture needs less than this part of the memory of the smallest uniform assignment.
+_SMALLER = 0.5
 _MAX_SWEEPS = 20
 # No mixture takes less than this part of the time of the best uniform assignment.
 _FASTER = 0.5
@@ -169,12 +171,22 @@ def _fastest_that_fits(state: State, device_class: str) -> bool:
 
 
 def _fit(state: State, device_class: str) -> None:
-    """Trade as little time as possible for memory: from the present assignment, else from each start."""
+    """Trade as little time as possible for memory: from the present assignment, else from each start.
+
+    Where the smallest of the starts is far too large, none is changed.
+    """
     one = state.classes[device_class]
-    least: Memory | None = None
-    for start in [one.lowering.assignment(), *uniform_starts(state, device_class)]:
+    starts = [one.lowering.assignment(), *uniform_starts(state, device_class)]
+    peaks = []
+    for start in starts:
         state.move(device_class, start)
-        _save_memory(state, device_class)
+        peaks.append(one.peak_bytes)
+    is_hopeless = min(peaks) * _SMALLER > one.part.budget_bytes
+    least: Memory | None = None
+    for start in starts:
+        state.move(device_class, start)
+        if not is_hopeless:
+            _save_memory(state, device_class)
         if one.fits():
             return
         memory = one.memory()

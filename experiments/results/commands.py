@@ -52,6 +52,7 @@ _DEMO = (("qsync", "demo", "--out", _OUT), (_HERE + "mixed.publish", _OUT))
 RERUNS: Mapping[str, Rerun] = {
     "demo": Rerun(10, "demo.md", _DEMO),
     "limits": Rerun(5, "prediction.md", (_published("prediction.limits"),)),
+    "pays": Rerun(15, "pays.md", (_published("pays"),)),
     "levers": Rerun(
         15, "levers.md",
         (_published("levers.measured_levers"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync.errors import QSyncError, shortened
+from qsync.errors import QSyncError
 from qsync.experiments.workloads.bert import masked
 from qsync.experiments.workloads.workload import Workload, digits_workload, text_workload
+from qsync.integrations.hugging_face import IMAGE, MASKED, read_config
 
-PREFIX = "hf:"
 _BYTES, _CONTEXT, _SEQUENCES, _IMAGES = 256, 128, 4, 16
-# The first that a model type has is trained.
-_CAUSAL, _MASKED, _IMAGE = "CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION"
 
 
 class Logits(nn.Module):
@@ -54,16 +50,21 @@ def hugging_face_workload(path: Path, data: str | Path | None = None) -> Workloa
     Raises QSyncError for a file that is no configuration, and for a model that neither models language nor
     classifies images.
     """
-    config, kind = _config(path)
+    config, kind, task = read_config(path)
+    if task is None:
+        raise QSyncError(
+            "the demo trains causal and masked language models and image classifiers, and "
+            f"{kind.__name__} is none of these"
+        )
     name = f"{config.model_type} of {path.name}"
-    make = _maker(config, kind)
-    if kind == _IMAGE:
+    if task == IMAGE:
         if data is not None:
             raise QSyncError(
                 f"{name} classifies images, and trains on scikit-learn's digits; leave out --data"
             )
+        config.num_labels = 10
         about = f"{name}, {_IMAGES} images per rank; scikit-learn's digits"
-        return digits_workload(name, lambda: ImageLogits(make()), _IMAGES, about)
+        return digits_workload(name, lambda: ImageLogits(kind(config)), _IMAGES, about)
     if config.vocab_size < _BYTES:
         raise QSyncError(
             f"{path} has a vocabulary of {config.vocab_size}; text is read as bytes, so give it {_BYTES} "
@@ -71,41 +72,7 @@ def hugging_face_workload(path: Path, data: str | Path | None = None) -> Workloa
         )
     context = min(_CONTEXT, getattr(config, "max_position_embeddings", _CONTEXT) or _CONTEXT)
     about = f"{name}, {_SEQUENCES} x {context} tokens per rank; text: {{source}}"
-    prepare = {"prepare": lambda inputs, targets, key: masked(inputs, key)} if kind == _MASKED else {}
+    prepare = {"prepare": lambda inputs, targets, key: masked(inputs, key)} if task == MASKED else {}
     return text_workload(
-        name, lambda: Logits(make()), _SEQUENCES, context, about, data=data, **prepare
+        name, lambda: Logits(kind(config)), _SEQUENCES, context, about, data=data, **prepare
     )  # fmt: skip
-
-
-def _config(path: Path) -> tuple[Any, str]:
-    """Read a configuration, and find out what its model does."""
-    from transformers import AutoConfig
-    from transformers.models.auto import modeling_auto
-
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        config: Any = AutoConfig.for_model(**values)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise QSyncError(
-            f"{shortened(str(path), quote=False)} is no Hugging Face config.json with a model_type: "
-            f"{shortened(error)}"
-        ) from None
-    config.use_cache = False
-    for kind in (_CAUSAL, _MASKED, _IMAGE):
-        named = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(config.model_type)
-        wanted = config.architectures
-        if named is not None and (not wanted or named in wanted):
-            return config, kind
-    raise QSyncError(
-        f"the demo trains causal and masked language models and image classifiers, and {config.model_type} "
-        f"as {', '.join(config.architectures or ['it is'])} is none of these"
-    )
-
-
-def _maker(config: Any, kind: str) -> Callable[[], nn.Module]:
-    import transformers
-
-    auto = {_CAUSAL: "CausalLM", _MASKED: "MaskedLM", _IMAGE: "ImageClassification"}[kind]
-    if kind == _IMAGE:
-        config.num_labels = 10
-    return lambda: getattr(transformers, f"AutoModelFor{auto}").from_config(config)

@@ -16,11 +16,12 @@ from torch import nn
 from qsync.errors import QSyncError
 from qsync.experiments.workloads.bert import Bert, masked
 from qsync.experiments.workloads.gpt import Gpt
-from qsync.experiments.workloads.hugging_face import PREFIX, hugging_face_workload
+from qsync.experiments.workloads.hugging_face import hugging_face_workload
 from qsync.experiments.workloads.resnet import ResNet
 from qsync.experiments.workloads.vgg import Vgg
 from qsync.experiments.workloads.vit import Vit
 from qsync.experiments.workloads.workload import Workload, digits_workload, text_workload
+from qsync.integrations.hugging_face import PREFIX
 
 NAMES = ("gpt", "bert", "vit", "resnet", "vgg")
 DEMO_NAMES = ("gpt", "gpt-small", "bert", "vit", "resnet", "resnet-small", "vgg")

@@ -9,7 +9,7 @@ import numpy as np
 
 from qsync.predictor.cost_model.fill_profile import cast_lines, possible_casts
 from qsync.predictor.cost_model.model import costs_of
-from qsync.predictor.cost_model.op_calls import Call, Direction, calls, modes, moved_bytes, parts, sum_s
+from qsync.predictor.cost_model.op_calls import Call, Direction, calls, least_s, modes, moved_bytes
 from qsync.predictor.cost_model.roofline_law import Array
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import OpGraph
@@ -18,7 +18,9 @@ from qsync.records.profiles import SIMULATED, Cost, Profile, Sensitivity
 
 # Parts of the peaks that training steps reach (an assumption; docs/results/gpu.md has steps of an H100).
 # Products in FP32 keep their ordinary cores busier than those on tensor cores can be fed.
-PART_OF_FLOPS, PART_OF_FP32, PART_OF_BANDWIDTH = 0.55, 0.85, 0.8
+# Of 8 bits its kernels reached 0.2 to 0.28, casts aside: they were no faster than BF16's.
+PART_OF_BANDWIDTH = 0.8
+PART_OF_FLOPS = {"fp32": 0.85, "tf32": 0.55, "bf16": 0.55, "fp16": 0.55, "int8": 0.3, "fp8": 0.3}
 # Seconds of the host, forward and backward, for one operator of eager steps: a product with its casts, and
 # any other. Two steps that waited for the host (H100: BERT-base and GPT-2 medium in BF16) gave them.
 HOST_OF_PRODUCT, HOST_OF_OTHER = Cost(160e-6, 230e-6), Cost(22e-6, 32e-6)
@@ -37,24 +39,24 @@ class PartsOfPeaks:
 
     def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
         """Return the seconds (N,) of calls in a mode and direction on a device."""
-        found = []
-        for call, mode, direction, sheet in asked:
-            launch, products, memory = parts(call, mode, direction, sheet)
-            part = PART_OF_FP32 if mode == "fp32" else PART_OF_FLOPS
-            busy = max(products / part, memory / PART_OF_BANDWIDTH)
-            found.append(launch + busy + sum_s(call, direction, sheet) / PART_OF_BANDWIDTH)
-        return np.array(found)
+        return np.array([least_s(call, mode, d, _usual(sheet)) for call, mode, d, sheet in asked])
+
+
+def _usual(sheet: DataSheet) -> DataSheet:
+    """Return a data sheet of the rates that steps reach."""
+    rates = {name: rate * PART_OF_FLOPS[name] for name, rate in sheet.flops_per_s.items()}
+    return replace(sheet, flops_per_s=rates, bytes_per_s=sheet.bytes_per_s * PART_OF_BANDWIDTH)
 
 
 def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profile:
     """Return the profile of a class from its data sheet alone, with AdamW as optimizer. Simulated.
 
-    The host launches every kernel of an eager step, and a device that is done sooner waits for it.
+    The host launches every kernel of an eager step, and a GPU that is done sooner waits for it.
 
     >>> sheet_profile(graph, datasheet("T4"), "T4").origin
     'simulated'
     """
-    model = PartsOfPeaks()
+    model, is_gpu = PartsOfPeaks(), sheet.capability is not None
     asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
     priced = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
     ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
@@ -71,9 +73,11 @@ def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profil
         device_class, graph.hash, graph.shapes_hash, ops, {}, cast_lines(pairs, model, sheet), Cost(0.0),
         host_s=0.0, optimizer_s=trained * _OPTIMIZER_BYTES / sheet.bytes_per_s / PART_OF_BANDWIDTH,
         optimizer_bytes=trained * _STATE_BYTES, step_s={},
-        machine={"data sheet": sheet.name, "source": sheet.source, "device": "cuda"}, origin=SIMULATED,
-        model=graph.model, batch=graph.batch_shapes,
+        machine={"data sheet": sheet.name, "source": sheet.source, "device": "cuda" if is_gpu else "cpu"},
+        origin=SIMULATED, model=graph.model, batch=graph.batch_shapes,
     )  # fmt: skip
+    if not is_gpu:
+        return found
     nothing = dict.fromkeys(pairs, (Cost(0.0), Cost(0.0)))  # a product's casts are in its own time
     return replace(found, launches=replace(found, ops=launches, cast_fit=nothing))
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from qsync.commands import pareto as pareto_plans
 from qsync.commands import tables
-from qsync.commands.cards import judge
+from qsync.commands.cards import judge_cards
 from qsync.commands.options import (
     MAX_SEED,
     ClusterFile,
@@ -132,11 +132,11 @@ def plan(
     cards: Annotated[
         str | None,
         typer.Option(
-            help="Without a folder: judge a pile of cards from data sheets, as A100:4,T4:8.",
+            help="Without a folder: judge cards from data sheets, as A100:4,T4:8; CPU is this machine.",
             show_default="none",
         ),
     ] = None,
-    link: Annotated[str, typer.Option(help="With --cards: the bandwidth between them.")] = "25Gb",
+    link: Annotated[str, typer.Option(help="With --cards: the bandwidth between hosts.")] = "25Gb",
     model: Annotated[
         str | None,
         typer.Option(help="With --cards: hf:CONFIG.json, a model of Hugging Face.", show_default="none"),
@@ -155,7 +155,7 @@ def plan(
     if cards is not None or model is not None:
         if cards is None or model is None or folder is not None:
             raise QSyncError("--cards and --model go together, without a folder; see qsync plan --help")
-        judge(cards, link, model, batch, length, base, as_json)
+        judge_cards(cards, link, model, batch, length, base, as_json)
         return
     if folder is None:
         raise QSyncError("give a FOLDER of qsync.hybrid or qsync demo, or --cards with --model")

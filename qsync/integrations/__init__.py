@@ -2,6 +2,7 @@
 
 `transformers`        `QSyncTrainer`, and a mixin for other trainers
 `lightning`           `QSyncStrategy`
+`hugging_face`        a model by its configuration, with random weights
 `trainer_plans`       what both check of options and checkpoints
 `supported_versions`  the versions that these are tested with
 

@@ -71,7 +71,10 @@ def _nvidia(
 # (180 GB as it ships; the brief says up to 192). T4's 320 GB/s are the product brief's (PB-09256), its data
 # sheet says 300. Cache sizes, and compute capabilities, are no data sheet's: they are those of the
 # architectures' white papers and of the CUDA C++ Programming Guide; B200's cache is what its driver reports.
-# RTX cards: rates with FP32 accumulation, of the architectures' white papers.
+# RTX cards sum products of 16 and 8-bit floats in FP32, at half the rate of FP16 sums on GeForce cards: the
+# rates are those of the architectures' white papers. A6000 and A40 are in GA102's (appendix C), too. P100 is
+# the 16 GB SXM2 board, whose ordinary cores multiply FP16. A10G is Amazon's: 70 TFLOP/s of 16 bits by its
+# data sheet, where tables that take it for an A10 say 125.
 _HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979, "int8": 1979}
 DATASHEETS: dict[str, DataSheet] = {
     sheet.name: sheet

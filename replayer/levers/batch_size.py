@@ -18,7 +18,7 @@ from pathlib import Path
 from qsync.errors import FormatError, MismatchError
 from qsync.records.graph import Derivative, OpGraph
 from qsync.records.levers import samples_of
-from qsync.records.profiles import MEASURED, Cost, Profile
+from qsync.records.profiles import MEASURED, SIMULATED, Cost, Profile
 
 INTERPOLATED, PROPORTIONAL = "interpolated", "proportional"
 OTHER = "other"  # the folder of a second capture, in that of a plan
@@ -27,6 +27,8 @@ OTHER = "other"  # the folder of a second capture, in that of a plan
 REACH = 1.5
 # Proportion from one profile holds from its number of samples / REACH_ALONE to that number x REACH_ALONE.
 REACH_ALONE = 4.0
+# Costs of a data sheet follow a law of the size: the line holds from one sample to the larger x REACH_BY_LAW.
+REACH_BY_LAW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ def reach(profile: Profile, graph: OpGraph, other: Recapture | None) -> tuple[in
     >>> reach(profile, graph, Recapture(smaller, {}))
     """
     sizes, factor = _sizes(profile, graph, other), REACH
+    if profile.origin == SIMULATED and len(sizes) > 1:
+        return 1, max(sizes) * REACH_BY_LAW
     if len(sizes) == 1:
         factor = REACH_ALONE
     return math.ceil(min(sizes) / factor), int(max(sizes) * factor)

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from qsync.allocator import allocate, check_plan, explain, uniform
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
+from qsync.allocator.solvers import fastest_start
 from qsync.allocator.solvers.precision_recovery import recover
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.lowering.incremental import lower
@@ -355,6 +356,12 @@ def test_a_budget_nothing_meets_says_who_by_how_much_and_what_holds_most():
     assert 0 < missing <= least - 100_000
     with pytest.raises(InfeasibleError, match=f"needs {missing - 1} bytes more"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, budgets={"infer": 100_001})
+
+
+def test_a_class_far_too_large_for_its_memory_is_not_searched(monkeypatch):
+    monkeypatch.setattr(fastest_start, "_save_memory", lambda *_: pytest.fail("nothing can fit"))
+    with pytest.raises(InfeasibleError, match="infer: no assignment fits"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, budgets={"infer": 1000})
 
 
 def test_a_target_is_met_by_an_earlier_exchange_though_the_class_computes_longer():

@@ -128,3 +128,23 @@ def test_lines_are_few_and_say_the_ratio_to_the_strongest_class():
     assert len(lines) <= 10 and "1.00x" in lines[1] and all(len(line) <= 100 for line in lines)
     times = found.ways[-1].samples_per_s / found.ways[0].samples_per_s
     assert f"{times:.2f}x" in lines[5] and lines[6] == f"infer: {times - 1:+.0%}"
+
+
+def test_strong_cards_on_a_host_of_their_own_do_not_use_the_link_between_hosts():
+    slow = {"train": 1.0, "infer": 2.0}
+    basis, other = basis_of(slow, {"train": 2, "infer": 2}), other_of(slow)
+    cluster = replace(basis.cluster, between=Link(1.0, 1e9), num_hosts=2)
+    here, apart = (
+        find_verdict(at, planned(at, other), other) for at in (basis, replace(basis, cluster=cluster))
+    )
+    assert apart.ways[0].samples_per_s == pytest.approx(here.ways[0].samples_per_s)
+    assert apart.ways[1].samples_per_s < 0.1 * here.ways[1].samples_per_s
+
+
+def test_ddp_is_no_way_where_equal_batches_do_not_fit():
+    slow = {"train": 1.0, "infer": 2.0}
+    basis, other = basis_of(slow), other_of(slow)
+    predicted = uniform(GRAPH, basis.profiles, basis.cluster, {})["infer"].predicted
+    tight = replace(basis, cluster=basis.cluster.with_memory({"infer": predicted.memory_bytes - 1}))
+    assert "DDP" in str(find_verdict(basis, planned(basis, other), other).ways)
+    assert "DDP" not in str(find_verdict(tight, planned(tight, other), other).ways)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
-from qsync.commands.cards import classes_of, link_of
+from qsync.card_verdicts import cards_of, graphs_of, judge, link_of
 from qsync.commands.main import app
-from qsync.errors import FormatError, QSyncError
+from qsync.errors import FormatError, InfeasibleError, QSyncError
 
 TINY = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 2048, "n_head": 4,
@@ -51,6 +52,38 @@ def test_one_kind_of_card_has_a_rate_and_no_shares(config):
     assert found["verdict"] is None and found["classes"]["H100"]["samples"] == 8 and found["step_s"] > 0
 
 
+def test_the_cpu_here_is_a_card_of_measured_rates(config):
+    cards = cards_of("a100:1,cpu:2")
+    one, sheet = cards["CPU"]
+    assert (one.device, one.count, one.datasheet) == ("cpu", 2, None) and sheet.source.startswith("measured")
+    assert sheet.flops_per_s["fp32"] < cards["A100"][1].flops_per_s["fp32"]
+    basis, plan = judge(cards, link_of("25Gb"), graphs_of(f"hf:{config}", 8, 32), "fp32")
+    assert basis.profiles["CPU"].launches is None and basis.profiles["A100"].launches is not None
+    assert plan.verdict.leave_out == ("CPU",)
+
+
+def test_cards_of_a_kind_share_hosts_and_the_link_is_between_hosts(config):
+    graphs = graphs_of(f"hf:{config}", 4, 32)
+    basis, _ = judge(cards_of("A100:12,T4:1"), link_of("8Gb"), graphs, "fp16")
+    assert basis.cluster.num_hosts == 3 and basis.cluster.between.bytes_per_s == 1e9
+    assert judge(cards_of("A100:8"), link_of("8Gb"), graphs, "fp16")[0].cluster.between is None
+
+
+def test_a_model_that_no_card_holds_is_one_sentence(config):
+    large = config.with_name("large.json")
+    large.write_text(json.dumps({**TINY, "vocab_size": 10**6}))
+    with pytest.raises(InfeasibleError, match="does not train on T4: .* take 34 GB of every card") as error:
+        judge(cards_of("A100:1,T4:1"), link_of("8Gb"), graphs_of(f"hf:{large}", 2, 8), "fp16")
+    assert "\n" not in str(error.value)
+
+
+def test_a_loss_that_transformers_guesses_breaks_no_graph(config):
+    before = sum(counters["graph_break"].values())
+    first, second = graphs_of(f"hf:{config}", 2, 8)
+    assert sum(counters["graph_break"].values()) == before
+    assert [graph.batch_shapes[0][0] for graph in (first, second)] == [2, 4]  # one would be broadcast
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("A101:4", "there is no data sheet 'A101' .nearest: 'A10'"), ("A100:0", "takes CARD:NUMBER"),
     ("A100:x", "takes CARD:NUMBER"), ("", "takes CARD:NUMBER"), ("A100:2,a100:3", "names A100 twice"),
@@ -58,7 +91,7 @@ def test_one_kind_of_card_has_a_rate_and_no_shares(config):
 ])  # fmt: skip
 def test_what_is_no_pile_of_cards_is_one_sentence(text, said):
     with pytest.raises(FormatError, match=said):
-        classes_of(text)
+        cards_of(text)
 
 
 @pytest.mark.parametrize("text", ["0Gb", "25", "-1Gb", "Gb", "25Tb", "1e3Gb", ""])
@@ -77,7 +110,7 @@ def test_bits_and_bytes_are_told_apart():
     (("--model", "hf:{config}", "--batch", "3"), "--batch 3 leaves 2 cards fewer than 2 samples each"),
     (("--model", "hf:{config}", "--length", "65"), "--length must be from 1 to the 64 tokens"),
     (("--model", "hf:{other}"), "GPT2Model has no loss; name a class with a head"),
-    (("--model", "hf:{broken}"), "is no configuration of a model that transformers makes"),
+    (("--model", "hf:{broken}"), "is no config.json of a Hugging Face model that transformers makes"),
     (("--model", "hf:{config}", "--link", "0Gb"), "--link takes a bandwidth above zero"),
     ((), "--cards and --model go together"),
 ])  # fmt: skip

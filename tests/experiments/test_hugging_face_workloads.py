@@ -41,9 +41,10 @@ def test_a_configuration_trains_and_has_something_to_lower(tmp_path, model_type)
 @pytest.mark.parametrize(
     ("model_type", "changes", "sentence"),
     [
-        ("t5", {}, "t5 as it is is none of these"),
+        ("t5", {}, "name its class in architectures"),
+        ("t5", {"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration is none of"),
         ("gpt2", {"vocab_size": 100}, "give it 256 or more"),
-        ("no such model", {}, "is no Hugging Face config.json with a model_type"),
+        ("no such model", {}, "is no config.json of a Hugging Face model"),
     ],
 )
 def test_a_bad_configuration_is_one_sentence(tmp_path, model_type, changes, sentence):
@@ -53,7 +54,7 @@ def test_a_bad_configuration_is_one_sentence(tmp_path, model_type, changes, sent
 
 
 def test_a_missing_file_and_text_for_images_are_one_sentence(tmp_path):
-    with pytest.raises(QSyncError, match="is no Hugging Face config.json"):
+    with pytest.raises(QSyncError, match="give the path of a config.json"):
         demo_workload(f"hf:{tmp_path}/none.json")
     with pytest.raises(QSyncError, match="leave out --data"):
         demo_workload(config_file(tmp_path, "vit"), tmp_path)

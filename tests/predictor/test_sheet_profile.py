@@ -11,6 +11,8 @@ from qsync.predictor.cost_model.op_calls import calls, least_s
 from qsync.predictor.cost_model.sheet_profile import PartsOfPeaks, assumed_sensitivity, sheet_profile
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.datasheets import DATASHEETS, datasheet
+from qsync.replayer import Recapture
+from qsync.replayer.levers.batch_size import reach
 
 GRAPH = encoder(2, width=512, rows=4096)
 
@@ -53,6 +55,19 @@ def test_what_moves_no_bytes_is_not_launched_and_the_optimizer_moves_seven_numbe
     assert all(seconds > 0.0 for name, seconds in launched.items() if name not in views)
     trained = sum(value.num_elements for value in GRAPH.parameters if value.requires_grad)
     assert found.optimizer_s == pytest.approx(7 * 4 * trained / sheet.bytes_per_s / 0.8)
+
+
+def test_a_data_sheet_s_costs_hold_at_any_number_of_samples():
+    graphs = [encoder(1, width=64, rows=rows) for rows in (32, 16)]
+    first, second = (sheet_profile(graph, datasheet("T4"), "T4") for graph in graphs)
+    assert reach(first, graphs[0], Recapture(graphs[1], {"T4": second})) == (1, 32 * 64)
+
+
+def test_8_bits_are_no_faster_than_16_on_an_h100():
+    """As its kernels were measured."""
+    _, call = max(calls(GRAPH), key=lambda pair: pair[1].flops)
+    int8, bf16 = costs_of(PartsOfPeaks(), [(call, "int8_all"), (call, "bf16")], datasheet("H100"))
+    assert int8.total_s == pytest.approx(bf16.total_s, rel=0.15)
 
 
 def test_more_bits_and_fewer_operations_count_for_less():

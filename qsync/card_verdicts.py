@@ -1,0 +1,157 @@
+"""What a pile of cards would make of a model, from data sheets, before there is one. Simulated."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qsync.allocator import find_verdict
+from qsync.allocator.levers.shares import BatchShares
+from qsync.allocator.planner import allocate
+from qsync.errors import FormatError, InfeasibleError, shortened
+from qsync.integrations.hugging_face import PREFIX, read_config
+from qsync.predictor.cost_model.sheet_profile import assumed_sensitivity, sheet_profile
+from qsync.records.cluster import Cluster, DeviceClass, Link
+from qsync.records.datasheets import DataSheet, datasheet
+from qsync.records.graph import OpGraph
+from qsync.records.levers import ACCUMULATE, SHARE
+from qsync.records.plan_folder import Basis
+from qsync.records.plans import Plan
+from qsync.replayer import Recapture
+
+CPU = "CPU"  # the machine that this runs on
+# Assumptions: cards of a kind share hosts of eight, and exchange there at a rate between PCIe's and NVLink's.
+# Hosts exchange over the link that is given.
+WITHIN, CARDS_A_HOST = Link(20e-6, 50e9, num_ranks=2), 8
+_LATENCY_S = 30e-6  # of an all-reduce between hosts
+_MOST_TOKENS = 512  # of a sequence, unless a length is given
+_SIDE = 224  # of an image whose configuration says nothing
+_UNITS = {"Gb": 1e9 / 8, "Mb": 1e6 / 8, "GB": 1e9, "MB": 1e6}
+
+
+def judge(
+    cards: dict[str, tuple[DeviceClass, DataSheet]], link: Link, graphs: tuple[OpGraph, OpGraph], base: str
+) -> tuple[Basis, Plan]:
+    """Return the best plan of shares and precisions for cards, with its verdict, and what it is based on.
+
+    `graphs` are of a model with two numbers of samples, the first that of a rank with equal batches.
+    Raises InfeasibleError where the model does not fit.
+
+    >>> judge(cards_of("A100:4,T4:8"), link_of("25Gb"), graphs_of("hf:config.json", 32), "bf16")
+    """
+    graph, recaptured = graphs
+    hosts = sum(-(-one.count // CARDS_A_HOST) for one, _ in cards.values())
+    cluster = Cluster(tuple(one for one, _ in cards.values()), WITHIN, link if hosts > 1 else None, hosts)
+    profiles, others = ({name: sheet_profile(at, sheet, name) for name, (_, sheet) in cards.items()}
+                       for at in graphs)  # fmt: skip
+    _check_weights(graph, cards)
+    basis, other = Basis(graph, cluster, profiles, assumed_sensitivity(graph)), Recapture(recaptured, others)
+    options: dict[str, Any] = {"base": base}
+    try:
+        if len(cards) == 1:
+            return basis, allocate(graph, profiles, basis.sensitivity, cluster, **options)
+        shares = BatchShares(basis, other, (SHARE, ACCUMULATE), options)
+        plan = shares.plan()
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{graph.model} does not train on these cards: {error}") from error
+    return basis, replace(plan, verdict=find_verdict(basis, plan, other, options, shares))
+
+
+def _check_weights(graph: OpGraph, cards: dict[str, tuple[DeviceClass, DataSheet]]) -> None:
+    """Raise InfeasibleError for a card that cannot hold weights, gradients and AdamW's state, in FP32."""
+    needed = 16 * sum(value.num_elements for value in graph.parameters if value.requires_grad)
+    small = [name for name, (one, _) in cards.items() if one.memory_bytes < needed]
+    if small:
+        raise InfeasibleError(
+            f"{graph.model} does not train on {', '.join(small)}: weights, gradients and AdamW's state take "
+            f"{needed / 1e9:.0f} GB of every card"
+        )
+
+
+def cards_of(text: str) -> dict[str, tuple[DeviceClass, DataSheet]]:
+    """Read `A100:4,T4:8`: a class of each card, named by its data sheet; `CPU` is this machine, measured.
+
+    FormatError for an unknown card, which names the nearest, and for a number that is none.
+    """
+    found: dict[str, tuple[DeviceClass, DataSheet]] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition(":")
+        count = int(number) if number.isascii() and number.isdigit() else (0 if number else 1)
+        if not name or not 1 <= count <= 10**6:
+            raise FormatError(
+                f"--cards takes CARD:NUMBER with commas, as A100:4,T4:8; found {shortened(part)}"
+            )
+        sheet = _sheet_of_this_cpu() if name.upper() == CPU else datasheet(name)
+        if sheet.name in found:
+            raise FormatError(f"--cards names {sheet.name} twice; give all of them as one number")
+        device, known = ("cuda", sheet.name) if sheet.capability else ("cpu", None)
+        one = DeviceClass(sheet.name, device, count, sheet.memory_bytes, sheet.precisions, datasheet=known)
+        found[sheet.name] = one, sheet
+    return found
+
+
+def _sheet_of_this_cpu() -> DataSheet:
+    """Measure this machine's processor, in about a second."""
+    import torch
+
+    from qsync.cost_learning import measure_sheet
+
+    return replace(measure_sheet(torch.device("cpu")), name=CPU)
+
+
+def link_of(text: str) -> Link:
+    """Read `25Gb` (bits a second) or `3GB` (bytes). FormatError for what is none, and for a link of zero."""
+    matched = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(Gb|Mb|GB|MB)(?:/?ps|/s)?", text.strip())
+    if matched is None or not float(matched[1]) > 0.0:
+        raise FormatError(
+            "--link takes a bandwidth above zero, as 25Gb (bits a second) or 3GB (bytes), found "
+            f"{shortened(text)}"
+        )
+    return Link(_LATENCY_S, float(matched[1]) * _UNITS[matched[2]], num_ranks=2)
+
+
+def graphs_of(model: str, samples: int, length: int | None = None) -> tuple[OpGraph, OpGraph]:
+    """Capture a model with two numbers of samples, the first as given, by its Hugging Face configuration.
+
+    The model is on the meta device: nothing is loaded, nothing computed.
+    """
+    import torch
+
+    import qsync
+
+    if not model.startswith(PREFIX):
+        raise FormatError(
+            f"--model takes hf:CONFIG.json, a configuration of Hugging Face, found {shortened(model)}"
+        )
+    config, kind, _ = read_config(Path(model.removeprefix(PREFIX)))
+    with torch.device("meta"):
+        made = kind(config).train()
+        second = samples // 2 if samples > 3 else 2 * samples  # a batch of one has other operators
+        batches = [_batch_of(made, number, length) for number in (samples, second)]
+    if getattr(made, "loss_type", "") is None:  # transformers takes this one, and warns: a break in the graph
+        made.loss_type = "ForCausalLM"
+    graph, other = (qsync.capture(made, batch) for batch in batches)
+    return graph, other
+
+
+def _batch_of(model: Any, samples: int, length: int | None) -> dict[str, Any]:
+    """Return a batch with labels for a model with a head, whatever its numbers."""
+    import torch
+
+    config, name = model.config, type(model).__name__
+    if "For" not in name and "LMHead" not in name:
+        raise FormatError(f"{name} has no loss; name a class with a head in architectures (…ForCausalLM)")
+    if model.main_input_name == "pixel_values":
+        side = getattr(config, "image_size", None) or _SIDE
+        shape = (samples, getattr(config, "num_channels", 3), side, side)
+        return {"pixel_values": torch.zeros(shape), "labels": torch.zeros(samples, dtype=torch.int64)}
+    longest: int = getattr(config, "max_position_embeddings", None) or _MOST_TOKENS
+    if length is not None and not 1 <= length <= longest:
+        raise FormatError(
+            f"--length must be from 1 to the {longest} tokens that {name} takes, found {length}"
+        )
+    ids = torch.zeros((samples, length or min(longest, _MOST_TOKENS)), dtype=torch.int64)
+    is_by_sequence = "SequenceClassification" in name
+    return {"input_ids": ids, "labels": torch.zeros(samples, dtype=torch.int64) if is_by_sequence else ids}

@@ -1,0 +1,45 @@
+"""A model of Hugging Face by its configuration: nothing is downloaded, and weights are random."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError, QSyncError, shortened
+
+PREFIX = "hf:"
+# The first that a model type has is made where its configuration names no class.
+CAUSAL, MASKED, IMAGE = "CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION"
+
+
+def read_config(path: Path) -> tuple[Any, type[Any], str | None]:
+    """Read a `config.json`: return it, the class of its model, and its task.
+
+    The task is None where the class neither models language nor classifies images. FormatError for a file
+    that transformers makes no model of.
+
+    >>> config, kind, task = read_config(Path("config.json"))
+    >>> model = kind(config)
+    """
+    try:
+        import transformers
+        from transformers.models.auto import modeling_auto
+    except ImportError:
+        raise QSyncError("hf: needs the package transformers; pip install transformers") from None
+    if not path.is_file():
+        raise FormatError(f"there is no {shortened(str(path))}; give the path of a config.json")
+    try:
+        config: Any = transformers.AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
+        tasks = {
+            getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").get(config.model_type): task
+            for task in (IMAGE, MASKED, CAUSAL)
+        }
+        named = [*(config.architectures or ()), *(name for name in reversed(tasks) if name)][0]
+        config.use_cache = False
+        return config, getattr(transformers, named), tasks.get(named)
+    except (AttributeError, ValueError, OSError, KeyError, TypeError, IndexError) as error:
+        raise FormatError(
+            f"{shortened(str(path))} is no config.json of a Hugging Face model that transformers makes "
+            f"({shortened(error, quote=False)}); name its class in architectures"
+        ) from error
