@@ -248,7 +248,7 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "docs" / "figures").mkdir()
     pages = (publish.README, publish.PAGE)
     for page in pages:
-        (tmp_path / page).write_text("before <!-- results:begin -->old<!-- results:end --> after")
+        (tmp_path / page).write_text("before <!-- results:begin -->former<!-- results:end --> after")
     found = tmp_path / "demo-out"
     found.mkdir()
     kept["runs"][QSYNC_SHARE]["measured_step_s"] = 1.234
@@ -258,17 +258,17 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
         (found / name).write_bytes(name.encode())
     with pytest.raises(QSyncError, match=r"has no allocation\.png; name the folder of a finished"):
         publish.main(found)
-    assert "old" in (tmp_path / "README.md").read_text()
+    assert "former" in (tmp_path / "README.md").read_text()
     (found / "allocation.png").write_bytes(b"map")
     (tmp_path / publish.PAGE).write_text("no markers")
     with pytest.raises(QSyncError, match=r"lacks <!-- results:begin -->; put both markers"):
         publish.main(found)
-    assert "old" in (tmp_path / "README.md").read_text()
+    assert "former" in (tmp_path / "README.md").read_text()
     (tmp_path / publish.PAGE).write_text((tmp_path / "README.md").read_text())
     publish.main(found)
     for page in pages:
         text = (tmp_path / page).read_text()
-        assert text.startswith("before <!--") and text.endswith("--> after") and "old" not in text
+        assert text.startswith("before <!--") and text.endswith("--> after") and "former" not in text
     assert f"| **{TITLES[QSYNC_SHARE]}** |" in text and "| 1234 ms |" in text
     rate = kept["runs"][QSYNC_SHARE]["samples_a_step"] / 1.234
     alone = kept["runs"][ALONE]["samples_a_step"] / kept["runs"][ALONE]["measured_step_s"]

@@ -127,7 +127,7 @@ def test_too_little_text_says_how_much_is_needed(tmp_path, content, says):
 def test_bad_requests_name_what_to_do(tmp_path):
     with pytest.raises(QSyncError, match="no file or folder"):
         demo_workload("gpt", data=tmp_path / "absent")
-    with pytest.raises(QSyncError, match="choose one of gpt, resnet"):
-        demo_workload("bert")
+    with pytest.raises(QSyncError, match="choose one of gpt, gpt-small"):
+        demo_workload("lenet")
     with pytest.raises(QSyncError, match="leave out --data"):
         demo_workload("resnet", data=tmp_path)
