@@ -177,29 +177,51 @@ class BatchShares:
         )
 
     def _search(self, lower: bool) -> Shared:
+        """Return the shares of the least step, of those that were tried.
+
+        A class that is crowded takes fewer samples. When nothing new is found so, its samples become
+        a multiple of 2, 4 or 8, which it takes in as many passes.
+        """
         tried: dict[tuple[int, ...], Shared] = {}
         following: dict[str, int] | None = dict.fromkeys(self.basis.profiles, self.equal)
         crowded: dict[str, int] = {}  # by class the fewest samples that did not fit
-        while following is not None and len(tried) < _MAX_TRIED:
+        units, limit = dict.fromkeys(self.basis.profiles, 1), _MAX_TRIED
+        while following is not None and len(tried) < limit:
             one = tried[tuple(following.values())] = self._timed(following, lower)
-            best = min(tried.values(), key=lambda each: each.step_s)
-            crowded |= {name: one.samples[name] for name in one.crowded}
-            fitting = {name: self._fitting(name, tried.values()) for name in crowded}
-            most = {name: (fitting[name] + own) // 2 for name, own in crowded.items()}
-            following = self._exact(_equal_times(self.basis, list(tried.values()), self._ends, most), most)
-            if following is None or tuple(following.values()) in tried:
-                # Sizes are whole: relieve the slowest class by one sample.
-                slowest = max(best.own_s, key=lambda name: best.own_s[name])
-                fewer = {**most, slowest: best.samples[slowest] - 1}
-                following = self._exact({name: float(own) for name, own in best.samples.items()}, fewer)
-            if following is not None and tuple(following.values()) in tried:
-                following = None
+            for name in one.crowded:
+                more = next((k for k in self._passes if k > units[name] > 1), None)
+                if more is None:
+                    crowded[name] = one.samples[name]
+                else:
+                    units[name] = more
+            following = self._following(list(tried.values()), crowded, units)
+            if following is None and crowded and limit == _MAX_TRIED and len(self._passes) > 1:
+                units, crowded = {**units, **dict.fromkeys(crowded, self._passes[1])}, {}
+                limit = len(tried) + _MAX_TRIED // 2
+                following = self._following(list(tried.values()), crowded, units)
+        best = min(tried.values(), key=lambda each: each.step_s)
         if math.isinf(best.step_s):
             raise InfeasibleError(
                 f"no share of the batch fits in the memory of {', '.join(best.crowded)}; give a smaller "
                 'batch, or levers that save memory ("accumulate", "recompute")'
             )
         return best
+
+    def _following(
+        self, tried: Sequence[Shared], crowded: Mapping[str, int], units: Mapping[str, int]
+    ) -> dict[str, int] | None:
+        """Return the shares to try next; None where nothing new is left."""
+        best = min(tried, key=lambda each: each.step_s)
+        known = [each.samples for each in tried]
+        fitting = {name: self._fitting(name, tried) for name in crowded}
+        most = {name: (fitting[name] + own) // 2 for name, own in crowded.items()}
+        found = self._exact(_equal_times(self.basis, tried, self._ends, most), most, units=units)
+        if found is None or found in known:
+            # Sizes are whole: relieve the slowest class by one sample.
+            slowest = max(best.own_s, key=lambda name: best.own_s[name])
+            ideal = {name: float(own) for name, own in best.samples.items()}
+            found = self._exact(ideal, {**most, slowest: best.samples[slowest] - 1}, units=units)
+        return None if found in known else found
 
     def _fitting(self, name: str, tried: Iterable[Shared]) -> int:
         """Return the most samples of a class that were tried and fit; its fewest where none did."""
@@ -267,26 +289,32 @@ class BatchShares:
         ideal: Mapping[str, float],
         most: Mapping[str, int] | None = None,
         least: Mapping[str, int] | None = None,
+        units: Mapping[str, int] | None = None,
     ) -> dict[str, int] | None:
         """Return whole samples by class, nearest to the ideal, that make up the batch; None if none do.
 
         minimise    sum over classes c of n_c d_c
-        such that   d_c >= |s_c - ideal_c|,  sum over classes of n_c s_c = B
+        such that   d_c >= |s_c - ideal_c|,  sum over classes of n_c s_c = B,  s_c a multiple of its unit
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         classes = self.basis.cluster.classes
         num, counts = len(classes), [c.count for c in classes]
-        ends = [self._ends(c.name) for c in classes]
+        ends, unit = [self._ends(c.name) for c in classes], [(units or {}).get(c.name, 1) for c in classes]
         low = [max(end[0], (least or {}).get(c.name, 0)) for c, end in zip(classes, ends, strict=True)]
         high = [min(end[1], (most or {}).get(c.name, end[1])) for c, end in zip(classes, ends, strict=True)]
+        low, high = (
+            [-(-a // k) for a, k in zip(low, unit, strict=True)],
+            [b // k for b, k in zip(high, unit, strict=True)],
+        )
         if any(a > b for a, b in zip(low, high, strict=True)):
             return None
-        rows, limits = [[*counts, *[0] * num]], [(float(self._batch), float(self._batch))]
+        each = [n * k for n, k in zip(counts, unit, strict=True)]
+        rows, limits = [[*each, *[0] * num]], [(float(self._batch), float(self._batch))]
         for i, c in enumerate(classes):
             for sign in (1, -1):
                 row = [0] * (2 * num)
-                row[i], row[num + i] = sign, -1
+                row[i], row[num + i] = sign * unit[i], -1
                 rows.append(row)
                 limits.append((-math.inf, sign * ideal[c.name]))
         solved = milp(
@@ -296,7 +324,7 @@ class BatchShares:
         )  # fmt: skip
         if not solved.success:
             return None
-        return {c.name: round(solved.x[i]) for i, c in enumerate(classes)}
+        return {c.name: unit[i] * round(solved.x[i]) for i, c in enumerate(classes)}
 
     @property
     def _batch(self) -> int:

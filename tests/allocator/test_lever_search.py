@@ -179,6 +179,26 @@ def test_passes_are_taken_where_memory_asks_for_them_alone():
     assert plan.levers["train"].passes > 1 and plan.levers["infer"].passes == 1
 
 
+def test_a_class_that_needs_passes_takes_samples_that_they_divide():
+    graph, smaller = (encoder(2, width=16, rows=rows) for rows in (511, 128))
+    profiles, theirs = (
+        {n: profile_of(g, n, slow=slow, precisions=(Precision.FP32,)) for n, slow in SLOW.items()}
+        for g in (graph, smaller)
+    )
+    cluster = cluster_of({"train": 1, "infer": 1}, precisions=(Precision.FP32,))
+    parts, other = (graph, profiles, sensitivity_of(graph), cluster), Recapture(smaller, theirs)
+    one_pass = search(*parts, levers=["share"], other=other)
+    # Equal times ask for an odd number of samples, which no passes divide.
+    room = {"train": int(0.6 * one_pass["train"].predicted.memory_bytes)}
+    squeezed = search(*parts, levers=["share"], other=other, budgets=room)
+    plan = search(*parts, levers=["share", "accumulate"], other=other, budgets=room)
+    own = plan.levers["train"]
+    assert own.passes > 1 and own.samples % own.passes == 0
+    assert own.samples > squeezed.levers["train"].samples
+    assert plan.step_s < 1.15 * one_pass.step_s < 0.9 * squeezed.step_s
+    assert plan["train"].predicted.memory_bytes <= room["train"]
+
+
 def test_shares_leave_every_rank_the_samples_that_are_asked_for():
     parts, other, _ = in_fp32_alone()
     assert search(*parts, levers=["share"], other=other).levers["infer"].samples < 24
