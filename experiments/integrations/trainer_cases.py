@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     TrainerCallback,
     TrainingArguments,
 )
@@ -140,6 +142,24 @@ def _(arm: Arm) -> Outcome:
 )
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, torch_compile=not arm.is_plain)
+
+
+@case(_GROUP, "`Trainer(model=qsync.hybrid(...))`: a Llama, whose Trainer counts shifted labels", tested=True)
+def _(arm: Arm) -> Outcome:
+    seen = Norms()
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    model = net(lambda: LlamaForCausalLM(config))
+    if not arm.is_plain:
+        model = arm.hybrid(model, default_collate([Rows()[index] for index in range(4)]))
+    made = transformers.Trainer(
+        model, arguments(arm, gradient_accumulation_steps=2, remove_unused_columns=False),
+        train_dataset=Rows(), callbacks=[seen],
+    )  # fmt: skip
+    made.train()
+    return Outcome(seen.norms, model)
 
 
 class _Once(IterableDataset[dict[str, torch.Tensor]]):
