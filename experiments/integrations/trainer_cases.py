@@ -43,6 +43,15 @@ def gpt() -> Any:
     return net(lambda: GPT2LMHeadModel(config))
 
 
+def llama() -> Any:
+    """Return a small Llama, the same each time. The Trainer counts its labels as the loss does: shifted."""
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return net(lambda: LlamaForCausalLM(config))
+
+
 class Rows(Dataset[dict[str, torch.Tensor]]):
     """Sequences of tokens, of which other numbers count in each."""
 
@@ -105,7 +114,9 @@ cases(_GROUP, _outcome, {
         "kind": transformers.Seq2SeqTrainer, "arguments_kind": transformers.Seq2SeqTrainingArguments,
     },
     "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2, "tested": True},
-    "levers": {"options": {"levers": ["share"]}, "refused": "plan without levers"},
+    '`levers=["accumulate"]`': {
+        "options": {"levers": ["accumulate"]}, "refused": "takes a rank's samples in one pass",
+    },
     "an option that the Trainer states": {
         "options": {"base": "bf16"}, "refused": "the Trainer states base itself",
     },
@@ -147,11 +158,7 @@ def _(arm: Arm) -> Outcome:
 @case(_GROUP, "`Trainer(model=qsync.hybrid(...))`: a Llama, whose Trainer counts shifted labels", tested=True)
 def _(arm: Arm) -> Outcome:
     seen = Norms()
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=32,
-    )  # fmt: skip
-    model = net(lambda: LlamaForCausalLM(config))
+    model = llama()
     if not arm.is_plain:
         model = arm.hybrid(model, default_collate([Rows()[index] for index in range(4)]))
     made = transformers.Trainer(
