@@ -14,6 +14,7 @@ import qsync
 from qsync.distributed.share_sampler import sampler_of
 from qsync.distributed.shares import SampleOrder
 from qsync.errors import FormatError, MismatchError
+from qsync.predictor.profiling.loader_wait import undrawn
 
 
 @pytest.fixture
@@ -214,6 +215,19 @@ def test_accelerates_shard_of_the_sampler_hands_out_every_batch():
     found.set_epoch(0)
     assert [batch[0].tolist() for batch in found] == whole and len(found) == 2
     assert sampler_of(found) is loader.batch_sampler
+    with undrawn(found.base_dataloader):
+        next(iter(found.base_dataloader))
+    assert loader.batch_sampler.state_dict() == {"step": 2}
+
+
+def test_an_epoch_that_is_set_once_its_workers_have_begun_is_the_one_under_way(place):  # as Lightning does
+    place(0, 1)
+    data = TensorDataset(torch.arange(64))
+    sampler = qsync.ShareSampler(data, 16)
+    batches = iter(DataLoader(data, batch_sampler=sampler, num_workers=1))
+    sampler.set_epoch(0)
+    next(batches)
+    assert sampler.state_dict() == {"step": 1}
 
 
 BODY = """
