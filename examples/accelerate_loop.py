@@ -1,6 +1,7 @@
 """Train in a loop of Accelerate's, on two ranks of which one is weak.
 
-`accelerator.prepare` takes what `qsync.hybrid` returns as it takes any model. Accelerate accumulates and
+`accelerator.prepare` takes what `qsync.hybrid` returns as it takes any model, and leaves each rank its share
+of the batch. Accelerate accumulates and
 clips the gradients, and saves and loads the state. Run it with
 `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/accelerate_loop.py`.
 """
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import qsync
 
-EPOCHS, BATCH = 12, 64
+EPOCHS, BATCH = 12, 128  # samples of a step, on both ranks
 
 
 def main() -> None:
@@ -26,12 +27,12 @@ def main() -> None:
     images, labels = torch.tensor(digits.data).float(), torch.tensor(digits.target)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 10))
-    example = (images[:BATCH], labels[:BATCH])
+    data = TensorDataset(images[:1500], labels[:1500])
+    loader = DataLoader(data, batch_sampler=qsync.ShareSampler(data, batch_size=BATCH))
     # Rank 1 emulates a weak device: it gets half a core.
     share = 0.5 if accelerator.process_index == 1 else None
-    model = qsync.hybrid(model, example, lambda m, b: cross_entropy(m(b[0]), b[1]), emulated_share=share)
-
-    loader = DataLoader(TensorDataset(images[:1500], labels[:1500]), BATCH, shuffle=True)
+    loss_fn = lambda m, b: cross_entropy(m(b[0]), b[1])  # noqa: E731
+    model = qsync.hybrid(model, loader=loader, loss_fn=loss_fn, emulated_share=share)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 

@@ -1,7 +1,8 @@
 """Train a LightningModule with Lightning's Trainer, on two ranks of which one is weak.
 
 `QSyncStrategy` stands where `strategy="ddp"` stood. It plans the network that `training_step` calls, on a
-batch of the training data. A checkpoint holds its plan, and loads into a plain module. Run it with
+batch of the training data, and gives each rank its share of every batch. A checkpoint holds its plan, and
+loads into a plain module. Run it with
 `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/lightning_fit.py`.
 """
 
@@ -36,7 +37,8 @@ def main() -> None:
     """Train, save, and print the plan and the held-out accuracy of what was saved."""
     digits = load_digits()
     images, labels = torch.tensor(digits.data).float(), torch.tensor(digits.target)
-    loader = DataLoader(TensorDataset(images[:1500], labels[:1500]), 64, shuffle=True, drop_last=True)
+    data = TensorDataset(images[:1500], labels[:1500])
+    loader = DataLoader(data, batch_sampler=qsync.ShareSampler(data, batch_size=128))  # of both ranks
     torch.manual_seed(0)
     share = 0.5 if os.environ.get("RANK") == "1" else None  # rank 1 emulates a weak device: half a core
     strategy = QSyncStrategy(hybrid_options={"emulated_share": share})

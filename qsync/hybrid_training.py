@@ -129,7 +129,7 @@ def hybrid(
         timeout_s: seconds of silence after which a rank counts as dead; at least 1.
         join_timeout_s: seconds to wait for a rank that has not come yet. From the tenth on a line names it.
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
-            and planned with. Of a `qsync.ShareSampler`: batches of two sizes are drawn and profiled.
+            and planned with. Of a `qsync.ShareSampler`: a batch is profiled with two numbers of samples.
         base: "fp32", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast would, and
             what the others are lowered from. Without it the type of the torch.autocast that is on here, or of
             Accelerate's mixed precision, else "fp32". The training loop may keep its torch.autocast of that
@@ -150,10 +150,10 @@ def hybrid(
             number of optimizer steps. Not with a `plan` or `levers`.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`
             and their `other`). With a `qsync.ShareSampler` the levers are "share" and "accumulate" unless
-            others are given; `levers=()` keeps equal batches. Where ranks take other numbers of samples, and
-            no `other` is given, a part of the batch is profiled, too. With BatchNorm a share keeps 16 samples
-            a pass, unless `least_samples` says otherwise. Where operators may save less, profiling takes
-            twice as many steps.
+            others are given, and "share" alone under Accelerate; `levers=()` keeps equal batches. Where ranks
+            take other numbers of samples, and no `other` is given, the batch is profiled with another one,
+            too. With BatchNorm a share keeps 16 samples a pass, unless `least_samples` says otherwise. Where
+            operators may save less, profiling takes twice as many steps.
 
     Returns:
         The model in DistributedDataParallel. With `ddp=False`, and without a job (plain `python script.py`),
@@ -172,6 +172,7 @@ def hybrid(
         >>> model = qsync.hybrid(model, batch, lambda model, batch: loss(model(batch["x"]), batch["y"]))
     """
     device, sampler = device_of(model), None
+    loader = getattr(loader, "base_dataloader", loader)  # Accelerate's counts who iterates it
     base = base or autocast_type(device) or accelerate_state.mixed_precision()
     job.join_job(device, silence_s=timeout_s, join_timeout_s=join_timeout_s)
     if job.world_size() > 1:
@@ -480,7 +481,7 @@ def _profile_and_plan(
         basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
         if takes_samples(options) and options.get("other") is None:
             profiling.progress("another number of samples")
-            options |= {"other": recaptured(step, rank, batches, basis, formed[1], profiling, options)}
+            options |= {"other": recaptured(step, rank, basis, formed[1], profiling, options)}
         profiling.progress("allocation")
         plan = Plan.from_json(from_rank_zero(
             "planning", lambda: _plan_and_save(basis, folder, profiling.bucket_cap_bytes, options).to_json()

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
 from torch.utils.data import DataLoader
 
 import qsync
@@ -154,17 +153,20 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, model)
 
 
-@case(
-    _GROUP,
-    "`accelerator.prepare` of a LengthSampler's loader",
-    refused="leave its loader out of accelerator.prepare",
-)
+@case(_GROUP, "`accelerator.prepare` of a ShareSampler's loader under a plan with shares", tested=True)
 def _(arm: Arm) -> Outcome:
-    accelerator = Accelerator(cpu=True)
-    tokens = torch.randint(0, 9, (4, 16))
-    model = net(lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9)))
+    accelerator, data, norms = Accelerator(cpu=True), rows(), []
+    sampler = qsync.ShareSampler(data, batch_size=16)
+    loader: Any = DataLoader(data, batch_sampler=sampler)
+    model = net()
     if not arm.is_plain:
-        model = arm.hybrid(model, (tokens,), lambda model, one: model(one[0]).square().mean())
-        sampler = qsync.LengthSampler(model, list(range(1, 33)), 8)
-        model, _ = accelerator.prepare(model, DataLoader(rows(), batch_sampler=sampler))
-    return Outcome([1.0], model)
+        model = qsync.hybrid(model, loader=loader, plan=_plan(1), device_class=f"class{dist.get_rank()}")
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
+    if arm.precision == "int8":
+        model = qsync.wrap(model, "int8", strict=True)
+    for one in loader:
+        accelerator.backward(loss_of(model, one))
+        norms.append(norm(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Outcome(norms, model)

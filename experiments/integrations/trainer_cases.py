@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     TrainerCallback,
     TrainingArguments,
 )
@@ -39,6 +41,15 @@ def gpt() -> Any:
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     return net(lambda: GPT2LMHeadModel(config))
+
+
+def llama() -> Any:
+    """Return a small Llama, the same each time. The Trainer counts its labels as the loss does: shifted."""
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return net(lambda: LlamaForCausalLM(config))
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -103,7 +114,9 @@ cases(_GROUP, _outcome, {
         "kind": transformers.Seq2SeqTrainer, "arguments_kind": transformers.Seq2SeqTrainingArguments,
     },
     "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2, "tested": True},
-    "levers": {"options": {"levers": ["share"]}, "refused": "plan without levers"},
+    '`levers=["accumulate"]`': {
+        "options": {"levers": ["accumulate"]}, "refused": "takes a rank's samples in one pass",
+    },
     "an option that the Trainer states": {
         "options": {"base": "bf16"}, "refused": "the Trainer states base itself",
     },
@@ -140,6 +153,20 @@ def _(arm: Arm) -> Outcome:
 )
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, torch_compile=not arm.is_plain)
+
+
+@case(_GROUP, "`Trainer(model=qsync.hybrid(...))`: a Llama, whose Trainer counts shifted labels", tested=True)
+def _(arm: Arm) -> Outcome:
+    seen = Norms()
+    model = llama()
+    if not arm.is_plain:
+        model = arm.hybrid(model, default_collate([Rows()[index] for index in range(4)]))
+    made = transformers.Trainer(
+        model, arguments(arm, gradient_accumulation_steps=2, remove_unused_columns=False),
+        train_dataset=Rows(), callbacks=[seen],
+    )  # fmt: skip
+    made.train()
+    return Outcome(seen.norms, model)
 
 
 class _Once(IterableDataset[dict[str, torch.Tensor]]):

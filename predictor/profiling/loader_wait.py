@@ -94,7 +94,8 @@ def first_batch(loader: Iterable[Any]) -> Any:
 def undrawn(loader: object) -> Iterator[None]:
     """Fetch from a loader inside; afterwards its generators and its samplers are as before."""
     batches = getattr(loader, "batch_sampler", None)
-    places = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    inside = [getattr(batches, name, None) for name in ("sampler", "batch_sampler")]
+    places = (loader, getattr(loader, "sampler", None), batches, *inside)
     found = [getattr(place, "generator", None) for place in places]
     states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
     samplers: list[Any] = [one for one in places[1:] if hasattr(one, "load_state_dict")]

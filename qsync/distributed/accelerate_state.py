@@ -46,7 +46,7 @@ def check_prepared(base: Precision, share: ClassLevers | None) -> None:
             "again; plan without levers"
         )
     passes = num_passes()
-    if share.passes != passes:
+    if share.passes not in (1, passes):  # one pass a batch: Accelerate adds up global batches
         raise MismatchError(
             f"the plan takes {share.passes} passes a step on this rank, and Accelerate {passes}; give "
             f"Accelerator(gradient_accumulation_steps={share.passes})"
@@ -69,11 +69,72 @@ def _shared(name: str) -> dict[str, Any]:
     return dict(getattr(getattr(sys.modules.get("accelerate.state"), name, None), "_shared_state", {}))
 
 
+def is_used() -> bool:
+    """Return whether there is an Accelerator in this process."""
+    return bool(_shared("AcceleratorState"))
+
+
+def leave_whole() -> None:
+    """Let Accelerate's shard of a batch sampler, which asks that for its size, hand out every batch.
+
+    UnsupportedError where it would split batches.
+    """
+    asking = sys._getframe(2)
+    if asking.f_globals.get("__name__") != "accelerate.data_loader":
+        return
+    if asking.f_locals.get("split_batches"):
+        raise UnsupportedError(
+            "the batches of a ShareSampler or LengthSampler are this rank's already; leave split_batches out "
+            "of Accelerator's settings"
+        )
+    shard: Any = asking.f_locals.get("self")
+    if hasattr(shard, "process_index"):
+        shard.num_processes, shard.process_index = 1, 0
+
+
+def check_not_dispatched() -> None:
+    """Raise UnsupportedError where Accelerate takes batches on rank 0 alone, to deal them out."""
+    if _caller("accelerate.data_loader", "DataLoaderDispatcher") is not None:
+        raise UnsupportedError(
+            "the batches of a ShareSampler or LengthSampler are this rank's already; leave dispatch_batches "
+            "out of Accelerator's settings"
+        )
+
+
+def counts_epochs() -> bool:
+    """Return whether a loader of Accelerate's calls set_epoch by itself: it counts from 0 in every job."""
+    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderShard", None)
+    frame = sys._getframe(2).f_back
+    return kind is not None and frame is not None and frame.f_code is kind.__iter__.__code__
+
+
+def num_ahead(sampler: object) -> int:
+    """Return how many batches Accelerate's loader of a sampler has fetched that the loop has not got."""
+    references = _shared("GradientState").get("_dataloader_references_ref", ())
+    loaders = [reference() for reference in references if reference is not None]
+    return int(any(sampler in inner_samplers(one) and not one.end_of_dataloader for one in loaders if one))
+
+
+def inner_samplers(loader: Any) -> list[Any]:
+    """Return a loader's batch sampler, and those that it wraps, as Accelerate's do."""
+    found = []
+    while (loader := getattr(loader, "batch_sampler", None)) is not None:
+        found.append(loader)
+    return found
+
+
 def _is_called_by_trainer() -> bool:
-    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    """Return whether a Trainer asks, other than qsync's own."""
+    trainer = _caller("transformers.trainer", "Trainer")
+    return trainer is not None and not hasattr(trainer, "_hybrid_options")
+
+
+def _caller(module: str, name: str) -> Any:
+    """Return the instance of a class in whose methods this is called; None without one."""
+    kind = getattr(sys.modules.get(module), name, None)
     frame = sys._getframe()
-    while trainer is not None and frame is not None:
-        if isinstance(frame.f_locals.get("self"), trainer):
-            return True
+    while kind is not None and frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), kind):
+            return found
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return None

@@ -186,6 +186,16 @@ class HybridDDP(DistributedDataParallel):
         """Take what Accelerate sets on all that it has prepared."""
         self.is_prepared = value
 
+    @property
+    def loss_type(self) -> Any:
+        """Return the model's, by which transformers' Trainer counts shifted labels."""
+        return self.module.loss_type
+
+    @property
+    def config(self) -> Any:
+        """Return the model's, by which transformers' Trainer knows encoder-decoders."""
+        return self.module.config
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         hooks = state.pop("_comm_hooks", [])
         super().__setstate__({**state, "_comm_hooks": []})  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
@@ -343,31 +343,42 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None)
             yield _part(batch, k, passes)
 
 
-def first_part(batch: Any, samples: int) -> Any:
-    """Return the first half of a batch of so many samples, or the first of the fewest equal parts."""
-    return _part(batch, 0, next((k for k in range(2, samples + 1) if samples % k == 0), 1))
+def of_samples(batch: Any, captured: int, samples: int) -> Any:
+    """Return a batch of `captured` samples with another number of them: its first ones, or some repeated."""
+
+    def taken(part: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(samples, device=part.device) % captured
+        return part[rows] if len(part) == captured else part
+
+    return _each(batch, taken)
 
 
 def _part(batch: Any, k: int, passes: int) -> Any:
+    def cut(part: torch.Tensor) -> torch.Tensor:
+        check_share(part.shape[0], passes)
+        size = part.shape[0] // passes
+        return part[k * size : (k + 1) * size]
+
+    return _each(batch, cut)
+
+
+def _each(batch: Any, cut: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the batch with each of its tensors that has a dimension cut."""
     if isinstance(batch, torch.Tensor):
-        if batch.ndim == 0:
-            return batch
-        check_share(batch.shape[0], passes)
-        size = batch.shape[0] // passes
-        return batch[k * size : (k + 1) * size]
+        return cut(batch) if batch.ndim else batch
     if isinstance(batch, PackedSequence):
         raise UnsupportedError(
             "a PackedSequence cannot be cut into passes: its first dimension holds all samples of a time "
             "step; cut padded sequences, and pack each part in the loss"
         )
     if isinstance(batch, Mapping):
-        return _like(batch, {name: _part(value, k, passes) for name, value in batch.items()})
+        return _like(batch, {name: _each(value, cut) for name, value in batch.items()})
     if isinstance(batch, (tuple, list)):
-        parts = [_part(value, k, passes) for value in batch]
+        parts = [_each(value, cut) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if is_dataclass(batch) and not isinstance(batch, type):
         given = {each.name: getattr(batch, each.name) for each in fields(batch) if each.init}
-        return replace(batch, **{name: _part(value, k, passes) for name, value in given.items()})
+        return replace(batch, **{name: _each(value, cut) for name, value in given.items()})
     return batch
 
 

@@ -6,16 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler
 
+from qsync.distributed import accelerate_state
 from qsync.distributed.agreement import agree, check_same
 from qsync.distributed.monitoring.drift_monitor import prediction_of
+from qsync.distributed.share_sampler import RankSampler
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.records.graph import digest
+from qsync.records.levers import SHARE
 from qsync.replayer.costs.sequence_costs import SequenceCost, hand_out
+from qsync.runtime.wrapping import plan_of
 
 
-class LengthSampler(Sampler[list[int]]):
+class LengthSampler(RankSampler):
     """Batches of sequences for one rank: those that it takes as long for as the others for theirs.
 
     Of every `batch_size` sequences each rank gets a run of similar lengths, by what they are predicted to
@@ -34,6 +37,7 @@ class LengthSampler(Sampler[list[int]]):
         costs: class -> cost of a sequence, instead of the plan's.
 
     Raises:
+        UnsupportedError: a plan with shares of the batch, which a ShareSampler hands out.
         FormatError: lengths or sizes that cannot be used.
         MismatchError: a model without a prediction, or ranks with different lengths.
 
@@ -57,6 +61,12 @@ class LengthSampler(Sampler[list[int]]):
         found = prediction_of(model)
 
         def own_class() -> str:
+            plan = plan_of(model)
+            if plan is not None and plan.levers is not None and SHARE in plan.levers.used:
+                raise UnsupportedError(
+                    "the plan shares the batch out by samples already, and a LengthSampler hands it out by "
+                    "predicted times; plan with levers=(), or take the batches of the plan's ShareSampler"
+                )
             for what, number in (("batch_size", batch_size), ("max_tokens", max_tokens or 1)):
                 if type(number) is not int or number < 1:
                     raise FormatError(
@@ -89,15 +99,8 @@ class LengthSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch from now on."""
-        self._epoch = epoch
-
-    @property
-    def batch_size(self) -> int:
-        """Refuse to be cut up: Accelerate, which shards batch samplers, asks for this first."""
-        raise UnsupportedError(
-            "the batches of a LengthSampler are this rank's already, and Accelerate would hand out a part of "
-            "them; leave its loader out of accelerator.prepare"
-        )
+        if not accelerate_state.counts_epochs():
+            self._epoch = epoch
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self._lengths), self._batch_size)
@@ -117,5 +120,6 @@ class LengthSampler(Sampler[list[int]]):
             yield [[chosen[i] for i in own] for own in taken]
 
     def __iter__(self) -> Iterator[list[int]]:
+        accelerate_state.check_not_dispatched()
         for step in self.steps():
             yield step[self._rank]

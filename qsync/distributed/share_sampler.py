@@ -12,12 +12,27 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, Sampler
 
+from qsync.distributed import accelerate_state
 from qsync.distributed.monitoring.loader_batches import listen
 from qsync.distributed.shares import SampleOrder, Share, share_out
-from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
+from qsync.errors import FormatError, MismatchError, shortened
 
 
-class ShareSampler(Sampler[list[int]]):
+class RankSampler(Sampler[list[int]]):
+    """A batch sampler whose batches are one rank's own: frameworks hand out all of them."""
+
+    @property
+    def batch_size(self) -> None:
+        """Return None, as batches differ. Accelerate, which shards batch samplers, asks for this first."""
+        accelerate_state.leave_whole()
+
+    @property
+    def sampler(self) -> RankSampler:
+        """Return itself: frameworks look here for what draws an epoch."""
+        return self
+
+
+class ShareSampler(RankSampler):
     """Batches of a dataset for one rank: its share of every global batch.
 
     Stands where DistributedSampler stood, as `batch_sampler` of a DataLoader. The samples of step s are those
@@ -50,7 +65,9 @@ class ShareSampler(Sampler[list[int]]):
         ...         optimizer.zero_grad()
     """
 
-    def __init__(self, data: Sized | int, batch_size: int, *, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self, data: Sized | int | SampleOrder, batch_size: int, *, shuffle: bool = True, seed: int = 0
+    ) -> None:
         self._data = data
         length = self._length()
         for what, number in (("batch_size", batch_size), ("the length of the dataset", length)):
@@ -64,7 +81,7 @@ class ShareSampler(Sampler[list[int]]):
                 "a smaller batch_size"
             )
         self.global_batch = batch_size
-        self._order = SampleOrder(length, seed, bool(shuffle))
+        self._order = data if isinstance(data, SampleOrder) else SampleOrder(length, seed, bool(shuffle))
         self._shares: list[Share] | None = None  # by rank; None: equal ones
         self._changes = 0
         self._epoch = 0  # of the iteration under way, or of the next one
@@ -79,6 +96,8 @@ class ShareSampler(Sampler[list[int]]):
     def _length(self) -> Any:
         if isinstance(self._data, int):
             return self._data
+        if isinstance(self._data, SampleOrder):
+            return self._data.num_samples
         if isinstance(self._data, Sampler):
             raise FormatError(
                 f"ShareSampler stands in the place of other samplers, found {type(self._data).__name__}; "
@@ -152,6 +171,12 @@ class ShareSampler(Sampler[list[int]]):
         self._shares = [Share(*one) for one in zip(starts, taken, passes, strict=True)]
         self._changes += 1
 
+    def share_as(self, other: ShareSampler) -> None:
+        """Hand out what another sampler of the same model hands out, made anew for each of its loaders."""
+        if other is not self and other._shares is not None:
+            samples, passes = [one.samples for one in other._shares], [one.passes for one in other._shares]
+            self.take_shares(other._model(), samples, passes)
+
     @contextmanager
     def drawing(self, samples: int) -> Iterator[None]:
         """Let this rank draw so many samples a step inside; afterwards nothing is drawn."""
@@ -171,13 +196,16 @@ class ShareSampler(Sampler[list[int]]):
         """
         if type(epoch) is not int or epoch < 0:
             raise FormatError(f"the epoch must be a whole number of at least 0, found {shortened(epoch)}")
-        self._epoch, self._is_set = epoch, True
+        if not accelerate_state.counts_epochs():
+            self._epoch, self._is_set = epoch, True
 
     def state_dict(self) -> dict[str, int]:
         """Return where the loop stands: the step of the next batch. Batches loaded ahead do not count."""
         if self._start is not None or self._is_set:
             return {"step": self._next()[1]}
-        return {"step": self._begun + (self._num_yielded if self._num_fetched is None else self._num_fetched)}
+        if self._num_fetched is None:
+            return {"step": self._begun + self._num_yielded}
+        return {"step": self._begun + self._num_fetched - accelerate_state.num_ahead(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a step, with any number of ranks. Raises FormatError for another state."""
@@ -188,14 +216,6 @@ class ShareSampler(Sampler[list[int]]):
                 "returned"
             )
         self._start, self._is_set = step, False
-
-    @property
-    def batch_size(self) -> int:
-        """Refuse to be cut up: Accelerate, which shards batch samplers, asks for this first."""
-        raise UnsupportedError(
-            "the batches of a ShareSampler are this rank's already, and Accelerate would hand out a part of "
-            "them; leave its loader out of accelerator.prepare"
-        )
 
     def _next(self) -> tuple[int, int]:
         """Return the epoch of the next iteration, and its first step."""
@@ -223,6 +243,7 @@ class ShareSampler(Sampler[list[int]]):
                 f"the dataset has {self._length()} samples, and had {self._order.num_samples} when its "
                 "ShareSampler was made; make a new one"
             )
+        accelerate_state.check_not_dispatched()
         # A loader asks for iterators that it does not use: one begins with its first batch.
         self._epoch, self._begun = self._next()
         self._start, self._is_set = None, False
@@ -241,8 +262,13 @@ class ShareSampler(Sampler[list[int]]):
     def fetching(self, batches: Any) -> Iterator[None]:
         """Count the batches that a loader of this sampler has handed out."""
         yield
-        if getattr(batches, "_index_sampler", None) is self:
-            self._num_fetched = batches._num_yielded
+        index_sampler = getattr(batches, "_index_sampler", None)
+        samplers = [index_sampler, *accelerate_state.inner_samplers(index_sampler)]
+        if self in samplers:
+            skipped = sum(getattr(one, "skip_batches", 0) for one in samplers)
+            self._num_fetched = skipped + batches._num_yielded
+            if self._first(self._epoch) <= self._begun <= self._first(self._epoch + 1):
+                self._is_set = False  # as Lightning sets an epoch whose iteration has begun
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": type(None)}
@@ -270,5 +296,5 @@ def sampler_of(loader: object) -> ShareSampler | None:
                 f"the loader has the ShareSampler as its {place}; give DataLoader(dataset, "
                 "batch_sampler=sampler), without batch_size, shuffle and sampler"
             )
-    found = getattr(loader, "batch_sampler", None)
-    return found if isinstance(found, ShareSampler) else None
+    found = accelerate_state.inner_samplers(loader)
+    return next((one for one in found if isinstance(one, ShareSampler)), None)

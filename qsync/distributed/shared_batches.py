@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map
 from qsync.allocator.levers.shares import BatchShares
 from qsync.allocator.planner import Options
 from qsync.backend.devices.device_detection import device_of
-from qsync.distributed import ddp_profiling, job
+from qsync.distributed import accelerate_state, ddp_profiling, job
 from qsync.distributed.agreement import agree, agree_locally, from_rank_zero
 from qsync.distributed.ddp_profiling import ProfileOptions
-from qsync.distributed.gradient_weighting import batch_norms, first_part
+from qsync.distributed.gradient_weighting import batch_norms, of_samples
 from qsync.distributed.share_sampler import ShareSampler
 from qsync.errors import CalibrationError
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
@@ -35,7 +35,7 @@ _OF_PLANNER = {field.name for field in fields(Options)}
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The batches that a rank is profiled on: the caller's example, or drawn from the loader."""
+    """The batch that a rank is profiled on: the caller's example, or drawn from the loader."""
 
     model: torch.nn.Module
     example: Any
@@ -50,12 +50,6 @@ class Batches:
     def first(self) -> Any:
         """Return the batch that a plan is for: the example, or the loader's first of an equal share."""
         return self.example if self.example is not None else self._drawn(self.equal)
-
-    def second(self, samples: int, captured: int) -> Any:
-        """Return a batch of so many samples; of an example alone its first part of equal parts."""
-        if self.sampler is not None:
-            return self._drawn(samples)
-        return first_part(self.example, captured)
 
     def check(self, graph: OpGraph) -> None:
         """Raise CalibrationError where the batch of a sampler does not begin with its samples."""
@@ -83,7 +77,8 @@ def with_shares(
     found = dict(options)
     if sampler is not None:
         sampler.check_free(model)
-        found = {"levers": (SHARE, ACCUMULATE), **found}
+        # Accelerate's loops take a batch in one pass: what they accumulate are global batches.
+        found = {"levers": (SHARE,) if accelerate_state.is_used() else (SHARE, ACCUMULATE), **found}
     if takes_samples(found) and batch_norms(model):
         found = {"least_samples": LEAST_WITH_BATCH_NORM, **found}
     return found
@@ -96,7 +91,7 @@ def takes_samples(options: Mapping[str, Any]) -> bool:
 
 def that_can_be(options: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
     """Return the options without a ShareSampler's levers where all ranks are of one class."""
-    is_default = options.get("levers") == (SHARE, ACCUMULATE)
+    is_default = options.get("levers") in ((SHARE,), (SHARE, ACCUMULATE))
     dropped = ("levers", "least_samples") if is_default and len(cluster.classes) == 1 else ()
     return {name: value for name, value in options.items() if name not in dropped}
 
@@ -104,7 +99,6 @@ def that_can_be(options: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
 def recaptured(
     step: job.TrainingStep,
     rank: job.Rank,
-    batches: Batches,
     basis: Basis,
     link: LinkMeasurement,
     profiling: ProfileOptions,
@@ -119,7 +113,8 @@ def recaptured(
 
     samples = from_rank_zero("sharing the batch", guess)[rank.device_class.name]
     captured = samples_of(basis.graph)
-    batch = agree_locally("making a second batch", lambda: batches.second(samples, captured))
+    # Of the same samples: those of another draw may be padded to another length.
+    batch = agree_locally("making a second batch", lambda: of_samples(step.batch, captured, samples))
     found = ddp_profiling.recapture(replace(step, batch=batch), rank, link, profiling)
     job.form_graph(step)  # training goes on from the planned batch
     return found

@@ -7,7 +7,7 @@ sample of an epoch is lost or seen twice: the position in the data is the number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -83,11 +83,15 @@ def _in_equal_passes(samples: list[int], limits: Sequence[int | None]) -> list[i
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The endless stream of a dataset's indices: one permutation an epoch, from a seed."""
+    """The endless stream of a dataset's indices: one permutation an epoch, from a seed.
+
+    With `drawn` an epoch is what that returns of its number: `num_samples` indices.
+    """
 
     num_samples: int
-    seed: int
+    seed: int = 0
     shuffle: bool = True
+    drawn: Callable[[int], np.ndarray] | None = None
 
     def first_step(self, epoch: int, batch_size: int) -> int:
         """Return the first step that begins in an epoch; the one before reaches into it if batches do."""
@@ -98,7 +102,11 @@ class SampleOrder:
         found: list[int] = []
         while count > 0:
             epoch, place = divmod(start, self.num_samples)
-            every = _permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
+            every = None
+            if self.drawn is not None:
+                every = self.drawn(epoch)
+            elif self.shuffle:
+                every = _permutation(self.num_samples, self.seed, epoch)
             end = min(place + count, self.num_samples)
             part = list(range(place, end)) if every is None else every[place:end].tolist()
             found += part

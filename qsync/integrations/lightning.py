@@ -18,11 +18,13 @@ from torch import nn
 
 from qsync.distributed.agreement import agree_locally, check_same
 from qsync.distributed.data_parallel import check_ddp_options, stated_options
+from qsync.distributed.share_sampler import RankSampler, ShareSampler, sampler_of
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.hybrid_training import hybrid
 from qsync.integrations.supported_versions import check_version
-from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
+from qsync.integrations.trainer_plans import check_hybrid_options, needs_sampler, warn_of_other_plan
 from qsync.predictor.profiling.loader_wait import undrawn
+from qsync.records.levers import SHARE
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of, wrapping_of
 from qsync.tracing.held_state import undisturbed
@@ -38,6 +40,7 @@ class QSyncStrategy(DDPStrategy):
     on a batch of the training data: the LightningModule itself where that is called (`self(x)`), else the one
     submodule with trained parameters that is. All else is Lightning's: `precision="bf16-mixed"` is the plan's
     base, DDP's arguments those of profiling too. A checkpoint holds its plan; it loads without qsync, too.
+    A training loader of a `qsync.ShareSampler` keeps its batches, of the share that the plan gives a rank.
 
     Args:
         hybrid_options: arguments of `qsync.hybrid` by name, such as `emulated_share`, `make_optimizer` or
@@ -46,7 +49,7 @@ class QSyncStrategy(DDPStrategy):
 
     Raises:
         UnsupportedError: another version of the library, or a training_step that calls several networks.
-        FormatError: options that the strategy states itself, or a plan with shares of the batch.
+        FormatError: options that the strategy states itself, or shares that nothing hands out.
         MismatchError: ranks with different settings.
 
     Once this module is imported, Lightning knows the strategy by its name, too, with no options.
@@ -65,6 +68,7 @@ class QSyncStrategy(DDPStrategy):
         self._ddp_kwargs = stated_options(self._ddp_kwargs)  # LightningCLI passes every default of DDP's
         self._hybrid_options = dict(hybrid_options or {})
         self._plan_before: Any = None  # as JSON, of the checkpoint that training goes on from
+        self._sampler: ShareSampler | None = None  # of the loader that the plan was made with
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -76,12 +80,17 @@ class QSyncStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
-        stated, batches = {"base", "ddp", "ddp_options"}, "the batches of its loaders"
+        stated = {"base", "ddp", "ddp_options", "loader"}
         agree_locally(
-            "checking the Trainer's arguments",
-            lambda: check_hybrid_options(self._hybrid_options, stated, batches),
+            "checking the Trainer's arguments", lambda: check_hybrid_options(self._hybrid_options, stated)
         )
         trainer = module.trainer
+        # Lightning would hand out a part of batches that are this rank's own.
+        connector = trainer._data_connector
+        is_cut = connector._requires_distributed_sampler
+        setattr(connector, "_requires_distributed_sampler", lambda loader: (  # noqa: B010
+            not isinstance(getattr(loader, "batch_sampler", None), RankSampler) and is_cut(loader)
+        ))  # fmt: skip
         check_same({f"the Trainer's {name}": getattr(trainer, name) for name in (
             "accumulate_grad_batches", "precision", "gradient_clip_val", "max_epochs", "max_steps",
         )})  # fmt: skip
@@ -96,9 +105,16 @@ class QSyncStrategy(DDPStrategy):
         """Return the network to plan, and the arguments of `qsync.hybrid`."""
         base = _BASES.get(str(self.precision_plugin.precision))
         found = {"base": base, "ddp_options": self._ddp_kwargs, **self._hybrid_options}
+        loaders = self._loaders(module)
+        samplers = [sampler for sampler in map(sampler_of, loaders.flattened) if sampler is not None]
+        if len(loaders.flattened) == 1 and samplers:
+            (self._sampler,), (found["loader"],) = samplers, loaders.flattened
+            found = {"levers": (SHARE,), **found}
+        else:
+            needs_sampler(found, "the Trainer's one training loader has no qsync.ShareSampler")
         batch = found.get("example_batch")
         if batch is None:
-            batch = found["example_batch"] = self._example_batch(module)
+            batch = found["example_batch"] = self._example_batch(module, loaders)
         if "loss_fn" in found:
             if type(module).forward in (nn.Module.forward, pl.LightningModule.forward):
                 raise FormatError(
@@ -115,18 +131,32 @@ class QSyncStrategy(DDPStrategy):
         network, found["loss_fn"] = step.network(batch), step
         return network, found
 
-    def _example_batch(self, module: pl.LightningModule) -> Any:
+    def _loaders(self, module: pl.LightningModule) -> CombinedLoader:
+        """Return the loaders of the training data, as Lightning will ask for them again."""
+        with undisturbed(module):
+            torch.manual_seed(0)
+            return CombinedLoader(module.trainer.fit_loop._data_source.dataloader(), "max_size_cycle")
+
+    def _example_batch(self, module: pl.LightningModule, loaders: CombinedLoader) -> Any:
         """Return a batch of the training data, the same on every rank, as training_step gets it."""
-        source = module.trainer.fit_loop._data_source
         with ExitStack() as stack:
             stack.enter_context(undisturbed(module))
             torch.manual_seed(0)
-            loaders = CombinedLoader(source.dataloader(), "max_size_cycle")
+            if self._sampler is not None:
+                stack.enter_context(self._sampler.drawing(self._sampler.global_batch // self.world_size))
             for loader in loaders.flattened:
                 stack.enter_context(undrawn(loader))
             batch, *_ = next(iter(loaders))
             batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch))
             return self.batch_to_device(batch)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let a loader hand out the plan's shares, and show Lightning where its sampler stands."""
+        sampler = sampler_of(dataloader)
+        if sampler is not None and self._sampler is not None:
+            sampler.share_as(self._sampler)
+            dataloader.state_dict, dataloader.load_state_dict = sampler.state_dict, sampler.load_state_dict
+        return super().process_dataloader(dataloader)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint with its plan."""

@@ -8,24 +8,32 @@ from typing import Any
 
 from qsync.distributed.job import is_rank_zero
 from qsync.errors import FormatError, QSyncError
+from qsync.records.levers import ACCUMULATE, SHARE
 from qsync.records.plans import Plan
 
 logger = logging.getLogger("qsync")
 
 
-def check_hybrid_options(options: Mapping[str, Any], stated: Collection[str], batches: str) -> None:
-    """Raise FormatError for options that a Trainer states itself, and for shares of the batch.
-
-    `batches` says what the Trainer takes in a step.
-    """
+def check_hybrid_options(options: Mapping[str, Any], stated: Collection[str]) -> None:
+    """Raise FormatError for options that a Trainer states itself, and for several passes of a batch."""
     given = [name for name in sorted(options) if name in stated]
     if given:
         raise FormatError(f"the Trainer states {', '.join(given)} itself; leave it out of hybrid_options")
-    plan = options.get("plan")
-    if options.get("levers") or (isinstance(plan, Plan) and plan.levers):
+    if ACCUMULATE in (options.get("levers") or ()) or ACCUMULATE in _levers_of(options.get("plan")):
         raise FormatError(
-            f"a Trainer takes {batches}; plan without levers, or write the loop with qsync.micro_batches"
+            f"a Trainer takes a rank's samples in one pass; plan without {ACCUMULATE}, or write the loop "
+            "with qsync.micro_batches"
         )
+
+
+def needs_sampler(options: Mapping[str, Any], why_not: str) -> None:
+    """Raise FormatError where shares of the batch are asked for, and nothing hands them out."""
+    if SHARE in (options.get("levers") or ()) or SHARE in _levers_of(options.get("plan")):
+        raise FormatError(f"shares of the batch cannot be handed out: {why_not}; plan without {SHARE}")
+
+
+def _levers_of(plan: object) -> Collection[str]:
+    return plan.levers.used if isinstance(plan, Plan) and plan.levers is not None else ()
 
 
 def warn_of_other_plan(read: Callable[[], Plan], now: Plan | None) -> None:

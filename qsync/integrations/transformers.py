@@ -7,22 +7,27 @@ import itertools
 import os
 from collections.abc import Mapping
 from copy import copy
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from torch.utils.data import IterableDataset
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from qsync.api import unwrap
 from qsync.distributed.agreement import agree_locally, check_same
+from qsync.distributed.gradient_weighting import note_share, set_share
 from qsync.distributed.job import is_rank_zero
+from qsync.distributed.share_sampler import ShareSampler, sampler_of
+from qsync.distributed.shares import SampleOrder
 from qsync.errors import FormatError, UnsupportedError
 from qsync.hybrid_training import hybrid
 from qsync.integrations.supported_versions import check_version
-from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
+from qsync.integrations.trainer_plans import check_hybrid_options, needs_sampler, warn_of_other_plan
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of
 from qsync.tracing.held_state import undisturbed
@@ -40,8 +45,9 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
     """Make a Trainer class plan its model and train it over unequal ranks. Put it before that class.
 
     At the start of training the model is planned on a batch of the training data, with the Trainer's own
-    loss, and wrapped in DDP. All else is the Trainer's: its `bf16` and `fp16` are the plan's base, its DDP
-    arguments those of profiling too. A checkpoint names its plan, and loads with and without qsync.
+    loss, and wrapped in DDP. Ranks take shares of the batches that the Trainer would take together. All else
+    is the Trainer's: its `bf16` and `fp16` are the plan's base, its DDP arguments those of profiling too. A
+    checkpoint names its plan, and loads with and without qsync.
 
     Args:
         *args: the Trainer's.
@@ -51,7 +57,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
     Raises:
         UnsupportedError: another version of the library, or arguments that wrap or compile the model in
             another way (FSDP, DeepSpeed, DataParallel, torch_compile).
-        FormatError: options that the Trainer states itself, or a plan with shares of the batch.
+        FormatError: options that the Trainer states itself, or shares that nothing hands out.
         MismatchError: ranks with different arguments.
 
     Example:
@@ -63,6 +69,19 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         check_version("accelerate")
         super().__init__(*args, **kwargs)
         self._hybrid_options = dict(hybrid_options or {})
+        self._logged = 1.0  # by which this rank's losses are weighed in the mean that the Trainer logs
+
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's own loader, with a ShareSampler where it shards batches."""
+        loader = super().get_train_dataloader()
+        if super().get_train_dataloader.__module__ == "transformers.trainer":
+            _hand_out_shares(loader)
+        return loader
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train on a batch; losses are logged as the mean over samples."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs) * self._logged
+        return loss
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """Plan and wrap the model before training; the Trainer asks for this once for each `train`."""
@@ -75,16 +94,24 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         model.train()
         self.log = lambda *_, **__: None  # its loss may log
         try:
-            wrapped = hybrid(model, **self._arguments())
+            arguments, divides_by_tokens = self._arguments()
+            wrapped = hybrid(model, **arguments)
         finally:
             del self.log
+        sampler, self._logged = sampler_of(arguments.get("loader")), 1.0
+        if sampler is not None and not sampler.is_equal:
+            if divides_by_tokens:  # those of all ranks: the sum of gradients is the step's
+                set_share(wrapped, 1, 1, self.args.world_size)
+                note_share(wrapped, sampler.share.samples)
+            else:
+                self._logged = sampler.share.samples * self.args.world_size / sampler.global_batch
         if wrapped is model:  # one process: Accelerate must not put torch.autocast around the plan
             setattr(model, "_is_accelerate_prepared", True)  # noqa: B010
             return model
         return self.accelerator.prepare_model(wrapped)
 
-    def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of `qsync.hybrid`, those from the user last."""
+    def _arguments(self) -> tuple[dict[str, Any], bool]:
+        """Return the arguments of `qsync.hybrid`, and whether losses are divided by the step's tokens."""
         ddp = self.accelerator.ddp_handler.to_kwargs() if self.accelerator.ddp_handler else {}
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
         kind: Any = type(optimizer)
@@ -95,7 +122,9 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
             "ddp_options": {**ddp, **(self._hybrid_options.get("ddp_options") or {})},
             "make_optimizer": partial(kind, **settings),
         }
-        if "plan" not in self._hybrid_options:
+        sampler, num_items = sampler_of(self._loader), None
+        batch: Any = None
+        if "plan" not in self._hybrid_options or sampler is not None:
             batch = self._hybrid_options.get("example_batch")
             if batch is None:
                 batches = [agree_locally("making the example batch", self._example_batch)]
@@ -104,14 +133,39 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
                 batch = self._prepare_inputs(batches[0])
             # All ranks exchange this number: not in steps that are profiled.
             num_items = self._get_num_items_in_batch([batch], self.args.device)
+        if "plan" not in self._hybrid_options:
             found["example_batch"] = batch
             found["loss_fn"] = partial(self._planned_loss, num_items=num_items)
-        return {**self._hybrid_options, **found}
+        why_not = "the Trainer's loader has no qsync.ShareSampler"
+        if sampler is not None:
+            why_not = self._why_equal(batch, sampler, num_items is not None)
+        if why_not:
+            agree_locally("sharing the batch", partial(needs_sampler, self._hybrid_options, why_not))
+        else:
+            found["loader"] = self._loader
+        return {**self._hybrid_options, **found}, num_items is not None and not self._has_own_loss
+
+    @property
+    def _has_own_loss(self) -> bool:
+        return not type(self).compute_loss.__module__.startswith("transformers.")
+
+    def _why_equal(self, batch: Any, sampler: ShareSampler, has_tokens: bool) -> str:
+        """Return why ranks take equal batches of a ShareSampler; empty where shares may be planned."""
+        samples = sampler.global_batch // self.args.world_size
+        tensors = [part for part in dict(batch).values() if isinstance(part, torch.Tensor) and part.ndim]
+        if self._hybrid_options.get("check"):
+            return "check=True changes plans"
+        if has_tokens and not self.args.average_tokens_across_devices:
+            return "average_tokens_across_devices=False weighs ranks alike, whatever they take"
+        if has_tokens and self._has_own_loss and self.loss_is_scaled_for_ga is not False:
+            return "compute_loss is overridden; set loss_is_scaled_for_ga = False where it is a batch's mean"
+        if not tensors or any(len(part) != samples for part in tensors):
+            return f"the tensors of a batch do not begin with its {samples} samples"
+        return ""
 
     def _check_arguments(self) -> None:
-        stated = {"base", "make_optimizer", "loss_fn", "ddp"}
-        batches = "per_device_train_batch_size samples on every rank"
-        check_hybrid_options(self._hybrid_options, stated, batches)
+        stated = {"base", "make_optimizer", "loss_fn", "ddp", "loader"}
+        check_hybrid_options(self._hybrid_options, stated)
         for what, is_on in {
             "FSDP (qsync.hybrid(..., ddp=False), then fully_shard, works in a loop of your own)": (
                 self.is_fsdp_enabled
@@ -163,6 +217,35 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         if plan is not None and is_rank_zero():
             folder = f"{transformers.trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             plan.save(os.path.join(self._get_output_dir(trial), folder, _PLAN_FILE))
+
+
+def _hand_out_shares(loader: Any) -> None:
+    """Put a ShareSampler where Accelerate's loader takes every so manieth batch, in the order of its sampler.
+
+    A loader of another kind, or of a sampler that does not draw the same on every rank, stays as it is.
+    """
+    shard: Any = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(shard, "batch_sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
+    if (
+        type(shard) is not BatchSamplerShard
+        or type(batches) is not BatchSampler
+        or type(sampler) not in (SeedableRandomSampler, SequentialSampler)
+        or shard.num_processes != int(dist.is_initialized() and dist.get_world_size())
+        or shard.split_batches
+        or not (shard.even_batches or shard.drop_last)
+    ):
+        return
+    batch_size = batches.batch_size * shard.num_processes
+    length = len(shard) * batch_size
+
+    @lru_cache(maxsize=2)
+    def drawn(epoch: int) -> np.ndarray:
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.set_epoch(epoch)
+        return np.resize(list(sampler), length)  # as Accelerate fills up the last batch: from the first ones
+
+    vars(loader.base_dataloader)["batch_sampler"] = ShareSampler(SampleOrder(length, drawn=drawn), batch_size)
 
 
 class QSyncTrainer(QSyncMixin, transformers.Trainer):

@@ -96,7 +96,8 @@ def test_a_process_alone_takes_every_batch_whole():
         qsync.LengthSampler(model, [3, 0], 2)
     with pytest.raises(FormatError, match="max_tokens must be a whole number of at least 1, found -1"):
         qsync.LengthSampler(model, [3], 2, max_tokens=-1)
-    with pytest.raises(UnsupportedError, match="leave its loader out of accelerator.prepare"):
-        BatchSamplerShard(sampler, 2, 0)
+    assert list(BatchSamplerShard(sampler, 2, 0)) == list(sampler)
+    with pytest.raises(UnsupportedError, match="leave split_batches out"):
+        BatchSamplerShard(sampler, 2, 0, split_batches=True)
     with pytest.raises(MismatchError, match="no sequence costs are known of here; there are those of other"):
         qsync.LengthSampler(model, [3], 2, costs={"other": cost})

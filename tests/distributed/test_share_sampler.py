@@ -13,7 +13,8 @@ from two_ranks import launch, said
 import qsync
 from qsync.distributed.share_sampler import sampler_of
 from qsync.distributed.shares import SampleOrder
-from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.errors import FormatError, MismatchError
+from qsync.predictor.profiling.loader_wait import undrawn
 
 
 @pytest.fixture
@@ -205,13 +206,28 @@ def test_a_sampler_in_another_place_of_the_loader_is_refused():
         sampler_of(DataLoader(data, sampler=sampler))
 
 
-def test_a_library_that_would_cut_the_batches_up_is_told():
+def test_accelerates_shard_of_the_sampler_hands_out_every_batch():
     accelerate = pytest.importorskip("accelerate")
     data = TensorDataset(torch.arange(8))
     loader = DataLoader(data, batch_sampler=qsync.ShareSampler(data, 4))
-    assert [len(batch[0]) for batch in loader] == [4, 4]
-    with pytest.raises(UnsupportedError, match="leave its loader out of accelerator.prepare"):
-        accelerate.data_loader.prepare_data_loader(loader, num_processes=2, process_index=0)
+    whole = [batch[0].tolist() for batch in loader]
+    found = accelerate.data_loader.prepare_data_loader(loader, num_processes=2, process_index=1)
+    found.set_epoch(0)
+    assert [batch[0].tolist() for batch in found] == whole and len(found) == 2
+    assert sampler_of(found) is loader.batch_sampler
+    with undrawn(found.base_dataloader):
+        next(iter(found.base_dataloader))
+    assert loader.batch_sampler.state_dict() == {"step": 2}
+
+
+def test_an_epoch_that_is_set_once_its_workers_have_begun_is_the_one_under_way(place):  # as Lightning does
+    place(0, 1)
+    data = TensorDataset(torch.arange(64))
+    sampler = qsync.ShareSampler(data, 16)
+    batches = iter(DataLoader(data, batch_sampler=sampler, num_workers=1))
+    sampler.set_epoch(0)
+    next(batches)
+    assert sampler.state_dict() == {"step": 1}
 
 
 BODY = """

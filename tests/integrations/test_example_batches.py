@@ -53,7 +53,7 @@ def lightning_s_batch(loader, module=None, **options):
     trainer._data_connector.attach_data(module, train_dataloaders=loader)
     strategy.connect(module)
     before = states()
-    return strategy._example_batch(module), before
+    return strategy._example_batch(module, strategy._loaders(module)), before
 
 
 def trainer_s_batch(folder):
