@@ -33,6 +33,7 @@ def configured(
     steps: int | None,
     rounds: int,
     base: str,
+    turns_a_round: int = 2,
 ) -> dict[str, Any]:
     """Return what every rank is told. Raises QSyncError for a workload, data, base or number of no use."""
     # The first step of a turn starts with all ranks aligned and is not a period: one step measures nothing.
@@ -43,6 +44,7 @@ def configured(
     return {
         "workload": workload, "data": str(Path(data).absolute()) if data else None, "out": str(out),
         "seeds": seeds, "seed": seed, "steps": steps, "rounds": rounds, "base": str(known_base(base)),
+        "turns_a_round": turns_a_round,
     }  # fmt: skip
 
 
@@ -57,15 +59,18 @@ def run_demo(
     steps: int | None = None,
     rounds: int = 3,
     base: str = "fp32",
+    turns_a_round: int = 2,
 ) -> dict[str, Any]:
     """Train the same model in every way on two ranks of this machine; return the content of figures.json.
 
-    `base` is what the fast rank runs in. `rounds` of the profile are taken before training. Everything is
+    `base` is what the fast rank runs in. `rounds` of the profile are taken before training, and one every
+    `turns_a_round` turns of the ways. Everything is
     written to `out`, each file whole or not at all. Raises QSyncError, before anything starts, for a
     workload, data, share, base or number that cannot be used, and when a rank failed.
     """
     config = configured(
-        workload=workload, data=data, out=out, seeds=seeds, seed=seed, steps=steps, rounds=rounds, base=base
-    )
+        workload=workload, data=data, out=out, seeds=seeds, seed=seed, steps=steps, rounds=rounds, base=base,
+        turns_a_round=turns_a_round,
+    )  # fmt: skip
     found: dict[str, Any] = run_on_ranks(run, {**config, "weak_share": weak_share}, command="demo")
     return found

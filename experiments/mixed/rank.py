@@ -54,7 +54,6 @@ from qsync.runtime.program import Program
 
 STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
-_TURNS_A_ROUND = 2  # of the profile: a round takes about as long as a turn
 PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
 PROFILED_BELOW_16BIT = (*PROFILED, Precision.INT8_ALL)
 _SEED = 10_000  # of the batches that are profiled; no way trains on it
@@ -67,7 +66,9 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
     steps = config["steps"] or workload.steps
     with liveness.start(60.0), _progress(rank) as show:
         base = Precision(config["base"])
-        measuring = Measuring(workload, place, show, config["rounds"], base, config.get("device_class"))
+        measuring = Measuring(
+            workload, place, show, config["rounds"], base, config.get("device_class"), config["turns_a_round"]
+        )
         basis = measuring.basis()
         num_steps, predicted = config["seeds"] * steps, dict[str, Predicted]()  # rank 0's alone
 
@@ -122,7 +123,9 @@ class Measuring:
         rounds: int,
         base: Precision,
         name: str | None,
+        turns_a_round: int = 2,
     ) -> None:
+        self.turns_a_round = turns_a_round  # a round takes about as long as a turn
         self.place, self.show, self._workload = place, show, workload
         self._loss_fn = workload.loss
         model = workload.make_model(0).to(place.device)
@@ -267,7 +270,7 @@ def _train(
             dist.barrier()
             if runner is not None:
                 runner.train(min(STEPS_A_TURN, steps - turn * STEPS_A_TURN))
-        if turn % _TURNS_A_ROUND == 0:
+        if turn % measuring.turns_a_round == 0:
             measuring.round()
     results = {}
     for name, runner in runners.items():

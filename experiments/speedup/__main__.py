@@ -29,7 +29,7 @@ from qsync.replayer import Recapture
 SHARES = (0.2, 0.35, 0.5, 0.7, 0.85)
 MODELS, SIMULATED = ("gpt-small", "bert", "resnet"), "gpt"
 PAIRS = (("A100", "T4"), ("H100", "L4"), ("V100", "T4"))
-_PROFILE_S, _TURNS, _ROUNDS = 30.0, 9, 2
+_PROFILE_S, _TURNS, _ROUNDS, _APART = 30.0, 9, 2, 4
 _PAGE, _PICTURE = Path("docs/results/speedup.md"), Path("docs/figures/speedup.png")
 _ABOUT = "columns of shares are measured, and the weak rank emulated; pairs of GPUs are simulated"
 
@@ -68,7 +68,9 @@ def main(
 def _measured(folder: Path, name: str, share: float) -> dict[str, Any]:
     """Train in every way on two real ranks, the weak one with a share of its core."""
     steps = _TURNS * STEPS_A_TURN
-    found = run_demo(workload=name, weak_share=share, steps=steps, rounds=_ROUNDS, out=folder)
+    found = run_demo(
+        workload=name, weak_share=share, steps=steps, rounds=_ROUNDS, turns_a_round=_APART, out=folder
+    )
     kept = {way: report.measured_row(run) for way, run in found["runs"].items()}
     return {"model": name, "share": share, "ways": kept, "bars": found["bars"]}
 

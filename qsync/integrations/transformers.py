@@ -220,7 +220,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
 
 
 def _hand_out_shares(loader: Any) -> None:
-    """Put a ShareSampler where Accelerate's loader takes every so manieth batch, in the order of its sampler.
+    """Put a ShareSampler where Accelerate's loader deals batches out, in the order of its own sampler.
 
     A loader of another kind, or of a sampler that does not draw the same on every rank, stays as it is.
     """
