@@ -1,8 +1,7 @@
 """Train in a loop of Accelerate's, on two ranks of which one is weak.
 
 `accelerator.prepare` takes what `qsync.hybrid` returns as it takes any model, and leaves each rank its share
-of the batch. Accelerate accumulates and
-clips the gradients, and saves and loads the state. Run it with
+of the batch. Accelerate accumulates and clips the gradients, and saves and loads the state. Run it with
 `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/accelerate_loop.py`.
 """
 

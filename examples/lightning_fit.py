@@ -1,8 +1,6 @@
 """Train a LightningModule with Lightning's Trainer, on two ranks of which one is weak.
 
-`QSyncStrategy` stands where `strategy="ddp"` stood. It plans the network that `training_step` calls, on a
-batch of the training data, and gives each rank its share of every batch. A checkpoint holds its plan, and
-loads into a plain module. Run it with
+`QSyncStrategy` stands where "ddp" stood. Ranks take shares of a batch. Checkpoints fit the plain module. Run
 `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/lightning_fit.py`.
 """
 
@@ -53,8 +51,8 @@ def main() -> None:
         print("operators lowered:", {name: len(part.lowered) for name, part in plan.classes.items()})
         plain = Classifier()
         plain.load_state_dict(saved["state_dict"])
-        accuracy = (plain.net(images[1500:]).argmax(1) == labels[1500:]).float().mean()
-        print(f"held-out accuracy of the checkpoint in a plain module: {accuracy:.1%}")
+        right = plain.net(images[1500:]).argmax(1) == labels[1500:]
+        print(f"held-out accuracy of the checkpoint in a plain module: {right.float().mean():.1%}")
 
 
 if __name__ == "__main__":
