@@ -66,7 +66,9 @@ def verdict(content: Mapping[str, Any]) -> str:
         "```",
         "",
         f"({content['description'].split(',')[0]}, on two ranks of an {_where(content)}.",
-        f"{_weak(content).strip()}) Measured then: "
+        f"{_weak(content).strip()})",
+        "",
+        "Measured then, against the fast rank alone with its part of the batch (the verdict gives it the whole): "
         + ", ".join(f"{rates[name]:.2f}x {text}" for name, text in measured)
         + f" ([all of it]({PAGE})).",
     ]
