@@ -91,7 +91,10 @@ def _uniform_choices(
 ) -> dict[str, Plan]:
     """Return the plans that lower whole classes to one precision."""
     cluster = basis.cluster
-    has_all = all(_has_int8_all(basis.profiles[name]) for name in weak)
+    has_all = all(
+        Precision.INT8_ALL in cluster[name].precisions and _has_int8_all(basis.profiles[name])
+        for name in weak
+    )
     lowest = Precision.INT8_ALL if has_all else Precision.INT8
     sixteen = {name: _sixteen_bits(cluster, name) for name in every}
     choices = {

@@ -374,6 +374,8 @@ def test_int8_in_all_products_is_one_more_choice_where_it_was_profiled():
     found = ways(basis)
     assert set(found[WEAK_INT8_ALL][WEAK].lowered) == {op.name for op in basis.graph.adjustable}
     assert Precision.INT8_ALL in found[ALL_INT8][FAST].assignment.values()
+    lacking = cluster_of({FAST: 1, WEAK: 1}, precisions=BELOW_FP32[:3])  # though it was profiled
+    assert WEAK_INT8_ALL not in ways(replace(basis, cluster=lacking))
     above = ways(with_int8_all(1.4), base=Precision.BF16)
     assert WEAK_16 not in above and ALL_16 not in above and WEAK_INT8_ALL in above
     assert {plan.base for plan in above.values()} == {Precision.BF16}
