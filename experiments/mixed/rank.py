@@ -82,20 +82,23 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
 
         made = from_rank_zero("planning", make_plans)
         plans = {name: Plan.from_json(entry) for name, entry in made.items()}
+        verdict = None
+        if rank == 0:
+            plan = predicted[report.shown(plans)].plan
+            verdict = find_verdict(basis, plan, measuring.other, {"base": base})
         seeds = range(config["seed"], config["seed"] + config["seeds"])
         results = [_train(workload, plans, measuring, seed, steps) for seed in seeds]
         after, others = measuring.basis(), (measuring.other, measuring.alone)
     if rank == 0:
-        plan = predicted[report.shown(plans)].plan
         shares = {c.name: c.emulated_share for c in basis.cluster.classes if c.emulated_share}
         again = {name: entry.again(after, *others).timeline for name, entry in predicted.items()}
-        verdict = find_verdict(basis, plan, measuring.other, {"base": base})
         content = report.assemble(after, predicted, again, results, {
             "workload": workload.name, "base": str(base), "description": workload.description, "steps": steps,
             "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), **tree,
             "qsync": qsync.__version__, "ranks": measuring.classes, "bucket_cap_mb": BUCKET_CAP_MB,
             "emulated": bool(shares), "emulated_share": shares,
             "verdict": verdict.lines() if verdict is not None else [],
+            "leave_out": list(verdict.leave_out) if verdict is not None else [],
         })  # fmt: skip
         for name in ("figures.json", "report.html", "trace.json"):  # of another plan
             (out / name).unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,13 +83,15 @@ def assemble(
         "num_parameters": sum(value.num_elements for value in basis.graph.parameters),
         "parameters_identical_across_ranks": identical,
         "heldout_difference": heldout_difference(runs),
-        "bars": bars(runs),
+        "bars": bars(runs, header["leave_out"]),
         "runs": runs,
     }  # fmt: skip
 
 
-def bars(runs: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
+def bars(runs: Mapping[str, Mapping[str, Any]], leave_out: Sequence[str]) -> list[Bar]:
     """Return the promises: no way is faster, none as fast adds less variance, and the step is as predicted.
+
+    `leave_out` are the classes that the verdict advised to leave out.
 
     One way is faster than another if three turns in four say so, by more than a hundredth.
     """
@@ -100,15 +102,12 @@ def bars(runs: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
         run["title"] for name, run in others.items()
         if name in UNIFORM and run["added_variance"] < plan["added_variance"] and _gains(plan, run)[1] < 1.0
     ]  # fmt: skip
-    gain, foreseen = (
-        _gains(plan, runs[ALONE])[0],
-        _rate(plan, "planned_step_s") < _rate(runs[ALONE], "planned_step_s"),
-    )
+    gain = _gains(plan, runs[ALONE])[0]
     error = abs(plan["predicted_step_s"] / plan["measured_step_s"] - 1) if plan["measured_step_s"] else None
     return [
         bar(SLOWER, len(faster), 0, which=faster),
         bar(NOISIER, len(noisier), 0, which=noisier),
-        bar(UNSAID, int(gain < 1.0 - _EQUAL and not foreseen), 0),
+        bar(UNSAID, int(gain < 1.0 - _EQUAL and not leave_out), 0),
         bar(WORST_ERROR, error, 0.08),
     ]
 
