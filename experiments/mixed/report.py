@@ -163,7 +163,9 @@ def table(content: Mapping[str, Any]) -> Table:
     note = "; weak ranks are emulated" if content["emulated"] else ""
     size = f"{content['num_parameters'] / 1e6:.1f} M parameters, {content['steps']} steps"
     own = [number for number, name in enumerate(content["runs"]) if name == shown(content["runs"])]
-    return table_of(f"{content['workload']}, {size}{note}", HEADINGS, cells(content), bold=own)
+    found = table_of(f"{content['workload']}, {size}{note}", HEADINGS, cells(content), bold=own)
+    found.columns[0].no_wrap = True  # headings wrap instead
+    return found
 
 
 def cells(content: Mapping[str, Any]) -> list[list[str]]:
