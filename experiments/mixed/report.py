@@ -24,8 +24,8 @@ from qsync.replayer import Recapture, Timeline, peaks, profiles_under_levers
 from qsync.replayer.chrome_trace import write_trace
 
 HEADINGS = (
-    "", "samples/s", "step", "predicted", "planned", "samples a rank", "waiting", "FLOPs lowered",
-    "added variance", "held-out loss",
+    "", "samples/s", "step", "predicted", "planned", "samples", "waiting", "FLOPs lowered",
+    "variance", "loss",
 )  # fmt: skip
 
 
