@@ -24,7 +24,7 @@ from qsync.replayer import Recapture, Timeline, peaks, profiles_under_levers
 from qsync.replayer.chrome_trace import write_trace
 
 HEADINGS = (
-    "", "samples/s", "step", "predicted", "planned", "samples", "waiting", "FLOPs lowered",
+    "", "samples/s", "step", "predicted", "planned", "samples", "waiting", "lowered",
     "variance", "loss",
 )  # fmt: skip
 
