@@ -208,6 +208,9 @@ def test_a_plan_that_lowers_nothing_says_why(tmp_path):
     content = json.loads((publish.ROOT / publish.FIGURES).read_text())
     content["heldout_difference"] = {"mean": 0.0, "standard_error": None}
     said = "lowers nothing, because that saves no time"
+    assert any(
+        line.startswith("Measured, against the strongest") for line in closing_lines(content, tmp_path)
+    )
     assert not any(said in line for line in closing_lines(content, tmp_path))
     runs = content["runs"]
     runs[QSYNC_SHARE]["low_precision_op_fraction"] = 0.0
