@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import warnings
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -63,26 +62,22 @@ def detect_class(
     a container's quota that leaves a rank less than a core for each thread. `emulated_share` is the share of
     its core that an emulated rank gets; a rank of one thread has it by such a quota, too.
     """
-    kernels = backend.select(device)
+    kernels, quota = backend.select(device), None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
     else:
         name = f"{processor()}-{torch.get_num_threads()}t"
         memory = _host_memory_bytes() // max(ranks_on_host, 1)
-        if emulated_share is None and (share := _quota_share(ranks_on_host)) is not None:
-            name += f"-quota-{share:.2g}"
-            if torch.get_num_threads() == 1:
-                return replace(detect_class(device, share, ranks_on_host), name=_slug(name))
-    slug = _slug(name)
+        quota = _quota_share(ranks_on_host) if emulated_share is None else None
+        name += f"-quota-{quota:g}" if quota is not None else ""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if emulated_share is not None:
         slug += f"-emulated-{emulated_share:g}"
+    elif torch.get_num_threads() == 1:  # several threads are timed by the wall
+        emulated_share = quota
     precisions, hardware = kernels.precisions(), hardware_of(device)
     return DeviceClass(slug, device.type, 1, memory, precisions, emulated_share, hardware=hardware)
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _quota_share(ranks_on_host: int) -> float | None:

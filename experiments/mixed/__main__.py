@@ -60,7 +60,7 @@ def main(
         base=base,
     )  # fmt: skip
     job.join_job(device)
-    content = run({**config, "device_class": device_class}, Place(device))
+    content = run(config, Place(device, device_class=device_class))
     if content is not None:
         show(table(content), *closing_lines(content, out))
 

@@ -64,9 +64,9 @@ def run_demo(
     """Train the same model in every way on two ranks of this machine; return the content of figures.json.
 
     `base` is what the fast rank runs in. `rounds` of the profile are taken before training, and one every
-    `turns_a_round` turns of the ways. Everything is
-    written to `out`, each file whole or not at all. Raises QSyncError, before anything starts, for a
-    workload, data, share, base or number that cannot be used, and when a rank failed.
+    `turns_a_round` turns of the ways. Everything is written to `out`, each file whole or not at all. Raises
+    QSyncError, before anything starts, for a workload, data, share, base or number that cannot be used, and
+    when a rank failed.
     """
     config = configured(
         workload=workload, data=data, out=out, seeds=seeds, seed=seed, steps=steps, rounds=rounds, base=base,

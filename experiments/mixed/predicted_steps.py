@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync import Cluster, OpGraph, Plan
-from qsync.experiments.mixed.ways import ALONE, alone_of, lowered_fractions, ways
+from qsync.experiments.mixed.ways import alone_of, lowered_fractions, ways
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
 from qsync.replayer import Recapture, Timeline, profiles_under_levers, replay
@@ -19,12 +19,6 @@ class Predicted:
     plan: Plan
     cluster: Cluster
     timeline: Timeline
-
-    def again(self, basis: Basis, other: Recapture | None, alone: Profile | None) -> Predicted:
-        """Replay the same plan from other profiles of the same classes, and their links."""
-        names = list(self.plan.classes)
-        cluster = basis.cluster if len(names) > 1 else alone_of(basis.cluster, names[0])
-        return replayed(self.plan, cluster, basis, other, alone)
 
     def summary(self, graph: OpGraph, again: Timeline) -> dict[str, Any]:
         """Return the predicted part of a way's entry; `again` is replayed from the whole run's profile."""
@@ -55,25 +49,19 @@ def predicted_ways(
     training_s = num_steps * sum(plan.step_s or 0.0 for plan in plans.values())
     ahead = replace(basis, profiles={name: p.ahead(training_s) for name, p in basis.profiles.items()})
     alone = alone.ahead(training_s) if alone is not None else None
-    found = {}
-    for way, plan in plans.items():
-        cluster = alone_of(basis.cluster, next(iter(plan.classes))) if way == ALONE else basis.cluster
-        found[way] = replayed(plan, cluster, ahead, other, alone)
-    return found
+    return {way: replayed(plan, ahead, other, alone) for way, plan in plans.items()}
 
 
-def replayed(
-    plan: Plan, cluster: Cluster, basis: Basis, other: Recapture | None, alone: Profile | None
-) -> Predicted:
+def replayed(plan: Plan, basis: Basis, other: Recapture | None, alone: Profile | None) -> Predicted:
     """Replay a plan from the profiles with as many samples as it gives each class.
 
     One class on its own has the profile that was measured `alone`, if there is one.
     """
-    profiles = basis.profiles
+    profiles, name = basis.profiles, next(iter(plan.classes))
+    cluster = basis.cluster if len(plan.classes) > 1 else alone_of(basis.cluster, name)
     if plan.levers is not None:
         profiles = profiles_under_levers(basis.graph, profiles, basis.cluster, plan.levers, other)
-    if len(plan.classes) < len(basis.cluster.classes) and alone is not None:
-        name = next(iter(plan.classes))
+    if cluster is not basis.cluster and alone is not None:
         profiles = {name: replace(alone, device_class=name)}
     used = {name: profiles[name] for name in plan.classes}
     timeline = replay(basis.graph, plan, used, cluster, bucket_cap_bytes=plan.bucket_cap_bytes)

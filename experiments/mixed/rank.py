@@ -39,9 +39,9 @@ from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.harness.provenance import source
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES, BUCKET_CAP_MB, Place
 from qsync.experiments.mixed import report
-from qsync.experiments.mixed.predicted_steps import Predicted, predicted_ways
+from qsync.experiments.mixed.predicted_steps import Predicted, predicted_ways, replayed
 from qsync.experiments.mixed.timed_steps import attached_runner, whole_batch
-from qsync.experiments.mixed.ways import LEVERS, strongest_of
+from qsync.experiments.mixed.ways import LEVERS, first_alike, strongest_of
 from qsync.experiments.workloads.subjects import demo_workload
 from qsync.experiments.workloads.workload import Batch, Workload, evaluate, make_optimizer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
@@ -66,9 +66,7 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
     steps = config["steps"] or workload.steps
     with liveness.start(60.0), _progress(rank) as show:
         base = Precision(config["base"])
-        measuring = Measuring(
-            workload, place, show, config["rounds"], base, config.get("device_class"), config["turns_a_round"]
-        )
+        measuring = Measuring(workload, place, show, config["rounds"], base, config["turns_a_round"])
         basis = measuring.basis()
         num_steps, predicted = config["seeds"] * steps, dict[str, Predicted]()  # rank 0's alone
 
@@ -87,11 +85,15 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
             plan = predicted[report.shown(plans)].plan
             verdict = find_verdict(basis, plan, measuring.other, {"base": base})
         seeds = range(config["seed"], config["seed"] + config["seeds"])
-        results = [_train(workload, plans, measuring, seed, steps) for seed in seeds]
+        # Between two measurements of one plan there is noise alone.
+        trained_as = {name: first_alike(name, plans) for name in plans}
+        distinct = {name: plan for name, plan in plans.items() if trained_as[name] == name}
+        trained = [_train(workload, distinct, measuring, seed, steps) for seed in seeds]
+        results = [{name: one[trained_as[name]] for name in plans} for one in trained]
         after, others = measuring.basis(), (measuring.other, measuring.alone)
     if rank == 0:
         shares = {c.name: c.emulated_share for c in basis.cluster.classes if c.emulated_share}
-        again = {name: entry.again(after, *others).timeline for name, entry in predicted.items()}
+        again = {name: replayed(entry.plan, after, *others).timeline for name, entry in predicted.items()}
         content = report.assemble(after, predicted, again, results, {
             "workload": workload.name, "base": str(base), "description": workload.description, "steps": steps,
             "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), **tree,
@@ -125,8 +127,7 @@ class Measuring:
         show: Callable[..., None],
         rounds: int,
         base: Precision,
-        name: str | None,
-        turns_a_round: int = 2,
+        turns_a_round: int,
     ) -> None:
         self.turns_a_round = turns_a_round  # a round takes about as long as a turn
         self.place, self.show, self._workload = place, show, workload
@@ -135,7 +136,7 @@ class Measuring:
         batch = self._on_device(workload.batch(_SEED, 0, dist.get_rank()))
         show("finding out what this machine is")
         job.check_models(model)
-        self.rank = job.detect_rank(model, place.measured_share(), place.device_class or name)
+        self.rank = job.detect_rank(model, place.measured_share(), place.device_class)
         self.classes: list[str] = agree("finding device classes", lambda: self.rank.device_class.name)
         if len(set(self.classes)) < 2:
             raise QSyncError(

@@ -24,11 +24,8 @@ from qsync.replayer import Recapture, Timeline, peaks, profiles_under_levers
 from qsync.replayer.chrome_trace import write_trace
 
 HEADINGS = (
-    "", "samples/s", "step", "predicted", "planned", "samples", "waiting", "lowered",
-    "variance", "loss",
+    "", "samples/s", "step", "predicted", "planned", "samples", "waiting", "lowered", "variance", "loss",
 )  # fmt: skip
-
-
 _EQUAL = 0.01  # rates that differ by no more are equal: steps on one machine repeat to about that
 SLOWER = "ways that are faster than the plan"
 NOISIER = "uniform choices as fast as the plan that add less variance"
@@ -91,12 +88,11 @@ def assemble(
 def bars(runs: Mapping[str, Mapping[str, Any]], leave_out: Sequence[str]) -> list[Bar]:
     """Return the promises: no way is faster, none as fast adds less variance, and the step is as predicted.
 
-    `leave_out` are the classes that the verdict advised to leave out.
-
-    One way is faster than another if three turns in four say so, by more than a hundredth.
+    One way is faster than another if three turns in four say so, by more than a hundredth. `leave_out` are
+    the classes that the verdict advised to leave out.
     """
     plan = runs[shown(runs)]
-    others = {name: run for name, run in runs.items() if run is not plan and name != QSYNC}
+    others = {name: run for name, run in runs.items() if run is not plan}
     faster = [run["title"] for run in others.values() if _gains(plan, run)[0] < 1.0 - _EQUAL]
     noisier = [
         run["title"] for name, run in others.items()

@@ -18,7 +18,7 @@ from qsync.errors import QSyncError
 from qsync.experiments.harness.ranks import FAST, WEAK
 from qsync.experiments.mixed import publish
 from qsync.experiments.mixed.launch import run_demo
-from qsync.experiments.mixed.predicted_steps import predicted_ways
+from qsync.experiments.mixed.predicted_steps import predicted_ways, replayed
 from qsync.experiments.mixed.report import (
     NOISIER,
     SLOWER,
@@ -400,8 +400,12 @@ def test_replay_again_from_the_same_profiles_says_the_same_and_alone_has_its_own
     alone = profile_of(basis.graph, FAST, slow=0.5)
     found = predicted_ways(basis, OTHER, alone=alone)
     for entry in found.values():
-        assert entry.again(basis, OTHER, alone).timeline.step_s == pytest.approx(entry.timeline.step_s)
-    assert found[ALONE].timeline.step_s < 0.6 * found[ALONE].again(basis, OTHER, None).timeline.step_s
+        assert replayed(entry.plan, basis, OTHER, alone).timeline.step_s == pytest.approx(
+            entry.timeline.step_s
+        )
+    assert (
+        found[ALONE].timeline.step_s < 0.6 * replayed(found[ALONE].plan, basis, OTHER, None).timeline.step_s
+    )
 
 
 def test_the_interval_is_of_the_training_and_not_of_the_profile():
