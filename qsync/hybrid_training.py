@@ -478,10 +478,13 @@ def _profile_and_plan(
         is_equal = len(formed[0].classes) == 1 and not _TIMES_DECIDE.intersection(options)
         base = base_of_graph(graph, options.get("base"))
         profiling = replace(profiling, base=base, briefly=is_equal)
-        basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
+        basis, steps = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
         if takes_samples(options) and options.get("other") is None:
             profiling.progress("another number of samples")
-            options |= {"other": recaptured(step, rank, basis, formed[1], profiling, options)}
+            other, more = recaptured(step, rank, basis, formed[1], profiling, options)
+            steps, options = [*steps, *more], {**options, "other": other}
+        profiling.progress("links in use")
+        basis = ddp_profiling.in_use(basis, steps, profiling.bucket_cap_bytes)
         profiling.progress("allocation")
         plan = Plan.from_json(from_rank_zero(
             "planning", lambda: _plan_and_save(basis, folder, profiling.bucket_cap_bytes, options).to_json()

@@ -22,6 +22,8 @@ from qsync.replayer.synchronous_step import GradientExchange, Step, Work, steady
 FACTORS = np.geomspace(1 / 4, 4, 65)
 # Factors tried on what an all-reduce takes from compute where all peers wait.
 WAITING_TOLLS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
+# What the own work of a measured step hangs on: its plan, and its profiles.
+Key = tuple[int, int]
 _TURNS = 3  # of fitting the links, then the tolls
 _NORMAL = 1.4826  # the standard deviation of normal errors, in medians of their size
 
@@ -31,13 +33,20 @@ class MeasuredStep:
     """What a step under a plan took beyond the own work of the class that works longest.
 
     Of these `wait_s`, `exposed_s` passed after its last gradient, in all-reduces that no compute hid.
-    All-reduces beside its compute took the rest from it.
+    All-reduces beside its compute took the rest from it. `profiles` are those of the step's own numbers of
+    samples, where it did not have those of the graph; their tolls are not used.
     """
 
     plan: Mapping[str, Mapping[str, Precision]]
     device_class: str
     wait_s: float
     exposed_s: float
+    profiles: Mapping[str, Profile] | None = None
+
+    @property
+    def key(self) -> Key:
+        """The identities of the step's plan and profiles."""
+        return id(self.plan), id(self.profiles)
 
 
 def with_exchange_in_use(
@@ -54,11 +63,13 @@ def with_exchange_in_use(
     `waiting_toll` is the factor under which tolls fit steps of both kinds best.
     The mean counts, since a rank paused now and then makes some steps longer. If steps do not depend on
     the links because compute hides them, the links stay as measured. The links' `error` is how far the mean
-    steps of each plan still lie from their replay.
+    steps of each plan still lie from their replay. Without measured steps all stays as it is.
 
     >>> step = MeasuredStep({"train": {}, "infer": {}}, "infer", wait_s=0.091, exposed_s=0.013)
     >>> cluster, profiles = with_exchange_in_use(graph, profiles, cluster, [step])
     """
+    if not measured:
+        return cluster, dict(profiles)
     fit = _Fit(graph, profiles, cluster, measured, bucket_cap_bytes)
     for _ in range(_TURNS):
         fit.link = _best(fit.exposed_too_long_s)
@@ -102,6 +113,13 @@ def _best(miss: Callable[[float], float]) -> float:
     return float(FACTORS[one + way * nearest])
 
 
+def _of_step(step: MeasuredStep, profile: Profile) -> Profile:
+    """Return the profile of a class at the step's number of samples, with the tolls of the given one."""
+    own = (step.profiles or {}).get(profile.device_class, profile)
+    per_call, per_byte = profile.reduce_s_per_call, profile.reduce_s_per_byte
+    return replace(own, reduce_s_per_call=per_call, reduce_s_per_byte=per_byte)
+
+
 class _Fit:
     """Measured steps beside their replay, under a factor on all links and one on each class's toll."""
 
@@ -116,12 +134,12 @@ class _Fit:
         self._measured, self._link = measured, cluster.link
         self._exchange = GradientExchange(graph, cluster, bucket_cap_bytes)
         self._names = [device_class.name for device_class in cluster.classes]
-        self._works: dict[int, list[Work]] = {}
+        self._works: dict[Key, list[Work]] = {}
         for step in measured:
-            if id(step.plan) not in self._works:
+            if step.key not in self._works:
                 lowerings = checked_lowerings(graph, step.plan, profiles, cluster)
-                self._works[id(step.plan)] = [
-                    self._exchange.work(ClassCosts(lowerings[name], profiles[name]), name)
+                self._works[step.key] = [
+                    self._exchange.work(ClassCosts(lowerings[name], _of_step(step, profiles[name])), name)
                     for name in self._names
                 ]
         self.link, self.waiting_toll = 1.0, 1.0
@@ -141,7 +159,7 @@ class _Fit:
         """Return the mean seconds by which replay exposes more than was measured."""
         steps = self._steps(link, self.tolls)
         return statistics.fmean(
-            max(0.0, steps[id(m.plan)].reduced_s - steps[id(m.plan)].finished_s[self._at(m)]) - m.exposed_s
+            max(0.0, steps[m.key].reduced_s - steps[m.key].finished_s[self._at(m)]) - m.exposed_s
             for m in self._measured
         )
 
@@ -156,15 +174,15 @@ class _Fit:
         parts = [abs(miss_s) / steps[key].reduced_s for key, miss_s in self._misses_s().items()]
         return _NORMAL * statistics.median(parts)
 
-    def _misses_s(self) -> dict[int, float]:
-        """Return by plan the mean seconds that replay waits too long."""
+    def _misses_s(self) -> dict[Key, float]:
+        """Return by plan and samples the mean seconds that replay waits too long."""
         steps = self._steps(self.link, self.tolls)
-        by_plan: dict[int, list[float]] = {}
+        by_plan: dict[Key, list[float]] = {}
         for m in self._measured:
-            by_plan.setdefault(id(m.plan), []).append(self._beyond_s(m, steps))
+            by_plan.setdefault(m.key, []).append(self._beyond_s(m, steps))
         return {key: statistics.fmean(found) for key, found in by_plan.items()}
 
-    def _steps(self, link: float, tolls: Mapping[str, float]) -> dict[int, Step]:
+    def _steps(self, link: float, tolls: Mapping[str, float]) -> dict[Key, Step]:
         durations = [link * seconds for seconds in self._exchange.durations_s]
         broadcast_s = link * self._exchange.broadcast_s
         factors = [tolls.get(name, 1.0) for name in self._names]
@@ -178,9 +196,9 @@ class _Fit:
             for key, works in self._works.items()
         }  # fmt: skip
 
-    def _beyond_s(self, m: MeasuredStep, steps: Mapping[int, Step]) -> float:
-        own_s = self._works[id(m.plan)][self._at(m)].total_s
-        return steps[id(m.plan)].reduced_s - own_s - m.wait_s
+    def _beyond_s(self, m: MeasuredStep, steps: Mapping[Key, Step]) -> float:
+        own_s = self._works[m.key][self._at(m)].total_s
+        return steps[m.key].reduced_s - own_s - m.wait_s
 
     def _at(self, m: MeasuredStep) -> int:
         return self._names.index(m.device_class)

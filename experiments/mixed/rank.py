@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,19 +186,19 @@ class Measuring:
         model = self._workload.make_model(0).to(self.place.device)
         self._second_graph = job.form_graph(job.TrainingStep(model, batch, self._loss_fn), alike=False)
         torch._dynamo.reset()
-        self._profilers.append(self._stepping(batch))
+        self._profilers.append(self._stepping(batch, is_second=True))
 
     def _on_device(self, batch: Batch) -> Batch:
         return batch[0].to(self.place.device), batch[1].to(self.place.device)
 
-    def _stepping(self, batch: Batch) -> DdpProfiler:
-        """Return the profiler of steps on a batch."""
+    def _stepping(self, batch: Batch, is_second: bool = False) -> DdpProfiler:
+        """Return the profiler of steps on a batch, with the samples of a plan or others."""
         model, program = self._attached()
         return DdpProfiler(
             program, job.TrainingStep(model, batch, self._loss_fn), self.rank,
             ddp_profiling.ProfileOptions(
                 self._precisions, make_optimizer(self._workload.lr), self._loader(), BUCKET_CAP_MB,
-                progress=self.show,
+                progress=self.show, is_second=is_second,
             ),
         )  # fmt: skip
 
@@ -237,19 +238,22 @@ class Measuring:
 
     def basis(self) -> Basis:
         """Return the basis from all rounds so far, and note the profiles beside it."""
-        here, exchanged = machine(self.place.device), self._exchanged()
+        here = machine(self.place.device)
         own, share = self.rank.device_class.name, self.rank.device_class.emulated_share
         found = agree("gathering the profile of the strongest ranks alone", lambda: (
             self._alone.profile(own, here, share).to_json() if self._alone else None))  # fmt: skip
         self.alone = Profile.from_json(next(entry for entry in found if entry is not None))
-        self.other = None
-        if len(self._profilers) > 1:
-            self.other = Recapture(self._second_graph, self._profilers[1].gathered(exchanged))
         return self._basis()
 
     def _basis(self) -> Basis:
-        cluster, profiles = self._profilers[0].priced(self._graph, self._links[0][0], self._exchanged())
-        return Basis(self._graph, cluster, profiles, self._sensitivity)
+        exchanged = self._exchanged()
+        profiles, *others = (profiler.gathered(exchanged) for profiler in self._profilers)
+        steps, *more = (profiler.measured_steps() for profiler in self._profilers)
+        self.other = Recapture(self._second_graph, others[0]) if others else None
+        steps += [replace(step, profiles=others[0]) for of_second in more for step in of_second]
+        cluster = replace(self._links[0][0], link=exchanged.link)
+        found = Basis(self._graph, cluster, profiles, self._sensitivity)
+        return ddp_profiling.in_use(found, steps, BUCKET_CAP_BYTES)
 
     def _exchanged(self) -> LinkMeasurement:
         return median_measurement([exchanged for _, exchanged in self._links])

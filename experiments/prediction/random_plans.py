@@ -35,6 +35,7 @@ from qsync.progress import shown_on_rank_zero
 from qsync.records.kernel_support import unsupported_by_shape
 from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.replayer import replay
+from qsync.replayer.exchange_calibration import with_exchange_in_use
 from qsync.replayer.explanation import phases
 from qsync.replayer.explanation.phases import Phases
 from qsync.runtime import choosers, planned_forward
@@ -164,7 +165,7 @@ class _Runner:
     """This rank's model, in DDP if there are others, with its profiler."""
 
     def __init__(self, step: job.TrainingStep, rank: job.Rank, options: ProfileOptions) -> None:
-        self._rank, self._progress = rank, options.progress
+        self._rank, self._options = rank, options
         self._program = planned_forward.attach(step.model, lambda graph: {})
         self._profiler = DdpProfiler(self._program, step, rank, options)
         model = self._profiler.model
@@ -187,7 +188,7 @@ class _Runner:
 
         All ranks begin each run and each step together.
         """
-        self._links.append(job.form_cluster(self._rank, self._progress, rounds=2)[1])
+        self._links.append(job.form_cluster(self._rank, self._options.progress, rounds=2)[1])
         pieces = [(True, k) for k in range(self._profiler.num_choices)]
         pieces += [(False, k) for k in range(len(assignments))]
         order.shuffle(pieces)
@@ -195,7 +196,7 @@ class _Runner:
             if of_profile:
                 self._profiler.measure(k)
             else:
-                self._progress(f"plan {k + 1} of {len(assignments)}")
+                self._options.progress(f"plan {k + 1} of {len(assignments)}")
                 self._run(k, assignments[k])
 
     def results(self, graph: OpGraph, cluster: Cluster) -> tuple[Cluster, Mapping[str, Profile], list[float]]:
@@ -209,7 +210,10 @@ class _Runner:
         factors = drift_factors(labels, seconds, ended_at_s)
         of_profile, of_turns = factors[: -len(self._turns)], factors[-len(self._turns) :]
         link = median_measurement(self._links)
-        cluster, profiles = self._profiler.priced(graph, cluster, link, of_profile)
+        cluster, profiles = with_exchange_in_use(
+            graph, self._profiler.gathered(link, of_profile), replace(cluster, link=link.link),
+            self._profiler.measured_steps(), self._options.bucket_cap_bytes,
+        )  # fmt: skip
         own = [
             (turn.plan, turn.phases.period_s, turn.phases.blocked_s, factor)
             for turn, factor in zip(self._turns, of_turns, strict=True)

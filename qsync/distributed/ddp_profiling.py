@@ -54,7 +54,7 @@ PROFILE_S_VARIABLE = "QSYNC_PROFILE_S"  # of the environment: a bound in the pla
 # How long ranks wait for the gradients of a rank that failed in the midst of a step: the longer of so many
 # seconds and so many steps.
 MIN_PATIENCE_S, PATIENCE_STEPS = 60.0, 20
-_SECOND_PART = 0.4  # of the time of the first profile, for that with another number of samples
+_SECOND_PART = 0.3  # of the time of the first profile, for that with another number of samples
 _NEVER = 1e6  # the cost of a pair of steps that is not to be
 
 
@@ -68,8 +68,9 @@ class ProfileOptions:
     With `save_less` following operators are also timed in their forms that save less for backward, which
     takes twice as many steps.
     A plan's `base` is profiled even where it is not worth choosing. Planning began at `began_s`
-    (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times. `part` is the part
-    of the time that planning takes otherwise. `bitwise`: the program runs FP32 by torch's own kernels.
+    (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times. With `is_second`
+    only steps of uniform precisions are taken, in a part of the time: memory and mixed precisions are in the
+    first profile. `bitwise`: the program runs FP32 by torch's own kernels.
     """
 
     precisions: Sequence[Precision | str] | None = None
@@ -82,14 +83,19 @@ class ProfileOptions:
     base: Precision | None = None
     began_s: float = field(default_factory=time.perf_counter)
     briefly: bool = False
-    part: float = 1.0
+    is_second: bool = False
     bitwise: bool = False
 
     def until_s(self, step_s: float) -> float:
         """Return when planning shall end, if a step takes so long. FormatError for an unusable bound."""
         asked = bool(os.environ.get(PROFILE_S_VARIABLE))
         whole_s = profile_seconds() if asked else max(PROFILE_S, PROFILE_STEPS * step_s)
-        return self.began_s + self.part * whole_s
+        return self.began_s + (_SECOND_PART if self.is_second else 1.0) * whole_s
+
+    @property
+    def warm_until_s(self) -> float:
+        """When to stop measuring memory and warming up mixed precisions."""
+        return -math.inf if self.is_second else self.until_s(math.inf)
 
     @property
     def bucket_cap_bytes(self) -> int | None:
@@ -100,7 +106,7 @@ class ProfileOptions:
         """Return the part of these options that one rank's profiler takes."""
         return ProfilerOptions(
             self.make_optimizer, self.progress, self.save_less, self.loader, num_precisions,
-            self.until_s(math.inf),
+            self.warm_until_s,
         )  # fmt: skip
 
 
@@ -110,13 +116,13 @@ def form_basis(
     graph: OpGraph,
     formed: tuple[Cluster, LinkMeasurement],
     options: ProfileOptions,
-) -> Basis:
+) -> tuple[Basis, list[MeasuredStep]]:
     """Profile every class on its own ranks, in steps of the job, and gather the sensitivity of the model.
 
-    `formed` is what `job.form_cluster` returned. The basis's cluster has the measured link, scaled to
-    its speed in steps of the job; its profiles have what an all-reduce takes from compute in them. All ranks
-    of a class take the same measurements; the profile of the first rank stands for the class. Each rank
-    gathers the sensitivity on its own batch; the basis has the mean.
+    `formed` is what `job.form_cluster` returned. All ranks of a class take the same measurements; the profile
+    of the first rank stands for the class. Each rank gathers the sensitivity on its own batch; the basis has
+    the mean. Links and tolls are those between barriers: the measured steps tell `with_exchange_in_use` what
+    they are in steps of the job.
     """
     cluster, link = formed
     ddp = options.ddp_options or {}
@@ -124,23 +130,31 @@ def form_basis(
     cluster = replace(cluster, broadcasts_buffers=bool(broadcasts))
     options.progress("sensitivity")
     found = agree("sensitivity", lambda: api.sensitivity(step.model, [step.batch], step.loss_fn).to_json())
-    cluster, profiles = _profile_together(step, rank, graph, cluster, link, options)
+    profiles, steps = _stepping(step, rank, options, link)
     agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
-    return Basis(graph, cluster, profiles, mean_sensitivity(found))
+    return Basis(graph, replace(cluster, link=link.link), profiles, mean_sensitivity(found)), steps
 
 
 def recapture(
     step: job.TrainingStep, rank: job.Rank, link: LinkMeasurement, options: ProfileOptions
-) -> Recapture:
+) -> tuple[Recapture, list[MeasuredStep]]:
     """Capture and profile the model once more, on a batch whose number of samples goes by class.
 
     All ranks step together, as for the first profile, in a part of its time. The graph is this rank's own.
     """
+    options = replace(options, began_s=time.perf_counter(), is_second=True)
     graph = job.form_graph(step, alike=False)
-    options = replace(options, began_s=time.perf_counter(), part=_SECOND_PART)
-    profiles = _stepping(step, rank, options, lambda profiler: profiler.gathered(link))
+    profiles, steps = _stepping(step, rank, options, link)
     agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
-    return Recapture(graph, profiles)
+    return Recapture(graph, profiles), [replace(one, profiles=profiles) for one in steps]
+
+
+def in_use(basis: Basis, steps: Sequence[MeasuredStep], bucket_cap_bytes: int | None) -> Basis:
+    """Return the basis with links and tolls as measured steps of the job say, if there are any."""
+    cluster, profiles = with_exchange_in_use(
+        basis.graph, basis.profiles, basis.cluster, steps, bucket_cap_bytes
+    )
+    return replace(basis, cluster=cluster, profiles=profiles)
 
 
 def profile_seconds() -> float:
@@ -157,34 +171,19 @@ def profile_seconds() -> float:
     return seconds
 
 
-def _profile_together(
-    step: job.TrainingStep,
-    rank: job.Rank,
-    graph: OpGraph,
-    cluster: Cluster,
-    link: LinkMeasurement,
-    options: ProfileOptions,
-) -> tuple[Cluster, dict[str, Profile]]:
-    """Return cluster and profiles of all classes, with the exchange as it is in steps of the job."""
-    found: tuple[Cluster, dict[str, Profile]] = _stepping(
-        step, rank, options, lambda profiler: profiler.priced(graph, cluster, link)
-    )
-    return found
-
-
 def _stepping(
     step: job.TrainingStep,
     rank: job.Rank,
     options: ProfileOptions,
-    read: Callable[[DdpProfiler], Any],
-) -> Any:
-    """Take as many steps as the options say, and return what `read` takes from their profiler."""
+    link: LinkMeasurement,
+) -> tuple[dict[str, Profile], list[MeasuredStep]]:
+    """Take as many steps as the options say; return the profiles of all classes, and the steps."""
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
     running = api.running(step.model, step.loss(), dynamic=False)
     with undrawn(options.loader), running as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(-math.inf if options.briefly else options.until_s(profiler.step_s))
-        found = read(profiler)
+        found = profiler.gathered(link), profiler.measured_steps()
     group = profiler.group
     del profiler
     gc.collect()  # a DDP that is gone takes its hooks along
@@ -217,7 +216,7 @@ class DdpProfiler:
     def __init__(
         self, program: Program, step: job.TrainingStep, rank: job.Rank, options: ProfileOptions
     ) -> None:
-        self._rank, self._bucket_cap_bytes = rank, options.bucket_cap_bytes
+        self._rank = rank
         self.precisions = agree_locally(
             "profiling",
             lambda: precisions_to_profile(rank.device_class, step.model, options.precisions, options.base),
@@ -234,7 +233,7 @@ class DdpProfiler:
         self.profiler = agree_locally("profiling", lambda: Profiler(
             program, lambda: self._loss(), parameters, self.precisions, clock, options.of_profiler(most)
         ))  # fmt: skip
-        is_late = agree("profiling", lambda: time.perf_counter() > options.until_s(math.inf))
+        is_late = agree("profiling", lambda: time.perf_counter() > options.warm_until_s)
         if any(is_late) and not options.save_less:
             self.profiler.shorten_round(most)
         self.step_s = max(self.profiler.typical_s())  # of the slowest assignment and rank
@@ -304,22 +303,12 @@ class DdpProfiler:
             self.measure(k)
             k = (k + 1) % self.num_choices
 
-    def priced(
-        self,
-        graph: OpGraph,
-        cluster: Cluster,
-        link: LinkMeasurement,
-        drift: Sequence[float] | None = None,
-    ) -> tuple[Cluster, dict[str, Profile]]:
-        """Return the cluster with its link, and the profiles of all classes, as the steps so far say.
+    def gathered(self, link: LinkMeasurement, drift: Sequence[float] | None = None) -> dict[str, Profile]:
+        """Return the profiles of all classes, with the tolls of the link as measured between barriers.
 
-        Both are the same on every rank. `drift` is the factor by which the machine was slow at each sample,
+        They are the same on every rank. `drift` is the factor by which the machine was slow at each sample,
         if the caller knows it. Through DDP, copies to buckets are in the operators' backward times.
         """
-        return self.in_use(graph, self.gathered(link, drift), replace(cluster, link=link.link))
-
-    def gathered(self, link: LinkMeasurement, drift: Sequence[float] | None = None) -> dict[str, Profile]:
-        """Return the profiles of all classes, with the tolls of the link as measured between barriers."""
         own = self._rank.device_class
         found = self.profiler.profile(own.name, machine(self._rank.device), own.emulated_share, drift)
         found = replace(
@@ -335,12 +324,10 @@ class DdpProfiler:
             profiles.setdefault(profile.device_class, profile)  # the first rank's stands for its class
         return profiles
 
-    def in_use(
-        self, graph: OpGraph, profiles: dict[str, Profile], cluster: Cluster
-    ) -> tuple[Cluster, dict[str, Profile]]:
-        """Return both with links and tolls as the profile's steps say; the same on every rank."""
+    def measured_steps(self) -> list[MeasuredStep]:
+        """Return what the exchange took in every step so far; the same on every rank. None without DDP."""
         if not self.in_ddp:
-            return cluster, profiles
+            return []
         samples = zip(self.profiler.waits(), self.profiler.samples(), strict=True)
         own = [(self._order.index(k), work_s, *wait) for (k, wait), (_, work_s, _) in samples]
         everyone = agree("gathering steps", lambda: own)
@@ -354,7 +341,7 @@ class DdpProfiler:
             longest = max(range(len(ranks)), key=lambda rank: ranks[rank][1])
             _, _, wait_s, exposed_s = ranks[longest]
             measured.append(MeasuredStep(plans[turn], classes[longest], wait_s, exposed_s))
-        return with_exchange_in_use(graph, profiles, cluster, measured, self._bucket_cap_bytes)
+        return measured
 
     def _round(self) -> tuple[list[str], list[dict[str, dict[str, Precision]]], list[bool]]:
         """Return each rank's class and, by step of a round, assignments and whether nothing saves less."""

@@ -27,6 +27,7 @@ from qsync.records.levers import ACCUMULATE, SHARE, samples_of
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import Recapture
+from qsync.replayer.exchange_calibration import MeasuredStep
 from qsync.tracing.held_state import undisturbed
 
 LEAST_WITH_BATCH_NORM = 16  # samples of a pass
@@ -103,8 +104,8 @@ def recaptured(
     link: LinkMeasurement,
     profiling: ProfileOptions,
     options: Mapping[str, Any],
-) -> Recapture:
-    """Return the model captured and profiled with about as many samples as each class will take."""
+) -> tuple[Recapture, list[MeasuredStep]]:
+    """Return the model with about as many samples as each class will take, and the steps that profiled it."""
 
     def guess() -> dict[str, int]:
         known = {name: value for name, value in options.items() if name in _OF_PLANNER}

@@ -251,7 +251,8 @@ def _in_proportion(
 def _between(one: Profile, other: Profile, part: float, loaded: float) -> Profile:
     """Interpolate two profiles, `part` of the way from one to the other.
 
-    Entries that only one profile has are dropped. Costs per element are those of the nearer profile.
+    A mode in which only the first profile has an operator grows as the operator's other modes do; operators
+    that only one profile has are dropped. Costs per element are those of the nearer profile.
     """
 
     def line(a: float, b: float, at: float = part) -> float:
@@ -262,11 +263,15 @@ def _between(one: Profile, other: Profile, part: float, loaded: float) -> Profil
             line(a.forward_s, b.forward_s), line(a.backward_s, b.backward_s), line(a.spread_s, b.spread_s)
         )
 
-    ops = {
-        op: {mode: cost(c, other.ops[op][mode]) for mode, c in modes.items() if mode in other.ops[op]}
-        for op, modes in one.ops.items()
-        if op in other.ops
-    }
+    def of_op(modes: Mapping[str, Cost], theirs: Mapping[str, Cost]) -> dict[str, Cost]:
+        both = modes.keys() & theirs.keys()
+        mine_s, theirs_s = (sum(of[mode].total_s for mode in both) for of in (modes, theirs))
+        growth = theirs_s / mine_s if mine_s else 1.0
+        return {
+            mode: cost(c, theirs[mode] if mode in both else times(c, growth)) for mode, c in modes.items()
+        }
+
+    ops = {op: of_op(modes, other.ops[op]) for op, modes in one.ops.items() if op in other.ops}
     casts = {
         key: cost(c, other.casts[key]) if key in other.casts else c
         for key, c in one.casts.items()

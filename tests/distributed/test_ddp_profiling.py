@@ -16,7 +16,8 @@ def profiled(model, device_class, precisions=None):
     job.join_job(torch.device("cpu"))
     own, step = job.detect_rank(model, name=device_class), job.TrainingStep(model, batch(seed=rank), loss_fn)
     options = ddp_profiling.ProfileOptions(precisions)
-    return ddp_profiling.form_basis(step, own, job.form_graph(step), job.form_cluster(own), options)
+    formed = ddp_profiling.form_basis(step, own, job.form_graph(step), job.form_cluster(own), options)
+    return ddp_profiling.in_use(*formed, None)
 """
 
 
@@ -107,17 +108,17 @@ def late(model, batch):
     time.sleep(0.05 * rank)
     return loss_fn(model, batch)
 
-in_use = ddp_profiling.DdpProfiler.in_use
+measured_steps = ddp_profiling.DdpProfiler.measured_steps
 
-def observed(self, *args):
+def observed(self):
     waits = [wait for _, wait in self.profiler.waits()]
     exposed_s, hidden_s = (statistics.median(values) for values in zip(
         *((wait.exposed_s, wait.wait_s - wait.exposed_s) for wait in waits)))
     say(f"late: {exposed_s > 0.045 if rank == 0 else hidden_s > 0.045}")
     say(f"hooks: {sum(len(p._post_accumulate_grad_hooks or ()) for p in self.model.parameters())}")
-    return in_use(self, *args)
+    return measured_steps(self)
 
-ddp_profiling.DdpProfiler.in_use = observed
+ddp_profiling.DdpProfiler.measured_steps = observed
 attempt("planned", loss_fn=late, device_class=["strong", "weak"][rank])
 dist.destroy_process_group()
 """

@@ -130,6 +130,28 @@ def test_what_all_reduces_take_from_compute_comes_out_and_leaves_the_link_alone(
         assert step_s(plan, profiles, cluster) == pytest.approx(step_s(plan, in_steps, true), rel=0.002)
 
 
+def test_steps_of_other_numbers_of_samples_tell_of_the_same_exchange():
+    """More work hides more of an all-reduce: without the profiles of these steps the link seems faster."""
+    profiles, larger = (
+        {name: profile_of(WIDE, name, slow=times * slow) for name, slow in (("train", 1.0), ("infer", 2.0))}
+        for times in (1.0, 2.0)
+    )
+    measured, true = cluster_of(link=Link(0.025, 1e12, 0.5, 2)), cluster_of(link=Link(0.05, 5e11, 0.5, 2))
+    own, more = (
+        measured_steps(true, (1.0, 1.0), of, [TOGETHER, IN_FP32], WIDE, CAP) for of in (profiles, larger)
+    )
+    steps = [*own, *(replace(step, profiles=larger) for step in more)]
+    found, without = (
+        with_exchange_in_use(WIDE, profiles, measured, of, CAP)[0].link for of in (steps, [*own, *more])
+    )
+    assert found.latency_s == pytest.approx(0.05) and found.error < 1e-3
+    assert without.latency_s < 0.045 and without.error > 0.01
+
+
+def test_without_measured_steps_links_and_tolls_stay():
+    assert with_exchange_in_use(GRAPH, PROFILES, cluster_of(), []) == (cluster_of(), PROFILES)
+
+
 @pytest.mark.parametrize(
     ("plan", "num_weak", "waits"), [(APART, 1, True), (APART, 2, False), (TOGETHER, 1, False)]
 )

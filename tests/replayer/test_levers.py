@@ -116,6 +116,23 @@ def test_between_two_profiles_costs_lie_on_the_line_through_them():
     assert found.casts["x", "fp32", "bf16"].forward_s == pytest.approx(0.75)
 
 
+def test_a_mode_that_only_the_first_profile_has_grows_as_the_others_do():
+    """A second profile takes uniform steps alone, and some forms are only in mixtures."""
+    profile = PROFILES["infer"]
+    op, modes = next((op, modes) for op, modes in profile.ops.items() if len(modes) > 2)
+    gone = next(reversed(modes))
+    theirs, at = OTHER.profiles["infer"], resized(GRAPH, SMALLER, 12)
+
+    def found(of_op):
+        other = Recapture(SMALLER, {"infer": replace(theirs, ops={**theirs.ops, op: of_op})})
+        return at_samples(profile, GRAPH, other, 12, at).ops[op][gone]
+
+    half = {mode: Cost(cost.forward_s / 2, cost.backward_s / 2) for mode, cost in modes.items()}
+    exact, without = found(half), found({mode: cost for mode, cost in half.items() if mode != gone})
+    assert without.forward_s == pytest.approx(exact.forward_s) == pytest.approx(0.75 * modes[gone].forward_s)
+    assert without.backward_s == pytest.approx(exact.backward_s)
+
+
 def test_with_one_profile_what_has_samples_costs_in_proportion_and_it_says_so():
     casts = {("x", "fp32", "bf16"): Cost(1.0), ("fc0.weight", "fp32", "bf16"): Cost(1.0)}
     measured = replace(PROFILES["infer"], loading_s=1.0, casts=casts)
