@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -13,10 +14,12 @@ from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.uniform import uniform
 from qsync.errors import InfeasibleError, QSyncError
+from qsync.records.base import bases_of
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.levers import ACCUMULATE, SHARE, ClassLevers, samples_of
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
+from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.records.verdict import PLAN, Verdict, Way
 from qsync.replayer import Recapture, profiles_under_levers, replay
@@ -25,6 +28,7 @@ from qsync.replayer.levers.batch_size import reach
 
 _WORTH_SAYING = 1.03  # times the plan's samples per second, that shares must promise
 _LEVERS = (SHARE, ACCUMULATE)
+_SIXTEEN_BITS = (Precision.BF16, Precision.FP16)
 
 
 def find_verdict(
@@ -39,7 +43,7 @@ def find_verdict(
     `other` is the model captured with another number of samples; without it shares are only estimated.
     `options` are those that the plan was made with, `shares` what chose its shares, if that is at hand. The
     strongest class alone takes the whole batch, if its profiles reach so far. DDP is left out where equal
-    batches do not fit.
+    batches do not fit. A base of 16 bits is named where it is faster beyond the plan's interval.
 
     >>> print("\n".join(find_verdict(basis, plan, other).lines()))
     """
@@ -48,6 +52,7 @@ def find_verdict(
         return None
     known = {field.name for field in fields(Options)}
     given = {name: value for name, value in (options or {}).items() if name in known}
+    least = int((options or {}).get("least_samples", 1))
     base: dict[str, Any] = {"base": plan.base, "bucket_cap_bytes": plan.bucket_cap_bytes}
     plain = uniform(basis.graph, basis.profiles, cluster, {}, **base)
     strongest = min(plain.classes, key=lambda name: _compute_s(plain, name))
@@ -56,14 +61,14 @@ def find_verdict(
     if _fits(plain, cluster):
         ways.append(_way(f"DDP, equal batches, {plan.base}", basis, plain))
     if shares is None and _has_samples(basis):
-        shares = BatchShares(basis, other, _LEVERS, given)
+        shares = BatchShares(basis, other, _LEVERS, given, least)
     if shares is not None and other is not None:
         with suppress(InfeasibleError):
             by_speed = shares.best(lower=False).levers
             profiles = profiles_under_levers(basis.graph, basis.profiles, cluster, by_speed, other)
             shared = uniform(basis.graph, profiles, cluster, {}, **base)
             ways.append(_way(f"shares by speed, {plan.base}", basis, shared, other))
-    if plan.levers is not None and plan.levers.used:
+    if _has_shares(plan):
         with suppress(InfeasibleError):
             ways.append(_way("precisions, equal batches", basis, _fastest(basis, Options(**given))))
     times, leave_out = {}, []
@@ -76,7 +81,36 @@ def find_verdict(
     if shares is not None and other is None:
         about = shares.about()
         with_shares = about if about > _WORTH_SAYING * own.samples_per_s else None
-    return Verdict((*ways, own), times, tuple(leave_out), with_shares)
+    lower_base = None
+    if plan.base not in _SIXTEEN_BITS:
+        lower_base = _in_16_bits(strongest, basis, other if _has_shares(plan) else None, given, least)
+    if lower_base is not None and lower_base.samples_per_s <= (own.interval or (0.0, own.samples_per_s))[1]:
+        lower_base = None
+    return Verdict((*ways, own), times, tuple(leave_out), with_shares, lower_base)
+
+
+def _has_shares(plan: Plan) -> bool:
+    return plan.levers is not None and bool(plan.levers.used)
+
+
+def _in_16_bits(
+    strongest: str, basis: Basis, other: Recapture | None, given: Mapping[str, Any], least: int
+) -> Way | None:
+    """Return the fastest way whose base is the 16 bits of the strongest class; None where it has none."""
+    of_strongest, profile = basis.cluster[strongest], basis.profiles[strongest]
+    profiled = {mode.partition(" ")[0] for modes in profile.ops.values() for mode in modes}
+    bases = bases_of(of_strongest.device, of_strongest.precisions)
+    base = next((p for p in bases if p in _SIXTEEN_BITS and str(p) in profiled), None)
+    if base is None:
+        return None
+    with suppress(QSyncError):  # as where pins name what another base lacks
+        given = {**given, "base": str(base), "target_s": None, "slack": None}
+        if other is not None:
+            step_s = BatchShares(basis, other, _LEVERS, given, least).best().step_s
+        else:
+            step_s = _fastest(basis, Options(**given)).step_s or math.inf
+        return Way(str(base), _batch(basis) / step_s)
+    return None
 
 
 def _compute_s(plan: Plan, name: str) -> float:

@@ -30,7 +30,8 @@ class Verdict(Record):
 
     `times` is by class how many times as fast the plan is as the best one without that class; a class in
     `leave_out` adds nothing beyond the interval. `with_shares` is about what shares of the batch would make
-    where the plan has none; None where they were planned, or cannot be.
+    where the plan has none; None where they were planned, or cannot be. `lower_base` is the best way with a
+    base of 16 bits, named by it, where that is faster than a plan of a higher base by more than its interval.
 
     >>> print("\n".join(plan.verdict.lines()))
     """
@@ -39,6 +40,7 @@ class Verdict(Record):
     times: Mapping[str, Number] = field(default_factory=dict)
     leave_out: tuple[str, ...] = ()
     with_shares: Number | None = None
+    lower_base: Way | None = None
 
     def lines(self) -> list[str]:
         """Return the verdict as lines of text: a way each, and what each class adds."""
@@ -57,4 +59,7 @@ class Verdict(Record):
                 f"shares of the batch would make about {self.with_shares / alone:.2f}x instead of "
                 f"{self.ways[-1].samples_per_s / alone:.2f}x: give a loader of a qsync.ShareSampler"
             )
+        if self.lower_base is not None:
+            base, rate = self.lower_base.name, self.lower_base.samples_per_s / alone
+            found.append(f'with the strong cards in {base}, too: {rate:.2f}x (base="{base}")')
         return found

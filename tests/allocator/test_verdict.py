@@ -108,6 +108,29 @@ def test_without_another_number_of_samples_shares_are_estimated():
     assert "give a loader of a qsync.ShareSampler" in found.lines()[-1]
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_base_of_16_bits_is_named_where_it_is_faster_than_the_plan(shared):
+    """BF16 takes half of FP32's time here; the strong class stays in the base."""
+    slow = {"train": 1.0, "infer": 1.2}
+    basis, other = basis_of(slow), other_of(slow) if shared else None
+    found, below = (
+        find_verdict(basis, planned(basis, other, base=base), other, {"base": base})
+        for base in ("fp32", "bf16")
+    )
+    assert found.lower_base.name == "bf16" and below.lower_base is None
+    assert found.lower_base.samples_per_s == pytest.approx(below.ways[-1].samples_per_s, rel=0.02)
+    assert found.lower_base.samples_per_s > 1.1 * found.ways[-1].samples_per_s
+    assert found.lines()[-1].endswith('(base="bf16")') or not shared
+    assert Verdict.from_json(found.to_json()) == found
+    unsure = basis_of(slow, error=9.0)
+    assert find_verdict(unsure, planned(unsure, other), other).lower_base is None
+    without = {
+        n: replace(c, precisions=("fp32", "int8")) for n, c in ((c.name, c) for c in basis.cluster.classes)
+    }
+    lacking = replace(basis, cluster=replace(basis.cluster, classes=tuple(without.values())))
+    assert find_verdict(lacking, planned(lacking, other), other).lower_base is None
+
+
 def test_one_class_has_no_verdict():
     basis = basis_of({"train": 1.0}, {"train": 2})
     assert find_verdict(basis, planned(basis)) is None

@@ -82,7 +82,7 @@ _WARM.set_forkserver_preload(
         "rich.progress",
     ]
 )
-_TIMEOUT_S = 600.0
+_TIMEOUT_S = 500.0
 _READERS = ThreadPoolExecutor(32)
 
 
