@@ -1,18 +1,14 @@
 """Kernels: the meaning of every precision, and its fastest computation on each device.
 
-`selection/`         choose kernels by capability, correctness and measured time
-`shape_choices`      choose the fastest of several ways to compute a product, once a shape
-`reference_kernels`  every precision in plain torch
-`encoding`           operands in low precision
-`kernels/`           products, attention, convolutions, and what stands between them
-`casts/`             passes over a matrix between products
-`compressed_saves/`  operators that save less for backward
-`cutlass/`           products of NVIDIA GPUs
-`devices/`           a device class, AMX, clocks, short timings; `measure_peaks`  measured peak rates
-`custom_operators`   lowered operators in torch.library, for torch.export and torch.compile
-`int8_products`      INT8 products, scaled or exact; `sixteen_bit_operands`  operands of 16-bit products
-`kernel_cache`, `cuda_build`, `build_ahead`  compiled kernels on disk, nvcc, and all at once
-`autograd`, `block_sizes`  differentiable calls, and block sizes of CPU kernels
+`selection/` choose kernels by capability, correctness and measured time `shape_choices` choose the fastest of
+several ways to compute a product, once a shape `reference_kernels` every precision in plain torch `encoding`
+operands in low precision `kernels/` products, attention, convolutions, and the operators between them
+`casts/` passes over a matrix between products `compressed_saves/` operators that save less for backward
+`cutlass/` products of NVIDIA GPUs `devices/` a device class, AMX, clocks, short timings; `measure_peaks`
+measured peak rates `custom_operators` lowered operators in torch.library, for torch.export and torch.compile
+`int8_products` INT8 products, scaled or exact; `sixteen_bit_operands` operands of 16-bit products
+`kernel_cache`, `cuda_build`, `build_ahead` compiled kernels on disk, nvcc, and all at once `autograd`,
+`block_sizes` differentiable calls, and block sizes of CPU kernels
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ __all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that what needs no kernels (planning) imports no torch.
+    # Lazy imports: planning needs no kernels, and so imports no torch.
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
