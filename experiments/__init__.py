@@ -1,23 +1,13 @@
 """Experiments: one script per table or figure, the workloads, and the demo.
 
-`harness`      the run loop, ranks, paired timing, peers and tables
-`workloads`    models and data
-`results`      all of the below, run again; what papers promise, beside what is found
-`demo`         two unequal ranks train, against every alternative
-`accuracy`     final accuracy of every way to train on two unequal ranks
-`speedup`      samples per second of every way to use a weak card
-`kernels`      kernels against their bars and peers
-`sensitivity`  indicators against measured gradient errors
-`prediction`   random plans on real ranks, the promised limits
-`memory`       predicted bytes against measured ones
-`allocation`   plans against those of other methods
-`levers`       levers, predicted and measured
-`unseen`       a suite of unseen models: speed beside peers, predictions
-`takeover`     what users do to a wrapped model
-`integrations`  training loops of other libraries around planned models
-`elastic`      cards that come and go
-`clients`      five training scripts as people write them
-`diagnosis`    faults planted in real jobs, and what qsync names
-`gpu`          every claim about GPUs, measured on one
-`expansion`    what growing a model saves
+`harness` the run loop, ranks, paired timing, peers and tables `workloads` models and data `results` rerun all
+experiments; figures of papers beside ours `demo` two unequal ranks train, against every alternative
+`accuracy` final accuracy of every way to train on two unequal ranks `speedup` samples per second of every way
+to use a weak card `kernels` kernels against their bars and peers `sensitivity` indicators against measured
+gradient errors `prediction` random plans on real ranks, the promised limits `memory` predicted bytes against
+measured ones `allocation` plans against those of other methods `levers` levers, predicted and measured
+`unseen` a suite of unseen models: speed beside peers, predictions `takeover` users' operations on a wrapped
+model `integrations` training loops of other libraries around planned models `elastic` cards that join and
+leave `clients` five training scripts as people write them `diagnosis` planted faults in real jobs, and
+qsync's diagnoses `gpu` every claim about GPUs, measured on one `expansion` savings by growing a model
 """
