@@ -1,10 +1,8 @@
 """qsync in the training loops of other libraries: a thin adapter for each.
 
-`transformers`        `QSyncTrainer`, and a mixin for other trainers
-`lightning`           `QSyncStrategy`
-`hugging_face`        a model by its configuration, with random weights
-`trainer_plans`       what both check of options and checkpoints
-`supported_versions`  the versions that these are tested with
+`transformers` `QSyncTrainer`, and a mixin for other trainers `lightning` `QSyncStrategy` `hugging_face` a
+model from its configuration, with random weights `trainer_plans` shared checks of options and checkpoints
+`supported_versions` tested versions of these libraries
 
 Accelerate needs none: `accelerator.prepare(qsync.hybrid(model, ...))`. Nor do FSDP2, peft and
 torch.distributed.checkpoint: see docs/guide/frameworks.md.
