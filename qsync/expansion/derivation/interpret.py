@@ -74,8 +74,6 @@ class Findings:
         """Return every name of every parameter."""
         return [name for name, _ in self.recorder.model.named_parameters(remove_duplicate=False)]
 
-    # -- cycles through norms --
-
     def _close_norms(self) -> None:
         """Unify input and output of norms that write the residual stream itself (Post-LN).
 
