@@ -1,4 +1,4 @@
-"""Call differentiable functions with types."""
+"""Give torch's untyped calls of autograd functions types, and refuse second derivatives."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from torch.autograd import Function
 
 from qsync.errors import UnsupportedError
 
-# Whether the graph that is recorded goes backward many times, each time on other saved tensors.
+# True while a recorded graph runs backward repeatedly, each time on other saved tensors.
 is_replayed = ContextVar("is_replayed", default=False)
-# Keeps a backward out of what torch.compile traces: a model may ask for gradients in its forward.
+# Keeps torch.compile from tracing a backward: a model may ask for gradients in its forward.
 untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
 
 
 def differentiable(function: type[Function], *arguments: Any) -> Tensor:
-    """Return `function.apply(*arguments)`, which torch leaves untyped."""
+    """Return `function.apply(*arguments)` with its type, which torch leaves out."""
     result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the backward of a kernel refuse what it cannot do, before anything is computed.
+    """Make a kernel's backward refuse second derivatives and batched gradients.
 
-    torch's decorator of this name lets `create_graph=True` through if the gradient that arrives is a constant
-    (that of a sum), and returns a gradient that does not depend on the weights: a penalty on it would train
-    nothing, in silence. A model may ask for gradients in its forward (forces): what runs then is no part of
-    it, so torch.compile is not to trace it.
+    torch's decorator of this name lets `create_graph=True` through if the incoming gradient is a constant
+    (that of a sum). It then returns a gradient that does not depend on the weights, and a penalty on it
+    trains nothing, in silence. torch.compile does not trace such a backward: a model may ask for gradients
+    (forces) in its forward.
 
     >>> @staticmethod
     ... @once_differentiable
@@ -55,10 +55,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_recorded(gradient: Tensor) -> bool:
-    """Return whether a backward is to be differentiated itself, or computes many gradients in torch.vmap.
-
-    Torch's own operators can do both.
-    """
+    """Return whether autograd records this backward, or torch.vmap batches its gradients."""
     return torch.is_grad_enabled() or _is_many(gradient)
 
 
@@ -67,18 +64,18 @@ def _is_many(gradient: Tensor) -> bool:
 
 
 def no_second_derivative() -> UnsupportedError:
-    """Return the error of a backward that is to be differentiated itself."""
+    """Return the error for a backward that is to be differentiated a second time."""
     return UnsupportedError(
-        "qsync's kernels cannot be differentiated twice: leave create_graph=True out, or keep the products "
+        "qsync's kernels cannot be differentiated twice: leave out create_graph=True, or keep the products "
         'under it in fp32 (a pin in the plan, or precisions=["fp32"] where it is made)'
     )
 
 
 def owned(result: Tensor) -> Tensor:
-    """Return a result of a function's forward as a tensor of its own, if it is a view of what forward made.
+    """Return a forward's result as a tensor that the user may change in place.
 
-    torch refuses to change a view that was made inside a function, as `logits[mask] = 0` would. Where forward
-    saves its result for backward, it must save the tensor that this returns, so that torch notices a change.
+    torch refuses to change a view made inside an autograd function (`logits[mask] = 0`). If forward saves its
+    result for backward, it must save the returned tensor, so that torch notices a change.
 
     >>> return owned(y.view(shape))
     """

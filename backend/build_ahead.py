@@ -1,4 +1,4 @@
-"""Compile every library that a device needs before a job does; `qsync doctor --build` calls it."""
+"""Compile every library of this machine's devices ahead of a job, for `qsync doctor --build`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from qsync.backend import cuda_build
 from qsync.backend.casts import compiled_casts
 from qsync.errors import BuildError, QSyncError, shortened
 
-# What nvcc compiles these sources for; the kernels are written for 7.0 and later.
+# The oldest compute capability (times 10) that the kernels support: 7.0.
 _OLDEST = 70
 
 
 def architectures_here() -> list[str]:
-    """Return the architectures of this machine's GPUs ("75", "90"), each once."""
+    """Return the architectures of this machine's GPUs, such as "75" and "90", without repeats."""
     return sorted(
         {cuda_build.architecture(torch.device("cuda", card)) for card in range(torch.cuda.device_count())}
     )
 
 
 def checked(architectures: Sequence[str]) -> list[str]:
-    """Return architectures as nvcc names them ("75"), from "75", "7.5" or "sm_75".
+    """Return architectures in nvcc's notation ("75"), from "75", "7.5" or "sm_75".
 
-    Raises QSyncError for what is none.
+    Raises QSyncError for anything else.
     """
     return list(dict.fromkeys(map(_checked, architectures)))
 
 
 def build(architectures: Sequence[str]) -> Iterator[dict[str, str | float]]:
-    """Compile the casts for this processor, and casts and products for each architecture of a GPU.
+    """Compile the casts for this processor, and casts and products for each GPU architecture.
 
-    Yields of each library its name, the device ("cpu", "sm_75"), the seconds it took (next to none if it was
-    in the cache), and `why_not`, a sentence, if it cannot be built here.
+    Yields for each library its name, the device ("cpu", "sm_75"), the seconds of its build (near 0 if
+    cached), and `why_not`: a sentence if it cannot be built here, else None.
     """
     yield _built("casts", "cpu", compiled_casts.note)
     for architecture in architectures:
@@ -57,7 +57,7 @@ def _built(library: str, device: str, make: Callable[[], str | None]) -> dict[st
 
 
 def _why_not(architecture: str, family: str) -> str | None:
-    """Compile a family of products; return why it cannot be built here, if so."""
+    """Compile a family of products; return the reason if this machine cannot build it."""
     try:
         cuda_build.library(architecture, [family])
     except BuildError as error:

@@ -37,7 +37,7 @@ _COMPILE_TIMEOUT_S = 1800
 
 
 class Toolchain(NamedTuple):
-    """The compilers for one architecture; `assembler` is CUDA 12's if nvcc itself lacks Volta."""
+    """Compilers for one GPU architecture; `assembler` is CUDA 12's where nvcc itself lacks Volta."""
 
     nvcc: str
     version: str
@@ -46,7 +46,7 @@ class Toolchain(NamedTuple):
 
 
 def architecture(device: torch.device) -> str:
-    """Return the compute capability of a GPU as nvcc names it: "75", "90"."""
+    """Return a GPU's compute capability in nvcc's notation, such as "75" or "90"."""
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -54,11 +54,9 @@ def architecture(device: torch.device) -> str:
 
 
 def library(architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bool = True) -> Path:
-    """Return the shared library with these families of products for one architecture ("75").
+    """Return the path of the shared library of some product families for one architecture ("75").
 
-    Builds it if it is not in the cache.
-
-    Raises BuildError, in one sentence, if this machine cannot build it.
+    Builds it if it is not in the cache. Raises BuildError, in one sentence, if this machine cannot build it.
 
     >>> library("80", ["int8_gemm"])
     PosixPath('/home/me/.cache/qsync/kernels/cutlass-sm80-int8_gemm-5f0e....so')
@@ -80,8 +78,8 @@ def library(architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bo
 
     def compile_once(path: Path) -> None:
         print(
-            f"qsync: compiling CUTLASS products ({', '.join(families)}) for sm_{architecture}, a minute "
-            f"each, once, into {path.parent}",
+            f"qsync: compiling CUTLASS products ({', '.join(families)}) for sm_{architecture}, about a "
+            f"minute each, stored in {path.parent}",
             file=sys.stderr,
         )
         compile_to(path, architecture, families, all_tiles)
@@ -96,9 +94,9 @@ def compile_to(
     all_tiles: bool = True,
     keep: Path | None = None,
 ) -> None:
-    """Compile the library into `path`, past the cache, with intermediate files in `keep`.
+    """Compile the library into `path`, bypassing the cache; keep intermediate files (PTX) in `keep`.
 
-    `keep` receives what leads to the library (PTX). Raises BuildError, in one sentence.
+    Raises BuildError, in one sentence.
     """
     _check_families(architecture, families)
     flags = [
@@ -110,9 +108,9 @@ def compile_to(
 
 
 def compile_file(path: Path, source: Path, architecture: str, flags: Sequence[str]) -> None:
-    """Compile one file of CUDA C++ into the library `path`, with `flags` beside the usual ones.
+    """Compile one CUDA C++ file into the library `path`, with additional `flags`.
 
-    Needs nvcc, and none of CUTLASS's headers. Raises BuildError, in one sentence.
+    Needs nvcc, but not CUTLASS's headers. Raises BuildError, in one sentence.
     """
     _compile(path, source, architecture, [*_machine_flags(architecture), *flags])
 
@@ -161,7 +159,7 @@ def toolchain(architecture: str, with_headers: bool = True) -> Toolchain:
 
 
 def _compilers() -> list[str]:
-    """List every nvcc of this machine, beginning with the one that the environment names."""
+    """List every nvcc of this machine, the environment's own first."""
     folders = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     found = [str(Path(place) / "bin" / "nvcc") for place in folders if place]
     on_path = shutil.which("nvcc")
@@ -172,24 +170,24 @@ def _compilers() -> list[str]:
 
 
 def _headers() -> Path:
-    """Return CUTLASS's include folder: $CUTLASS_PATH's, or the nvidia-cutlass package's."""
+    """Return CUTLASS's include folder, from $CUTLASS_PATH or the nvidia-cutlass package."""
     places = []
     if os.environ.get("CUTLASS_PATH"):
         places.append(Path(os.environ["CUTLASS_PATH"]) / "include")
-    package = find_spec("cutlass_library")  # found, not imported: it would load scipy and more
+    package = find_spec("cutlass_library")  # find_spec does not import it: importing loads scipy and more
     if package is not None and package.origin is not None:
         places.append(Path(package.origin).parent / "source" / "include")
     for place in places:
         if (place / "cutlass" / "version.h").is_file():
             return place
     raise BuildError(
-        "CUTLASS's headers are not here: pip install nvidia-cutlass, or set CUTLASS_PATH to a checkout of "
-        "CUTLASS"
+        "CUTLASS's headers are not installed: pip install nvidia-cutlass, or set CUTLASS_PATH to a checkout "
+        "of CUTLASS"
     )
 
 
 def _assemblers() -> list[str]:
-    """List every ptxas that assembles for Volta: of the PyPI package, or of CUDA 12 toolkits."""
+    """List every ptxas that assembles for Volta, from the PyPI package or CUDA 12 toolkits."""
     package = find_spec("nvidia")
     places = (
         [Path(folder) / "cuda_nvcc" / "bin" for folder in (package.submodule_search_locations or [])]
@@ -206,13 +204,13 @@ def _assemblers() -> list[str]:
 
 
 def environment_flags() -> str:
-    """Return the flags that nvcc takes from the environment, beside those of its command."""
+    """Return the flags that nvcc reads from environment variables."""
     found = {name: os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")}
     return " ".join(f"{name}={value}" for name, value in found.items() if value)
 
 
 def families_of(architecture: str) -> list[str]:
-    """Return the families of products that an architecture has the tensor cores for."""
+    """Return the product families for which an architecture has tensor cores."""
     return [name for name in FAMILIES if int(architecture) >= 75 or not name.startswith("int8")]
 
 
@@ -236,11 +234,11 @@ def _machine_flags(architecture: str) -> list[str]:
 
 
 def _compile_for_volta(command: list[str], assembler: str, folder: str) -> None:
-    """Take nvcc's steps for Turing, except the assembler's, which is taken for Volta.
+    """Compile for Turing, with the assembler step replaced by one for Volta.
 
-    nvcc prints the steps (--dryrun) as lines of shell. PTX is forward compatible, not backward: the
-    assembler rejects whatever Volta lacks, so accepted code means on Volta what it means on Turing. The
-    one rejected thing in these sources is a prefetch hint on loads, which changes no result.
+    nvcc prints its steps (--dryrun) as lines of shell. PTX is forward compatible, not backward: the assembler
+    rejects instructions that Volta lacks, so accepted code means the same on Volta as on Turing. It rejects
+    one thing in these sources: a prefetch hint on loads, which changes no result.
     """
     listing = _run([*command, "--dryrun"]).stderr
     script = "set -e\n" + "\n".join(_volta_step(line, assembler) for line in listing.splitlines())
@@ -251,7 +249,8 @@ def _volta_step(line: str, assembler: str) -> str:
     step = line.removeprefix("#$ ")
     if assignment := re.fullmatch(r"(\w+)=(.*)", step):
         name, value = assignment.groups()
-        quoted = value if '"' in value else f'"{value}"'  # LIBRARIES and INCLUDES come quoted, piece by piece
+        # LIBRARIES and INCLUDES are already quoted, piece by piece
+        quoted = value if '"' in value else f'"{value}"'
         return f"{name}={shlex.quote(value)}" if '"' in value else f"export {name}={quoted}"
     if step.startswith("ptxas "):
         ptx = re.search(r'"([^"]+\.ptx)"', step)
@@ -284,7 +283,7 @@ def _run(command: list[str], cwd: str | None = None) -> subprocess.CompletedProc
 
 
 def _first_error(output: str) -> str:
-    """Return the line that tells the error, among thousands about templates."""
+    """Return the first error line of a compiler's output, skipping lines about templates."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for line in lines:
         if re.search(r"\berror\b|fatal|No space|not found|cannot|killed", line, re.IGNORECASE):

@@ -1,10 +1,10 @@
 """Lowered operators as custom operators of torch: `torch.ops.qsync.linear` and so on.
 
-torch.export, AOTAutograd and Inductor see one opaque call of a list of tensors and a text. The text says all
-else: the operator, its precision, its other arguments, and the type, shape and strides of each tensor. The
-kernel is the one that runs without them. A trial on ones shows what a call makes: the operator runs forward
-and back once, and autograd shows which tensors it saves. The custom operator returns those beside its result.
-The graph that autograd recorded in the trial computes the gradients from them.
+torch.export, AOTAutograd and Inductor see one opaque call with a list of tensors and a text. The text holds
+the rest: operator, precision, other arguments, and the type, shape and strides of each tensor. The custom
+operator calls the usual kernel. A trial on tensors of ones runs the operator forward and backward once:
+autograd shows which tensors it saves. The custom operator returns these tensors beside its result. The
+trial's autograd graph computes the gradients from them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BELOW = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.Autog
 
 
 class OpaqueKernels:
-    """The kernels of a device as custom operators, for a graph that is traced once more."""
+    """The kernels of a device as custom operators, for graphs that torch traces again."""
 
     keeps_copies = False
     plain_casts = ("fp32", "bf16")
@@ -52,19 +52,19 @@ class OpaqueKernels:
 
     @property
     def sixteen_bit(self) -> str | None:
-        """The 16-bit float that the device carries along edges."""
+        """Return the device's 16-bit float for tensors between operators."""
         return self._kernels.sixteen_bit
 
     def cast(self, tensor: Tensor, target: str) -> Tensor | Encoded:
-        """Return a tensor in another type; torch's own conversion between floats, which Inductor fuses."""
+        """Return a tensor in another type, through torch's own conversion, which Inductor fuses."""
         if not is_encoded(target):
             return tensor.to(DTYPES[target])
         data, *scale = self._run(_CAST, (_CAST, target), tensor.detach())
         return Encoded(data, scale[0] if scale else None, target.partition("_")[2] or "plain")
 
     def kernel(self, kind: str, precision: Precision) -> Callable[..., Tensor]:
-        """Return the kernel of a kind of operator in a precision."""
-        self._kernels.kernel(kind, precision)  # raises where there is none
+        """Return the custom operator of a kind of operator in a precision."""
+        self._kernels.kernel(kind, precision)  # raises if there is no kernel
 
         def run(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
             head = (_KERNEL, kind, str(precision), out_type, _name(target))
@@ -73,13 +73,13 @@ class OpaqueKernels:
         return run
 
     def saving(self, kind: str, form: str) -> Callable[..., Tensor]:
-        """Return the operator of a kind that saves in a form."""
+        """Return the custom operator of a kind that saves less, in this form."""
         return lambda target, *args, **kwargs: self._run(
             kind, (_SAVING, kind, form, _name(target)), *args, **kwargs
         )[0]
 
     def in_lowered_graphs(self, kind: str) -> Callable[..., Tensor]:
-        """Return the operator of a kind in `REPLACED`."""
+        """Return the custom operator that replaces a kind listed in `REPLACED`."""
         return lambda target, *args, **kwargs: self._run(
             kind, (_FOLLOWING, kind, _name(target)), *args, **kwargs
         )[0]
@@ -93,7 +93,7 @@ class OpaqueKernels:
             for t in tensors
         )  # fmt: skip
         call = repr((head, tree, str(self._kernels.device), layouts))
-        _call_of(call)  # a call that the kernel does not support is refused here
+        _call_of(call)  # raises for a call that the kernel does not support
         return getattr(torch.ops.qsync, name)(tensors, call)  # type: ignore[no-any-return]
 
 
@@ -101,7 +101,7 @@ _TREES: dict[str, Any] = {kind.__name__: kind for kind in (Operand, Encoded, Act
 
 
 def _packed(value: Any, tensors: list[Tensor]) -> Any:
-    """Return an argument as literals, each tensor as its number; the tensors are listed."""
+    """Return an argument as literals, with each tensor replaced by its index in `tensors`."""
     if isinstance(value, (bool, int, float, str, torch.SymInt, NoneType)):
         return int(value) if isinstance(value, torch.SymInt) else value
     if isinstance(value, Tensor):
@@ -128,7 +128,7 @@ def _unpacked(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _name(target: Callable[..., Any]) -> str:
-    """Return the name by which `_target` finds a function of torch's."""
+    """Return the name from which `_target` finds a torch function again."""
     name = torch.overrides.resolve_name(target) or f"{target.__module__}.{target.__name__}"
     if isinstance(target, torch._ops.OpOverloadPacket):
         name = f"torch.ops.{target}"
@@ -138,7 +138,7 @@ def _name(target: Callable[..., Any]) -> str:
 
 
 def _target(name: str) -> Any:
-    """Return the function with a name, of torch's or of Python's operators alone."""
+    """Return the function of this name, from torch or Python's operator module only."""
     root, *path = name.split(".")
     found: Any = {"torch": torch, "_operator": operator}.get(root)
     for part in path:
@@ -147,7 +147,7 @@ def _target(name: str) -> Any:
 
 
 def _function(head: tuple[str, ...], device: str) -> Callable[..., Any]:
-    """Return the function that runs without custom operators."""
+    """Return the plain function that a custom operator wraps."""
     kind, *rest = head
     if kind == _CAST:
         return lambda tensor: encode(tensor, rest[0])
@@ -160,12 +160,12 @@ def _function(head: tuple[str, ...], device: str) -> Callable[..., Any]:
 
 
 class _Layout(NamedTuple):
-    """What is known of a tensor before it exists."""
+    """A tensor's type, shape and strides, known before the tensor exists."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    wanted: bool = False  # its gradient
+    wanted: bool = False  # whether its gradient is wanted
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Layout:
@@ -179,7 +179,7 @@ class _Layout(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def ones(self, device: str) -> Tensor:
-        """Return ones in this layout; integers are zeros, which index anything."""
+        """Return ones in this layout; integers are zeros, which are valid indices everywhere."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         size, is_index = (
             (last + 1) * (0 not in self.shape),
@@ -189,7 +189,7 @@ class _Layout(NamedTuple):
         return memory.as_strided(self.shape, self.strides)
 
     def taken(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
-        """Return a tensor in this layout: itself, or a copy if it lies otherwise or shares memory."""
+        """Return a tensor in this layout: itself, or a copy if strides differ or memory is shared."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise UnsupportedError(
                 f"an operator was traced for {self.dtype} {list(self.shape)} and got {tensor.dtype} "
@@ -200,34 +200,35 @@ class _Layout(NamedTuple):
         if lies and not any(_shares(tensor, other) for other in others):
             return tensor
         copied = self.empty(tensor.device)
-        written = tuple(slice(None if stride else 1) for stride in self.strides)  # expanded values are equal
+        # one write per stored element of an expanded tensor
+        written = tuple(slice(None if stride else 1) for stride in self.strides)
         copied[written].copy_(tensor[written])
         return copied
 
 
 def _shares(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors share memory; kernels give none another size of element."""
+    """Return whether two tensors share memory; kernels return no view of another element size."""
     storage, its = tensor.untyped_storage(), other.untyped_storage()
     return storage.nbytes() > 0 and storage.data_ptr() == its.data_ptr()
 
 
 class _Call:
-    """A call without its tensors, and what it makes of such tensors."""
+    """A call without its tensors; a trial finds its results and saved tensors."""
 
     def __init__(self, text: str) -> None:
         self.head, self._tree, self.device, layouts = ast.literal_eval(text)
         self._inputs = [_Layout(getattr(torch, dtype), *rest) for dtype, *rest in layouts]
         self._function = _function(self.head, self.device)
         self._lock = Lock()
-        self._now: Sequence[Tensor] = ()  # what the recorded graph reads
-        self.bases: list[int] = []  # inputs, then outputs, that hold what backward needs
+        self._now: Sequence[Tensor] = ()  # tensors that the recorded graph reads in the current call
+        self.bases: list[int] = []  # indices of inputs, then outputs, that hold tensors for backward
         self.outputs: list[_Layout] = []
-        self.given: list[int] = []  # inputs that get a gradient
+        self.given: list[int] = []  # indices of inputs that get a gradient
         self.gradients: list[_Layout] = []
         apart(self._try)
 
     def _try(self) -> None:
-        """Run the call once on ones, to see what it makes, saves and returns as gradients."""
+        """Run the call once on ones to find its results, saved tensors and gradients."""
         gpus = [torch.device(self.device)] if self.device.startswith("cuda") else []
         with torch.random.fork_rng(devices=gpus):
             made = [one.ones(self.device) for one in self._inputs]
@@ -244,13 +245,13 @@ class _Call:
                 wanted = [k for k, one in enumerate(self._inputs) if one.wanted]
                 self.given = [k for k, g in zip(wanted, found, strict=True) if g is not None]
                 self.gradients = [_Layout.of(g) for g in found if g is not None]
-        for tensor in made:  # the graph needs their shapes alone
+        for tensor in made:  # the graph needs only their shapes
             tensor.untyped_storage().resize_(0)
 
     def _plan(self, inputs: list[Tensor], results: list[Tensor], saved: list[Tensor]) -> None:
-        """Find where each saved tensor lies: in an input, in a result, or in an output of its own."""
+        """Find each saved tensor's place: an input, a result, or an additional output."""
         every = [*inputs, *results]
-        self._fresh: list[int] = []  # saved tensors that are outputs
+        self._fresh: list[int] = []  # saved tensors that become additional outputs
         self._saved: list[tuple[int, _Layout, int]] = []  # base, layout, offset from the base's
         for number, tensor in enumerate(saved):
             layout = _Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -267,7 +268,7 @@ class _Call:
         self._bases = [[*self._inputs, *self.outputs][k] for k in self.bases]
 
     def _recorded(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the inputs as autograd sees them, the results, and what autograd saves."""
+        """Run under autograd; return its inputs, its results and the tensors it saves."""
         inputs = [
             tensor.detach().requires_grad_(one.wanted)
             for tensor, one in zip(tensors, self._inputs, strict=True)
@@ -288,11 +289,11 @@ class _Call:
         return inputs, [result], saved
 
     def gives(self, needed: Sequence[bool]) -> bool:
-        """Return whether it was traced with the gradients of all inputs that need one."""
+        """Return whether the trace covers the gradients of all inputs that require one."""
         return all(one.wanted or not need for one, need in zip(self._inputs, needed, strict=True))
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results, and what backward needs beside them and the inputs."""
+        """Return the results, and the additional tensors that backward needs."""
         tensors = [one.taken(tensor) for one, tensor in zip(self._inputs, tensors, strict=True)]
         _, results, saved = self._recorded(tensors)
         if len(saved) != len(self._saved):
@@ -307,7 +308,7 @@ class _Call:
         return found
 
     def differentiate(self, gradient: Tensor, *bases: Tensor) -> list[Tensor]:
-        """Return the gradients of the inputs that get one."""
+        """Return the gradients of the inputs that require one."""
         bases = tuple(one.taken(base) for one, base in zip(self._bases, bases, strict=True))
         saved = [
             bases[k].view(dtype).as_strided(shape, strides, bases[k].storage_offset() + offset)
@@ -332,7 +333,7 @@ class _Call:
 
 @contextmanager
 def _recording() -> Iterator[None]:
-    """Let autograd record inside an operator, which runs below it."""
+    """Enable autograd inside a custom operator, where torch has turned it off."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _BELOW:
         excluded = excluded.remove(key)
@@ -381,7 +382,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 def _register(name: str, run: Any, fake: Any, backward: Any, setup: Any = None) -> None:
-    # Some draw random numbers, so that two equal calls are not one.
+    # Tagged as random: some operators draw random numbers, so equal calls must not be merged.
     torch.library.define(name, _SCHEMA, tags=(torch.Tag.nondeterministic_seeded,))
     torch.library.impl(name, "CompositeExplicitAutograd", run)
     torch.library.register_fake(name, fake)

@@ -40,7 +40,7 @@ class Encoded:
 
     @property
     def code_scale(self) -> Tensor:
-        """The scale of 8-bit data, which always has one."""
+        """Return the scale of 8-bit data; raise if there is none."""
         assert self.scale is not None, "FP16 data has no scale"
         return self.scale
 
@@ -95,7 +95,7 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
             codes, scale = quantize_rows(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous())
             codes, scale = codes.view(x.shape), scale.view(*x.shape[:-1], 1)
         elif layout == "col":
-            # The products take any strides, so nothing is transposed.
+            # The products accept any strides, so nothing is transposed.
             codes, scale = quantize_columns(x.contiguous())
             codes, scale = codes.t(), scale.unsqueeze(1)
         elif layout == "channel":
@@ -113,7 +113,7 @@ def memory_order(x: Tensor) -> list[int] | None:
 
 
 def _encode_along(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Encode with one scale for all of one dimension, in the memory order of x.
+    """Encode with one scale along one dimension, in the memory order of x.
 
     Attention's heads are views of a product's result, and so are transposed matrices. Reordering their
     codes, where a product needs it, moves a quarter of the bytes.
@@ -155,7 +155,7 @@ def _encode_channels(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _encode_images(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode images (n, C, ...) as unsigned codes in channels-last order, as oneDNN takes them."""
+    """Encode images (n, C, ...) as unsigned codes in channels-last order, as oneDNN requires."""
     last = x.movedim(1, -1).contiguous()
     codes, scale = quantize_rows_unsigned(last.view(len(x), math.prod(x.shape[1:])))
     return codes.view(last.shape).movedim(-1, 1), scale.view(-1, *[1] * (x.ndim - 1))

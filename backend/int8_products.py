@@ -20,16 +20,16 @@ from qsync.backend.devices.amx import has_amx, tile_shapes
 
 # 127 * 127 * 133144 < 2^31: a longer inner dimension could overflow the INT32 sum, so it is summed in pieces.
 LONGEST_INT32_SUM = (2**31 - 1) // 127**2
-_SIZE = 2 * TILE_ROWS  # rows and columns of sums that the compiled product makes at a time
-_DEPTH = 64  # codes of a tile's row
+_SIZE = 2 * TILE_ROWS  # rows and columns of the sums that the compiled product computes at a time
+_DEPTH = 64  # INT8 codes in a row of an AMX tile
 
 
 def int8_sums(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply INT8 matrices a (M, K) and b (K, N) exactly, as INT32 (M, N).
 
-    Strides are free. On CPUs `out`, dense rows in INT32, receives the result unless the returned tensor
-    is FP32. An inner dimension so long that INT32 might overflow is summed in pieces, in FP32. On CUDA
-    the operands are padded to the sizes that cuBLASLt takes (M > 16, K and N multiples of 8).
+    Strides are free. On CPUs `out`, dense rows in INT32, receives the result unless the returned tensor is
+    FP32. An inner dimension so long that INT32 might overflow is summed in pieces, in FP32. On CUDA the
+    operands are padded to the sizes that cuBLASLt accepts (M > 16, K and N multiples of 8).
     """
     inner = a.shape[1]
     if inner > LONGEST_INT32_SUM:
@@ -73,9 +73,9 @@ def activated_product(
     dtype: torch.dtype,
     function: Activation,
 ) -> tuple[Tensor, Tensor]:
-    """Return the tensor to save of x = `scaled_product(...)`, and f(x), both in `dtype`.
+    """Compute x = `scaled_product(...)`; return the tensor that backward needs, and f(x).
 
-    Backward needs x itself for gelu, the result for relu.
+    Both are in `dtype`. Backward needs x itself for gelu, f(x) for relu.
     """
     if not _uses_tiles(a, b, bias, dtype):
         return dequantize_activated(int8_sums(a, b), rows, columns, bias, dtype, function)
@@ -85,7 +85,7 @@ def activated_product(
 
 
 def _uses_tiles(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether AMX makes a product by the compiled program, on one thread; else oneDNN does."""
+    """Return whether the compiled AMX program computes a product (one thread), not oneDNN."""
     (m, k), n = a.shape, b.shape[1]
     fits = min(m, n) >= _SIZE and 0 < k <= LONGEST_INT32_SUM and dtype in COMPILED_DTYPES
     if not (fits and has_amx(a.device) and torch.get_num_threads() == 1):
@@ -104,7 +104,7 @@ def _product_in_tiles(
     saved: Tensor,
     function: str = "",
 ) -> Tensor:
-    """Write a scaled product to `out`, through the activation whose program's name is `function`."""
+    """Write a scaled product to `out`, through the activation of the program `function`."""
     library = compiled_casts.library()
     assert library is not None
     offsets = columns.new_zeros(len(columns)) if bias is None else bias.detach().contiguous()
@@ -115,7 +115,7 @@ def _product_in_tiles(
 
 
 def _in_rows(a: Tensor) -> Tensor:
-    """Return a (m, k) with dense rows, and with zeros to whole tiles."""
+    """Return a (m, k) with dense rows, padded with zeros to whole tiles."""
     if not a.is_contiguous():
         a = transpose_last(a.t().unsqueeze(0))[0] if a.t().is_contiguous() else a.contiguous()
     beyond = -a.shape[1] % _DEPTH
@@ -123,13 +123,14 @@ def _in_rows(a: Tensor) -> Tensor:
 
 
 def _packed(library: compiled_casts.Library, b: Tensor) -> Tensor:
-    """Return b (k, n) as AMX takes the second operand of a product: words in panels of 32 columns."""
+    """Return b (k, n) packed for AMX's second operand: words in panels of 32 columns."""
     k, n = b.shape
     panels = torch.empty(-(-n // _SIZE), -(-k // _DEPTH), 2, TILE_ROWS**2, dtype=torch.int32)
     words = panels.view(*panels.shape[:3], TILE_ROWS, TILE_ROWS)
     if b.t().is_contiguous():
         rows = _in_rows(b.t())
-        rows = rows.clone() if rows.storage_offset() % 4 else rows  # words begin at whole ones
+        # 32-bit words must start at a multiple of 4 bytes
+        rows = rows.clone() if rows.storage_offset() % 4 else rows
         library["pack_rows"](rows.view(torch.int32), words)
     else:
         whole = pad(b, (0, 0, 0, -k % _DEPTH)) if k % _DEPTH else b.contiguous()

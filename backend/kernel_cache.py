@@ -24,15 +24,15 @@ from qsync.records.graph import digest
 from qsync.records.json_files import write_text
 
 _why_unusable: str | None = None
-# The numbers of a shape are rounded up to so many bits for a choice: similar lengths are timed once.
+# Leading bits kept of each dimension of a shape: similar lengths share one timing.
 _SHAPE_BITS = 3
 
 
 def folder() -> Path:
     """Return the folder of compiled kernels and tuning results.
 
-    It lies under `$QSYNC_CACHE_DIR`, or `~/.cache/qsync`. A user without a home folder has one of this
-    process alone.
+    It lies under `$QSYNC_CACHE_DIR`, or `~/.cache/qsync`. Without a home folder it is a temporary folder of
+    this process.
     """
     chosen = os.environ.get("QSYNC_CACHE_DIR")
     found = Path(chosen) if chosen else user_folder()
@@ -56,7 +56,7 @@ def user_folder() -> Path | None:
 
 
 def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None]) -> Path:
-    """Return the library that `build(path)` writes for these facts: from the cache, or built now.
+    """Return the path of a library from the cache, or build it by `build(path)`.
 
     `facts` are all that determines the content: source, compiler and its version, processor, flags. Of
     ranks that ask at the same time one builds and the others wait. If the cache folder cannot be written,
@@ -74,7 +74,7 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None]) ->
         _why_unusable = (
             f"{folder()} cannot be used ({error.strerror or error}); set QSYNC_CACHE_DIR to a folder that can"
         )
-    # A folder that cannot be written or a full disk costs every process its own build, and nothing more.
+    # If the folder cannot be written or the disk is full, each process builds its own copy.
     try:
         return _in(_own_folder(), file_name, build)
     except OSError as error:
@@ -87,33 +87,33 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None]) ->
 
 @cache
 def _own_folder() -> Path:
-    """Return a folder of this process alone, which is removed when the process ends."""
+    """Return a temporary folder of this process, removed when the process ends."""
     made, process = tempfile.mkdtemp(prefix="qsync-kernels-"), os.getpid()
 
     @atexit.register
     def _remove() -> None:
-        if os.getpid() == process:  # and not at the end of a fork
+        if os.getpid() == process:  # not at the end of a forked child
             shutil.rmtree(made, ignore_errors=True)
 
     return Path(made)
 
 
 class Choices:
-    """Numbers of the kernels that were the fastest, kept on disk: later processes choose alike.
+    """Indices of the fastest kernels, kept on disk so that later processes make the same choice.
 
-    Each is a line of JSON, appended in one write; the first line of a key counts. A folder that cannot be
-    written costs later processes their own choice, and nothing more.
+    Each is a line of JSON, appended in one write; the first line of a key counts. If the folder cannot be
+    written, later processes measure again.
     """
 
     def __init__(self, name: str, facts: Mapping[str, str]) -> None:
         self._path = folder() / f"{name}-{digest(facts)}.jsonl"
         self._found: dict[str, list[int]] = {}
         self._used: dict[Hashable, int] = {}
-        self._decides = False  # this process holds the lock, in whichever thread
+        self._decides = False  # whether this process holds the lock, in any thread
         self._read()
 
     def get(self, key: Hashable, num_choices: int) -> int | None:
-        """Return what was chosen among so many for a key: an object of numbers, texts and tuples."""
+        """Return the stored choice among `num_choices` for a key of numbers, texts and tuples, or None."""
         number = self._used.get(key)
         if number is None:
             number = next((one for one in self._found.get(str(key), ()) if one < num_choices), None)
@@ -122,10 +122,10 @@ class Choices:
         return number
 
     def decided(self, key: Hashable, num_choices: int, decide: Callable[[], int]) -> int:
-        """Return what was chosen for a key, or `decide()`: one process decides for all that ask at once.
+        """Return the stored choice for a key, or `decide()`; concurrent processes decide once.
 
-        A decision may run kernels, in other threads, that are chosen themselves. Their decisions are made
-        within it: to wait for its lock would be to wait for ever.
+        A decision may run kernels in other threads, which need choices of their own. These are made under the
+        same lock: waiting for it would deadlock.
         """
         number = self.get(key, num_choices)
         if number is None:
@@ -140,7 +140,7 @@ class Choices:
         return number
 
     def _lock(self, held: ExitStack) -> None:
-        """Let this process alone decide for as long as `held` lasts; all, if the folder is unusable."""
+        """Hold the lock on decisions while the context lasts; without a usable folder nobody waits."""
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(_locked(self._path.with_suffix(".lock")))
@@ -154,18 +154,18 @@ class Choices:
             return
         self._found = {}
         for line in lines:
-            with suppress(ValueError, RecursionError):  # of a process that was killed, or damaged since
+            with suppress(ValueError, RecursionError):  # the line of a killed process, or a damaged one
                 match json.loads(line):
                     case [str() as key, int() as number] if number >= 0 and not isinstance(number, bool):
                         self._found.setdefault(key, []).append(number)
 
     def alias(self, key: Hashable, number: int) -> int:
-        """Return a number that this process finds by another key from now on, one that is quicker to make."""
+        """Return a stored choice under a second key of this process that is quicker to build."""
         self._used[key] = number
         return number
 
     def keep(self, key: Hashable, number: int) -> None:
-        """Keep what was chosen for a key."""
+        """Store a choice for a key."""
         self._used[key] = number
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,16 +190,16 @@ def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:
         return path
     place.mkdir(parents=True, exist_ok=True)
     with _locked(place / f".{file_name}.lock"):
-        if _is_whole(path):  # another rank built it while this one waited
+        if _is_whole(path):  # another rank built it while this one waited for the lock
             return path
-        for left in place.glob(f".building-*-{file_name}"):  # by a process that was killed
+        for left in place.glob(f".building-*-{file_name}"):  # the leftovers of a killed process
             left.unlink(missing_ok=True)
-        # The suffix stays last: compilers read it.
+        # The suffix stays last: compilers go by it.
         handle, temporary = tempfile.mkstemp(dir=place, prefix=".building-", suffix=f"-{file_name}")
         os.close(handle)
         try:
             build(Path(temporary))
-            # The hash comes first: neither a file without its hash nor a hash without its file is ever used.
+            # Written in this order, a library is never found without its hash.
             write_text(_hash_path(path), _content_hash(Path(temporary)))
             os.replace(temporary, path)
         finally:
@@ -209,7 +209,7 @@ def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes of this machine; the system frees it if a holder dies."""
+    """Hold a lock between processes of this machine; the system frees it if the holder dies."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -17,8 +17,8 @@ from qsync.backend.kernels.fp16_tf32 import product_tf32
 from qsync.backend.selection.kernel_candidates import device_precisions
 from qsync.records.precision import Precision
 
-# Side of the matrices: large enough that every product takes far longer than its call, small enough for
-# FP16, which a CPU emulates (0.1 s).
+# Side of the matrices: large enough that every product takes far longer than its call, small enough for FP16,
+# which CPUs emulate (0.1 s).
 _SQUARE = {"cpu": 1024, "cuda": 4096}
 _TIMED_S, _MAX_CALLS = 0.05, 50
 
@@ -32,7 +32,8 @@ def measured_peaks(device: torch.device) -> dict[str, float]:
     >>> measured_peaks(torch.device("cpu"))["int8"]
     3.1e11
     """
-    wanted = [str(p) for p in device_precisions(device) if p is not Precision.INT8_ALL]  # int8's peak
+    # int8's peak depends on it
+    wanted = [str(p) for p in device_precisions(device) if p is not Precision.INT8_ALL]
     runs = products(device, _SQUARE[device.type], wanted)
     return best_by_type({name: flops / _least_s(run) for name, (flops, run) in runs.items()})
 
@@ -96,7 +97,7 @@ def products(
 
 
 def matrix_product(type_name: str, a: Tensor, b: Tensor) -> Callable[[], object]:
-    """Return the product of two FP32 squares in a type: codes, scales and copies are made beforehand."""
+    """Return the call that multiplies FP32 squares in a type; codes, scales and copies are prepared."""
     if type_name == "int8":
         codes = a.to(torch.int8), b.to(torch.int8).t().contiguous().t()
         return lambda: torch._int_mm(*codes)
@@ -107,7 +108,7 @@ def matrix_product(type_name: str, a: Tensor, b: Tensor) -> Callable[[], object]
     if type_name == "tf32":
         return lambda: product_tf32(torch.matmul, "fp32", a, b)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[type_name]
-    # The second is transposed as a weight is: else CPUs emulate FP16 ten times slower (2.4, not 23
+    # The second is transposed like a weight: otherwise CPUs emulate FP16 ten times slower (2.4, not 23
     # GFLOP/s, Zen 5).
     left, right = a.to(dtype), b.to(dtype).t()
     return lambda: left @ right

@@ -1,7 +1,7 @@
-"""The precisions that are worth choosing from on a device, by the rate of its products.
+"""Choose the precisions worth profiling on a device, by the rate of its products.
 
-A processor without the instructions for a type emulates it: on an AMD EPYC without AVX-512 a linear layer
-runs at 71 GFLOP/s in FP32, at 4.4 in BF16 and at 2.8 in INT8, casts included.
+A processor without instructions for a type emulates it: on an AMD EPYC without AVX-512 a linear layer runs at
+71 GFLOP/s in FP32, at 4.4 in BF16 and at 2.8 in INT8, casts included.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from qsync.records.base import base_on, bases_of
 from qsync.records.cluster import DeviceClass
 from qsync.records.precision import Precision
 
-# A type is emulated if its product takes longer than so many of FP32. An Intel Xeon of 2023 without AMX
-# multiplies BF16 in hardware at half of FP32's rate.
+# A type counts as emulated if its product takes more than this many times FP32's time. An Intel Xeon of 2023
+# without AMX multiplies BF16 in hardware at half of FP32's rate.
 _EMULATED = 3
 _SIDE = 512
 
@@ -31,10 +31,10 @@ def precisions_to_profile(
     precisions: Sequence[Precision | str] | None = None,
     base: Precision | None = None,
 ) -> tuple[Precision, ...]:
-    """Return these precisions, or those worth choosing from, with the base and the type of the model.
+    """Return the precisions to profile: the given or default ones, the base and the model's type.
 
-    A plan for a base needs its times, and those of FP32, also where `precisions` names neither. Raises
-    FormatError where it names none, UnsupportedError for one that the class lacks.
+    A plan needs the times of its base and of FP32, even if `precisions` names neither. Raises FormatError if
+    `precisions` is empty, UnsupportedError if the class lacks one of them.
     """
     bases = bases_of(device_class.device, device_class.precisions)
     kept = {Precision.FP32, base_on(base, bases)} if base else set()
@@ -55,11 +55,11 @@ def precisions_to_profile(
 
 
 def default_precisions(device_class: DeviceClass, kept: Collection[Precision] = ()) -> tuple[Precision, ...]:
-    """Return the precisions worth profiling on a class: those it multiplies in hardware, and those `kept`.
+    """Return the precisions worth profiling on a class: those in hardware, and those in `kept`.
 
-    INT8 in all three products rounds gradients stochastically. That changes training more than a user
-    expects who has not asked for it, so it is profiled on request only. `int8` multiplies backward in 16
-    bits. This rank's own device has the class: a CPU's products are timed once on a machine.
+    `int8_all` (INT8 in all three products) rounds gradients stochastically, which changes training more than
+    users expect: it is profiled on request only. `int8` multiplies backward in 16 bits. The class must be
+    this rank's own device: a CPU's products are timed, once per machine.
     """
     unwanted = {Precision.INT8_ALL}
     if device_class.device == "cpu":
@@ -68,7 +68,7 @@ def default_precisions(device_class: DeviceClass, kept: Collection[Precision] = 
 
 
 def emulated_precisions(device: torch.device) -> frozenset[Precision]:
-    """Return the precisions whose products a device emulates; GPUs have no kernels for those.
+    """Return the precisions whose products a CPU emulates; none on GPUs.
 
     FP16 on a CPU is emulated, at a tenth of FP32's speed.
 
@@ -86,7 +86,7 @@ def emulated_precisions(device: torch.device) -> frozenset[Precision]:
 
 
 def emulation_note(device: torch.device) -> str:
-    """Say which precisions a device emulates and what follows; empty if it is FP16 alone, or nothing."""
+    """Return a sentence about the precisions that a device emulates; empty for none, or FP16 alone."""
     emulated = emulated_precisions(device)
     if emulated <= {Precision.FP16}:
         return ""
@@ -97,11 +97,10 @@ def emulation_note(device: torch.device) -> str:
 
 
 def sixteen_bits_pay(device: torch.device) -> bool:
-    """Return whether the device multiplies 16-bit floats faster than FP32, timed once on a machine.
+    """Return whether the device multiplies 16-bit floats faster than FP32; timed once per machine.
 
     Many processors do not: without AMX an Intel Xeon of 2023 reaches 93 GFLOP/s in BF16 and 172 in FP32.
-    Gradients in 16 bits then cost what INT8's forward product saves: of lower precisions `int8_all` alone is
-    faster.
+    Backward in 16 bits then costs as much as INT8 saves forward, so only `int8_all` is faster than FP32.
 
     >>> sixteen_bits_pay(torch.device("cuda"))
     True
@@ -110,9 +109,9 @@ def sixteen_bits_pay(device: torch.device) -> bool:
 
 
 def _is_faster(type_name: str, than: int) -> bool:
-    """Return whether a CPU's product in a type takes less time than so many in FP32."""
+    """Return whether a CPU's product in a type takes less than `times` its time in FP32."""
 
-    @cache  # made where the answer is not known yet
+    @cache  # cached only once the answer is known
     def operands() -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(0)
         return tuple(torch.randn(_SIDE, _SIDE, generator=generator) for _ in range(2))

@@ -1,9 +1,9 @@
-"""Every precision in plain torch, as the equation reads: the standard for fast kernels.
+"""Reference kernels: every precision in plain torch, to test fast kernels against.
 
     y = target(x~, w~, ...) + b        x~, w~: the operands as decoded, in FP32
 
 The gradient passes straight through the rounding of the operands: dx = J'(g~) at x~, w~, where g~ is the
-gradient as the precision rounds it before it is multiplied.
+gradient rounded to the precision before it is multiplied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qsync.records.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_
 
 Kernel = Callable[..., Tensor]
 
-# Mantissa bits of the gradient when it is multiplied; FP32 is not rounded.
+# Mantissa bits of the gradient in backward products; FP32 is not rounded.
 _GRADIENT_MANTISSA_BITS = {
     Precision.TF32: MANTISSA_BITS["tf32"],
     Precision.BF16: MANTISSA_BITS["bf16"],
@@ -59,7 +59,7 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
             is_leaf=lambda leaf: isinstance(leaf, Operand),
         )
         y = target(*args, **kwargs)
-        if kind == "embedding" and precision is Precision.INT8:  # the rows are encoded, after the lookup
+        if kind == "embedding" and precision is Precision.INT8:  # the looked-up rows are encoded
             y = differentiable(_StraightThrough, y, decode(encode(y, "int8_row")))
         y = differentiable(_RoundGradient, y, _GRADIENT_MANTISSA_BITS.get(precision)).to(DTYPES[out_type])
         return y if activation is None else activation(y)
@@ -98,7 +98,7 @@ def _differentiable(leaf: Any, precision: Precision) -> Any:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """value -> decoded; the gradient goes back to value as without rounding."""
+    """Return the decoded operand; pass the gradient to the original value unchanged."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, decoded: Tensor) -> Tensor:
@@ -111,7 +111,10 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _RoundGradient(torch.autograd.Function):
-    """y -> y; g -> g with the precision's mantissa. FP16's exponent needs none: it is scaled."""
+    """Return y unchanged; round its gradient to the precision's mantissa.
+
+    FP16's exponent needs no rounding: the gradient is scaled.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bits: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Choose the fastest of several ways to compute a product, once a shape on a machine; kept on disk."""
+"""Choose the fastest of several ways to compute a product, once per shape; kept on disk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TIE = 0.1
 
 
 def choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
-    """Return the number of the run that takes least time, timed at a machine's first call with this key.
+    """Return the index of the fastest run, timed at this machine's first call with this key.
 
-    The first run is left only for one that takes a tenth less: its neighbours pay for another memory order.
+    Another run must be 10 % faster than the first: neighbouring operators pay for a changed memory order.
 
     >>> runs[choose(("depthwise", *x.shape), runs)]()
     """
@@ -27,5 +27,5 @@ def choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int
 
 @cache
 def choices() -> Choices:
-    """Return the kernels chosen on this machine: by shapes, memory orders and threads."""
+    """Return the stored choices of this machine, by shapes, memory orders and threads."""
     return Choices("shapes", {"processor": processor(), "torch": torch.__version__})

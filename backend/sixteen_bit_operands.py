@@ -1,4 +1,4 @@
-"""What 16-bit products of wider numbers need: their type, and scales that keep sums in its range."""
+"""Convert operands to 16 bits, with scales that keep FP16's sums in range."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import math
 import torch
 from torch import Tensor
 
-# The least and the largest number whose power of two and its inverse are normal numbers of FP32.
+# The range in which a power of two and its inverse are both normal FP32 numbers.
 _SCALED = (2.0**-126, 2.0**125)
 
 
 def as_matrix(values: Tensor) -> Tensor:
-    """Return values (..., K) as a matrix (rows, K), where K may be 0; a vector is one row."""
+    """Return values (..., K) as a matrix (rows, K); K may be 0, and a vector is one row."""
     return values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
 
 
 def sixteen_bit_dtype(device: torch.device) -> torch.dtype:
-    """Return the 16-bit float that the device multiplies: BF16, or FP16 where it has no BF16."""
+    """Return the device's 16-bit float for products: BF16, or FP16 without BF16."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return torch.float16
     return torch.bfloat16
 
 
 def to_sixteen_bit(values: Tensor, sum_bound: float) -> tuple[Tensor, Tensor | None]:
-    """Convert FP32 values to 16 bits, and return the product's factor (None for 1).
+    """Convert FP32 values to 16 bits; return them and the factor of the product (None for 1).
 
     BF16 has the range of FP32, FP16 has not. For FP16 the values are scaled by a power of two so that
     sums of values times codes, at most `sum_bound` times the largest value, stay below 65504. The factor
@@ -46,5 +46,5 @@ def power_of_two(values: Tensor, target: float) -> tuple[Tensor, Tensor]:
     largest = torch.linalg.vector_norm(values, math.inf, dtype=torch.float32)
     largest = largest if target == 1.0 else largest / target
     largest = torch.nan_to_num(largest, nan=1.0, posinf=1.0).clamp_(*_SCALED)
-    mantissa = torch.frexp(largest).mantissa  # in [1/2, 1): the quotients are exact
+    mantissa = torch.frexp(largest).mantissa  # in [1/2, 1): the quotients below are exact
     return mantissa / largest, largest / mantissa

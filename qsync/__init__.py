@@ -1,8 +1,8 @@
 """qsync: synchronous training of one model over unequal devices.
 
-It lowers the precision of just enough operators on just the weak devices that nobody waits. `import qsync`
-imports nothing else: each name is loaded when it is first used. So are the operators `torch.ops.qsync` of
-programs that torch.export saved, and what `torch.load` finds of qsync in a model, also with weights_only.
+Slow devices run just enough operators in lower precision that no rank waits. `import qsync` is lazy: each
+public name is imported on first use. So are the operators `torch.ops.qsync` of exported programs, and qsync's
+classes in a model that `torch.load` reads (weights_only included).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers: the names below, imported
+if TYPE_CHECKING:  # real imports for type checkers only
     from qsync.api import capture as capture
     from qsync.api import profile as profile
     from qsync.api import sensitivity as sensitivity
@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(module), name)
     import random
 
-    drawn = random.getstate()  # rich draws as it is imported: a script that has set its seed would see that
+    drawn = random.getstate()  # importing rich draws random numbers, which would change a seeded script
     try:
         return getattr(import_module(module), name)
     finally:
@@ -122,16 +122,16 @@ def __dir__() -> list[str]:
 
 
 def _import_qsync_first(kind: str, *data: Any) -> Any:
-    """Make a part of a saved model: torch.load calls it, and its error names it where qsync is missing."""
+    """Rebuild a part of a saved model; if qsync is missing, torch.load's error names this function."""
     return import_module("qsync.runtime.saved_models").restored(kind, *data)
 
 
 class _Torch:
-    """A finder of no module: once torch is there, `torch.ops.qsync` is, and saved models load as data."""
+    """An import finder that finds nothing; it registers `torch.ops.qsync` once torch is imported."""
 
     @classmethod
     def find_spec(cls, *_: Any) -> None:
-        """Find nothing."""
+        """Find no module; register the operators."""
         torch: Any = sys.modules.get("torch")
         serialization: Any = sys.modules.get("torch.serialization")
         if not hasattr(torch, "ops") or not hasattr(serialization, "add_safe_globals"):
@@ -139,10 +139,10 @@ class _Torch:
         serialization.add_safe_globals([_import_qsync_first])
 
         class Operators(torch._ops._OpNamespace):  # type: ignore[misc]
-            __module__ = "torch.ops"  # by which saved programs name it
+            __module__ = "torch.ops"  # the module name in exported programs
 
             def __getattr__(self, name: str) -> Any:
-                import_module("qsync.backend.custom_operators")  # registers them
+                import_module("qsync.backend.custom_operators")  # registers the operators
                 return super().__getattr__(name)
 
         torch.ops.qsync = Operators("qsync")

@@ -1,4 +1,4 @@
-"""`python -m qsync` is the command `qsync`."""
+"""Run the command `qsync` as `python -m qsync`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public verbs that need a model: capture, profile, sensitivity, wrap. Those that need none: planning."""
+"""The public functions that need a model: capture, profile, sensitivity, wrap. The others: planning."""
 
 from __future__ import annotations
 
@@ -69,34 +69,34 @@ def profile(
     loader: Iterable[Any] | None = None,
     bitwise: bool = False,
 ) -> Profile:
-    """Measure each operator's time at each precision on this device, in running steps of the real model.
+    """Measure each operator's time at each precision on this device, in real training steps.
 
-    The model's weights, buffers, gradients and the random state are afterwards as they were before.
+    Restores the model's weights, buffers, gradients and the random state afterwards.
 
     Args:
         model: runs where its parameters are; its hooks and `torch.compile` stay.
-        example_inputs: a real batch: a tensor, a tuple (positional) or a dict (keywords), or whatever
-            `loss_fn` takes.
-        loss_fn: `loss_fn(model, batch)` runs the model on a batch and returns a scalar. Without it the
-            model's own `.loss` counts.
-        device_class: what this device is, instead of what is detected.
-        precisions: those to time, instead of all that the device multiplies in hardware.
-        rounds: how many rounds to take: a step at each precision and at mixtures of them. Without it, as many
-            steps as it takes to know them to half a per cent.
-        seconds: the longest time to take steps for, without `rounds`; each is taken once and the first twice
-            in any case.
+        example_inputs: a real batch: a tensor, a tuple (positional) or a dict (keywords), or any batch that
+            `loss_fn` accepts.
+        loss_fn: `loss_fn(model, batch)` runs the model on a batch and returns a scalar. Default: the model
+            output's `.loss`.
+        device_class: this device's class, instead of the detected one.
+        precisions: the precisions to time, instead of all that the device has in hardware.
+        rounds: number of rounds; each takes a step at every precision and at mixtures of them. Default: until
+            times are known to 0.5 %.
+        seconds: time limit of the measurement without `rounds`; every step runs at least once, the first
+            twice.
         make_optimizer: the training loop's optimizer from parameters, or a list of several. Its time is
             part of a step.
-        progress: is called with what is being done now.
+        progress: is called with a text about the current work.
         save_less: time following operators also as they save less for backward (`Plan.save_less`). This takes
             twice as long.
-        loader: what the training loop takes its batches from (a DataLoader, or a generator that also moves
-            batches to the device): one before every step, which is only timed. The profile then knows how
-            long a step waits for it (`Profile.loading_s`). Without it data loading is no part of predictions.
-        bitwise: measure FP32 with torch's own kernels, for a plan that runs it so, not with the fastest.
+        loader: the training loop's iterable of batches (a DataLoader, or a generator that also moves them to
+            the device). One batch is drawn and timed before every step (`Profile.loading_s`). Without it
+            predictions ignore data loading.
+        bitwise: measure FP32 with torch's own kernels, not the fastest ones, for a bitwise plan.
 
     Returns:
-        The profile: seconds by operator and precision, casts, bytes and what is outside of the graph.
+        The profile: seconds by operator and precision, casts, bytes and costs outside of the graph.
 
     Raises:
         CalibrationError: an empty batch, a loader without batches, or a loss that is not finite.
@@ -118,7 +118,7 @@ def profile(
     chosen_class = device_class or detect_class(device)
     chosen = precisions_to_profile(chosen_class, model, precisions)
     loss, trained = loss_of(model, example_inputs, loss_fn), trained_parameters(model)
-    # One batch, whose shapes are those of the graph; what a loader gives is not used.
+    # Draw one batch for the graph's shapes, without using up the loader's data.
     with undrawn(loader), running(model, loss, dynamic=False, bitwise=bitwise) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         with naming_operators(program, loss, trained):
@@ -135,7 +135,7 @@ def profile(
 def naming_operators(
     program: Program, loss: Callable[[], torch.Tensor], trained: Sequence[torch.nn.Parameter]
 ) -> Iterator[None]:
-    """Raise a CalibrationError from inside as one that names the operator that met NaN or Inf, if any did."""
+    """Re-raise a CalibrationError with the name of the operator that met NaN or Inf, if any."""
     try:
         yield
     except CalibrationError:
@@ -154,16 +154,16 @@ def sensitivity(
 ) -> Sensitivity:
     """Estimate the gradient variance that each operator adds at each precision.
 
-    The default indicator takes two FP32 steps per batch. The model is afterwards as it was before.
+    The default indicator takes two FP32 steps per batch. The model is restored afterwards.
 
     Args:
         model: runs where its parameters are.
         batches: a list of real batches, each as for `qsync.profile`.
-        loss_fn: `loss_fn(model, batch)` returns a scalar. Without it the model's own `.loss` counts.
+        loss_fn: `loss_fn(model, batch)` returns a scalar. Default: the model output's `.loss`.
         indicator: "variance" estimates; "empirical" measures the variance with this device's kernels: a step
             per operator, precision and batch.
-        precisions: those to estimate, instead of all (with "empirical": all of this device).
-        seed: of the random numbers drawn.
+        precisions: the precisions to estimate, instead of all (with "empirical": all of this device).
+        seed: for the random numbers.
 
     Returns:
         The sensitivity: operator -> precision -> variance in squared gradient norm.
@@ -183,7 +183,7 @@ def sensitivity(
     if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
         raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
     if not isinstance(batches, Iterable):
-        raise CalibrationError(f"batches must be a list of batches, found {shortened(batches)}")
+        raise CalibrationError(f"batches must be a list of batches, found {shortened(batches)}; pass [batch]")
     batches = list(batches)
     with calibrating(model, batches, loss_fn, precisions=precisions, seed=seed) as calibration:
         if indicator == "variance":
@@ -196,7 +196,7 @@ def sensitivity(
 
 
 def _as_loaded(found: Sensitivity, graph: OpGraph) -> Sensitivity:
-    """Return the sensitivity of a model's FP32 twin as that of the graph of the model in BF16."""
+    """Rename the sensitivity of a BF16 model's FP32 twin to the operators of the BF16 graph."""
     lacking = [op.name for op in graph.adjustable if op.name not in found.omega]
     if lacking:
         raise CalibrationError(
@@ -209,10 +209,10 @@ def _as_loaded(found: Sensitivity, graph: OpGraph) -> Sensitivity:
 
 
 def _truth(calibration: Calibration) -> Sensitivity:
-    """Return the measured sensitivity.
+    """Measure the sensitivity with this device's kernels.
 
-    Where the gradient is NaN, or zero everywhere, the estimate raises the error: it names the operator that
-    met NaN or Inf, or from which on the gradient is zero.
+    For a NaN or zero gradient the estimate raises first: its error names the operator that met NaN or Inf, or
+    from which on the gradient is zero.
     """
     without_scores = replace(calibration, precisions=())
     try:
@@ -234,22 +234,22 @@ def calibrating(
     precisions: Sequence[Precision | str] | None = None,
     seed: int = 0,
 ) -> Iterator[Calibration]:
-    """Yield the input of indicators: the model as it runs, its batches and its trained parameters.
+    """Prepare a model for sensitivity indicators: yield its program, batches and trained parameters.
 
-    A model in BF16, and batches in BF16, are in FP32 inside: what is below BF16 is measured from there.
+    A BF16 model and BF16 batches are in FP32 inside: lower precisions are measured against FP32.
     """
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(Precision)
-    device_of(model)  # raises for what is no module
+    device_of(model)  # raises if it is not a module
     if in_bf16(model):
         batches = [tree_map(_widened, batch) for batch in batches]
     losses = [loss_of(model, batch, loss_fn) for batch in batches]
     if not losses:
         raise CalibrationError("no calibration batch was given; pass at least one real batch")
-    # One batch is traced as it is profiled: a number that a loop changes makes no other graph.
+    # One batch is traced as in profiling: a number that a loop changes does not start another graph.
     dynamic = False if len(batches) == 1 else None
     alone = in_bf16(model)
     with _in_fp32(model), running(model, losses[0], dynamic=dynamic, alone=alone) as program:
-        # A state that the model keeps from call to call is the same in all steps, which are compared.
+        # State that the model keeps between calls must be equal in all compared steps.
         held = HeldState(model, losses, weights=False)
         losses = [partial(_from, held, loss) for loss in losses]
         yield Calibration(program, losses, trained_parameters(model), chosen, seed)
@@ -267,9 +267,9 @@ def in_bf16(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def _in_fp32(model: torch.nn.Module) -> Iterator[None]:
-    """Hold a model's BF16 tensors in FP32, inside; afterwards they are as before, bitwise.
+    """Hold a model's BF16 tensors in FP32 inside the context; restore them bitwise afterwards.
 
-    Raises CalibrationError for a model that does not run so: one that casts to BF16 by itself.
+    Raises CalibrationError for a model that fails in FP32 because it casts to BF16 by itself.
     """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype is torch.bfloat16]
     if not tensors:
@@ -283,7 +283,7 @@ def _in_fp32(model: torch.nn.Module) -> Iterator[None]:
             yield
         except (RuntimeError, TracingError, CalibrationError) as error:
             if isinstance(error, CalibrationError) and not isinstance(error.__cause__, RuntimeError):
-                raise  # of the data; else torch could not run the first call
+                raise  # an error of the data; other errors mean that torch could not run the first call
             raise CalibrationError(
                 f"{type(model).__name__} does not run with its weights in FP32, from which its sensitivity "
                 f'is measured ({shortened(error, quote=False)}); load it in FP32, and give base="bf16"'
@@ -295,7 +295,7 @@ def _in_fp32(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _saved_for_backward(value: Any) -> Any:
-    """Return a tensor that autograd can save: of one made in inference mode a copy."""
+    """Return a tensor that autograd can save: a copy if it was made in inference mode."""
     if isinstance(value, torch.Tensor) and value.is_inference():
         with torch.inference_mode(False):
             return value.clone()
@@ -310,7 +310,7 @@ def _widened(value: Any) -> Any:
 def _measurable(
     calibration: Calibration, model: torch.nn.Module, asked: Sequence[Precision | str] | None
 ) -> Calibration:
-    """Return the calibration for precisions of this device: a measured variance needs its kernels."""
+    """Return the calibration with this device's precisions: measured variances need its kernels."""
     kernels = backend.select(device_of(model))
     if asked is None:
         return replace(calibration, precisions=kernels.precisions())
@@ -331,29 +331,28 @@ def wrap(
     strict: bool = False,
     bitwise: bool = False,
 ) -> torch.nn.Module:
-    """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
+    """Make the model run under a plan, or in one precision wherever that is possible.
 
-    In place: the object, its class and its state_dict keys stay. Whatever calls the model runs under the
-    plan: `model(x)`, `model.forward(x)`, copies, pickles, torch.compile around it. Other methods
-    (`model.encode(x)`) and inner modules that are called alone run as before. The graph is traced at the
-    first call and compared with the plan's; one line on stderr says how much of it is lowered.
-    `qsync.unwrap` undoes it.
+    Works in place: the object, its class and its state_dict keys stay. The plan applies to `model(x)`,
+    `model.forward(x)`, copies, pickles and torch.compile around the model. Other methods (`model.encode(x)`)
+    and separate calls of inner modules run as before. The graph is traced at the first call and compared with
+    the plan's; one line on stderr reports how much of it is lowered. `qsync.unwrap` restores the model.
 
     Args:
-        model: runs where its parameters are. In torch.compile or DistributedDataParallel, what is inside.
-        plan: a plan, or one precision by name. An operator that no kernel serves in the one precision runs in
-            the next one up, with a warning. One that is slower in it than in one up runs there: each shape is
-            timed once on a machine, at the first call, and the line on stderr names what moved.
+        model: runs where its parameters are. Inside torch.compile or DDP it is the inner module.
+        plan: a plan, or one precision by name. An operator without a kernel in this precision runs in the
+            next higher one, with a warning. So does an operator that is faster there: each shape is timed
+            once per machine, at the first call, and the line on stderr names the moved operators.
         device_class: the class of this rank in the plan. Not needed for a plan of one class.
-        save_less: let every operator that can save less for backward, not only those that the plan names
+        save_less: compress the saved tensors of every operator that can, not only those that the plan names
             (`Plan.save_less`). This costs some time and, where eight bits are saved, some gradient error (see
             qsync.backend.compressed_saves.saved_ops).
-        base: "tf32", "bf16" or "fp16": run the operators that torch.autocast lowers in it, where
-            nothing lower is asked for. Inside a torch.autocast of that type the model may be called; qsync
-            decides the casts there too.
-        strict: run operators in the one precision though they are slower there.
-        bitwise: compute FP32 by torch's own kernels, to the bit, not by the fastest of the CPU. Plans say
-            which, as their profiles were measured.
+        base: "tf32", "bf16" or "fp16": the precision of operators that torch.autocast lowers, unless the plan
+            lowers them further. The model may be called inside torch.autocast of this type; qsync decides the
+            casts there too.
+        strict: run operators in the one precision even if they are slower there.
+        bitwise: compute FP32 bitwise as torch does, not by the CPU's fastest kernels. A plan sets this
+            itself, from its profiles.
 
     Returns:
         The model.
@@ -379,10 +378,10 @@ def wrap_as(
     program: Program | None = None,
     bitwise: bool = False,
 ) -> torch.nn.Module:
-    """Wrap a model of a job.
+    """Wrap the model of a job.
 
-    `speaks`: this rank says how much of it is lowered. `program` measured this very model for the plan; it
-    goes on with the graphs that it traced.
+    `speaks`: this rank prints the line about lowered operators. `program` has already traced this very model
+    during profiling; its graphs are reused.
     """
     asked = Wrapping.of(plan, device_class, False, bitwise=bitwise)
     asked = replace(asked, speaks=speaks, fits=program is not None)
@@ -398,13 +397,13 @@ def _take_over(model: torch.nn.Module, asked: Wrapping, program: Program | None 
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Make a wrapped model run as torch runs it, without recomputation; in place, weights and hooks stay.
+    """Restore a wrapped model to plain torch, in place; weights and hooks stay.
 
-    A forward that another library put around the plan (Accelerate's autocast) stays, too.
+    Recomputation is removed; another library's forward around the plan (Accelerate's autocast) stays.
 
     Args:
-        model: what was given to `qsync.wrap`, a copy of it, or what `qsync.hybrid` returned (whose
-            DistributedDataParallel goes too).
+        model: a model that `qsync.wrap` wrapped, a copy of it, or the result of `qsync.hybrid` (its
+            DistributedDataParallel is removed).
 
     Returns:
         The plain model.
@@ -425,19 +424,19 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> OpGraph:
     """Capture the graph of the model as `loss_fn` calls it, on a batch that holds targets too.
 
-    The graph is that of the last call, and says how many calls with gradients there were.
+    Returns the graph of the last call, with the number of calls with gradients.
     """
     loss = loss_of(model, batch, loss_fn)
     with running(model, loss, dynamic=False) as program:
         program.forget()
         loss()
         if not program.lowered:
-            capture(model, batch)  # says why there is nothing to trace
+            capture(model, batch)  # raises with the reason why nothing can be traced
             raise not_called(type(model).__name__)
         return replace(program.graph, num_calls=max(1, program.num_calls))
 
 
-# The program that measures a model now: whatever is measured inside shares it, and with it one trace.
+# The program that currently measures each model; nested measurements share it and its trace.
 _measuring: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
 
 
@@ -449,10 +448,10 @@ def running(
     alone: bool = False,
     bitwise: bool = False,
 ) -> Iterator[Program]:
-    """Let a model run through a program, to be measured; afterwards it is as before.
+    """Run a model through a tracing program inside the context; restore it afterwards.
 
-    Its first call happens before, as torch runs it: what that initializes is not measured. Inside another
-    `running` of the model its program is used, unless `alone`. `bitwise`: FP32 runs by torch's own kernels.
+    The model's first call runs in plain torch before, so that its initialization is not measured. A nested
+    call for the same model shares the outer program, unless `alone`. `bitwise`: torch's own FP32 kernels.
     """
     outer = _measuring.get(model)
     if outer is not None and not alone:
@@ -476,7 +475,7 @@ def running(
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters that training changes. Raises CalibrationError where there are none."""
+    """Return the parameters that require gradients. Raises CalibrationError if there are none."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise CalibrationError(
@@ -489,14 +488,14 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
     """Return a function that runs the model and returns its loss.
 
-    Raises CalibrationError for an empty batch, FormatError for a loss_fn that takes something else.
+    Raises CalibrationError for an empty batch, FormatError for a loss_fn with another signature.
     """
     if batch is None:
         raise CalibrationError("there is no example batch; pass one real batch, as the model is trained on")
     if any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in tree_leaves(batch)):
-        batch = tree_map(_saved_for_backward, batch)  # else it is the user's own object
+        batch = tree_map(_saved_for_backward, batch)  # otherwise the user's own object
     args, kwargs = call_arguments(batch)
-    if loss_fn is not None:  # it may take a batch whose tensors only it can find
+    if loss_fn is not None:  # loss_fn may take a batch type whose tensors only it finds
         _check_loss_fn(loss_fn)
         check_batch(args, kwargs, is_opaque=True)
         return lambda: leaving_gradients(loss_fn(model, batch))
@@ -508,7 +507,7 @@ def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) ->
         if found is None:
             raise QSyncError(
                 f"{type(model).__name__} returns no .loss; "
-                "pass loss_fn=lambda model, batch: ... that returns a scalar"
+                "pass a loss_fn=lambda model, batch: ... that returns a scalar"
             )
         return leaving_gradients(found)
 
@@ -516,13 +515,13 @@ def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) ->
 
 
 def _check_loss_fn(loss_fn: Callable[..., object]) -> None:
-    """Raise FormatError for what does not take a model and a batch; torch's own losses take tensors."""
+    """Raise FormatError unless loss_fn takes a model and a batch; torch's own losses take tensors."""
     try:
         inspect.signature(loss_fn).bind("model", "batch")
         fits = not str(getattr(loss_fn, "__module__", "")).startswith("torch.nn.")
     except TypeError:
         fits = False
-    except ValueError:  # it states no signature
+    except ValueError:  # it has no readable signature
         fits = True
     if not fits:
         raise FormatError(

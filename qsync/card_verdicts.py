@@ -1,4 +1,4 @@
-"""What a pile of cards would make of a model, from data sheets, before there is one. Simulated."""
+"""Predict from data sheets how fast a set of cards trains a model. Simulated."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import Recapture
 
-CPU = "CPU"  # the machine that this runs on
-# Assumptions: cards of a kind share hosts of eight, and exchange there at a rate between PCIe's and NVLink's.
-# Hosts exchange over the link that is given.
+CPU = "CPU"  # this machine's own processor
+# Assumptions: cards of a kind share hosts of eight, linked at a rate between PCIe's and NVLink's. Hosts
+# exchange over the given link.
 WITHIN, CARDS_A_HOST = Link(20e-6, 50e9, num_ranks=2), 8
-_LATENCY_S = 30e-6  # of an all-reduce between hosts
-_MOST_TOKENS = 512  # of a sequence, unless a length is given
-_SIDE = 224  # of an image whose configuration says nothing
+_LATENCY_S = 30e-6  # seconds of an all-reduce between hosts
+_MOST_TOKENS = 512  # tokens of a sequence, unless a length is given
+_SIDE = 224  # pixels of an image's side, if the configuration has no size
 _UNITS = {"Gb": 1e9 / 8, "Mb": 1e6 / 8, "GB": 1e9, "MB": 1e6}
 
 
 def judge(
     cards: dict[str, tuple[DeviceClass, DataSheet]], link: Link, graphs: tuple[OpGraph, OpGraph], base: str
 ) -> tuple[Basis, Plan]:
-    """Return the best plan of shares and precisions for cards, with its verdict, and what it is based on.
+    """Return the best plan of batch shares and precisions for cards, its verdict and its basis.
 
-    `graphs` are of a model with two numbers of samples, the first that of a rank with equal batches.
-    Raises InfeasibleError where the model does not fit.
+    `graphs` are one model's graphs for two batch sizes, the first that of a rank with equal shares. Raises
+    InfeasibleError where the model does not fit.
 
     >>> judge(cards_of("A100:4,T4:8"), link_of("25Gb"), graphs_of("hf:config.json", 32), "bf16")
     """
@@ -60,7 +60,7 @@ def judge(
 
 
 def _check_weights(graph: OpGraph, cards: dict[str, tuple[DeviceClass, DataSheet]]) -> None:
-    """Raise InfeasibleError for a card that cannot hold weights, gradients and AdamW's state, in FP32."""
+    """Raise InfeasibleError if weights, gradients and AdamW's state in FP32 exceed a card's memory."""
     needed = 16 * sum(value.num_elements for value in graph.parameters if value.requires_grad)
     small = [name for name, (one, _) in cards.items() if one.memory_bytes < needed]
     if small:
@@ -71,9 +71,9 @@ def _check_weights(graph: OpGraph, cards: dict[str, tuple[DeviceClass, DataSheet
 
 
 def cards_of(text: str) -> dict[str, tuple[DeviceClass, DataSheet]]:
-    """Read `A100:4,T4:8`: a class of each card, named by its data sheet; `CPU` is this machine, measured.
+    """Parse cards such as `A100:4,T4:8` into device classes from data sheets; `CPU` is this machine.
 
-    FormatError for an unknown card, which names the nearest, and for a number that is none.
+    Raises FormatError for an unknown card (naming the nearest) or a malformed number.
     """
     found: dict[str, tuple[DeviceClass, DataSheet]] = {}
     for part in text.split(","):
@@ -81,7 +81,7 @@ def cards_of(text: str) -> dict[str, tuple[DeviceClass, DataSheet]]:
         count = int(number) if number.isascii() and number.isdigit() else (0 if number else 1)
         if not name or not 1 <= count <= 10**6:
             raise FormatError(
-                f"--cards takes CARD:NUMBER with commas, as A100:4,T4:8; found {shortened(part)}"
+                f"--cards takes CARD:NUMBER with commas, such as A100:4,T4:8; found {shortened(part)}"
             )
         sheet = _sheet_of_this_cpu() if name.upper() == CPU else datasheet(name)
         if sheet.name in found:
@@ -102,7 +102,7 @@ def _sheet_of_this_cpu() -> DataSheet:
 
 
 def link_of(text: str) -> Link:
-    """Read `25Gb` (bits a second) or `3GB` (bytes). FormatError for what is none, and for a link of zero."""
+    """Parse a bandwidth, `25Gb` (bits per second) or `3GB` (bytes). Raises FormatError, also for zero."""
     matched = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(Gb|Mb|GB|MB)(?:/?ps|/s)?", text.strip())
     if matched is None or not float(matched[1]) > 0.0:
         raise FormatError(
@@ -113,9 +113,9 @@ def link_of(text: str) -> Link:
 
 
 def graphs_of(model: str, samples: int, length: int | None = None) -> tuple[OpGraph, OpGraph]:
-    """Capture a model with two numbers of samples, the first as given, by its Hugging Face configuration.
+    """Capture a model from its Hugging Face configuration at two batch sizes, the first as given.
 
-    The model is on the meta device: nothing is loaded, nothing computed.
+    The model is on the meta device: nothing is loaded or computed.
     """
     import torch
 
@@ -130,14 +130,14 @@ def graphs_of(model: str, samples: int, length: int | None = None) -> tuple[OpGr
         made = kind(config).train()
         second = samples // 2 if samples > 3 else 2 * samples  # a batch of one has other operators
         batches = [_batch_of(made, number, length) for number in (samples, second)]
-    if getattr(made, "loss_type", "") is None:  # transformers takes this one, and warns: a break in the graph
+    if getattr(made, "loss_type", "") is None:  # transformers' default, set here without its warning
         made.loss_type = "ForCausalLM"
     graph, other = (qsync.capture(made, batch) for batch in batches)
     return graph, other
 
 
 def _batch_of(model: Any, samples: int, length: int | None) -> dict[str, Any]:
-    """Return a batch with labels for a model with a head, whatever its numbers."""
+    """Return a batch with labels, of placeholder values, for a model with a head."""
     import torch
 
     config, name = model.config, type(model).__name__

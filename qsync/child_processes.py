@@ -1,4 +1,4 @@
-"""Python processes that this one starts import what this one imports, in whichever folder they start."""
+"""Start Python processes that import the same modules as this one, in any working folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 def environment(**variables: str) -> dict[str, str]:
     """Return this process's environment, with its module search path and the given variables.
 
-    `-m` and `-c` alone would put the current folder first, where a file `random.py` or a clone's folder
-    `qsync` hides what is meant, and know nothing of what a script has added to its `sys.path`.
+    `-m` and `-c` alone put the current folder first, where a file `random.py` or a folder `qsync` hides the
+    real module, and ignore a script's additions to `sys.path`.
     """
-    path = os.pathsep.join(map(os.path.abspath, sys.path))  # an empty entry is the current folder
+    path = os.pathsep.join(map(os.path.abspath, sys.path))  # an empty entry means the current folder
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **variables}

@@ -1,9 +1,9 @@
-"""Cost models of a device, learned from its measured peaks and from a few single operators.
+"""Learn a device's cost model from its measured peaks and a few single operators.
 
 Each operator is measured between neighbours as in a model: its inputs come from a thin product (16 wide), so
-that they and their gradients arrive in the type that a product hands on. An operator on images stands between
-two thin convolutions, so that images arrive in the memory order that convolutions hand on. All operators are
-parts of one module, which is profiled as any model is: with the kernels, casts and clocks of a real step.
+that inputs and gradients have the type of a product's result. An operator on images sits between two thin
+convolutions, so that images have a convolution's memory order. All operators form one module, which is
+profiled like any model: with the kernels, casts and clocks of a real step.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 
 NUM_SAMPLES = 160
-# Operators that are measured together: so many fit into memory, and a step of them is short.
+# Operators per profiled module: they fit into memory, and a step is short.
 NUM_PER_PROFILE = 40
-# Operators of a few milliseconds at most are measured: many small ones teach more than few large ones.
+# Operators above this many operations are skipped: many small ones teach more than few large ones.
 _MAX_FLOPS = 3e9
 _POOL_SIZE = 1500
-_COPIED_BYTES = 2**26  # beyond every cache
+_COPIED_BYTES = 2**26  # larger than any cache
 _THIN_WIDTH = 16
 _ON_IMAGES = ("conv2d", "batch_norm", "max_pool2d")
 
@@ -59,10 +59,10 @@ def learn(
     num: int = NUM_SAMPLES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CostModel:
-    """Learn a cost model of this device, from `num` single operators that are measured now.
+    """Learn a cost model of this device, by measuring `num` single operators.
 
-    The operators represent the `wanted` ones and those of common models (KMeans over features). The model's
-    stated error is measured on held-out shapes, and saved with it.
+    The operators represent `wanted` and common models (KMeans over features). The cost model's error is
+    measured on held-out shapes, and saved with it.
 
     >>> qsync.cost_learning.learn("cpu").save("costs.json")
     """
@@ -82,7 +82,7 @@ def learn(
 
 
 def choose_calls(num: int, sheet: DataSheet, wanted: Iterable[Call] = ()) -> list[Call]:
-    """Choose `num` calls: half represent the wanted ones, if any, the others those of common models."""
+    """Choose `num` calls: half represent `wanted` (if given), the others common models."""
     able = [call for call in dict.fromkeys(wanted) if can_measure(call) and call.flops <= _MAX_FLOPS]
     found = choose(able, num // 2, sheet) if able else []
     usual = [call for call in pool(_POOL_SIZE) if can_measure(call) and call.flops <= _MAX_FLOPS]
@@ -95,7 +95,7 @@ def profile_calls(
     precisions: Sequence[Precision] | None = None,
     rounds: int = 3,
 ) -> tuple[OpGraph, Profile]:
-    """Return the graph whose operators are these calls, and its profile."""
+    """Profile these calls in one module; return its graph and profile."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         bench = Bench(calls).to(device)
@@ -113,7 +113,7 @@ def profile_calls(
 
 
 def measure_sheet(device: torch.device) -> DataSheet:
-    """Measure this device at its best: products of each type, copies beyond caches, the least product."""
+    """Measure a device's peaks: products by type, copies beyond caches, and the smallest product."""
     found = detect_class(device)
     clock = clock_for(device, None)
     source = torch.ones(_COPIED_BYTES // 4, device=device)
@@ -140,7 +140,7 @@ def measure_sheet(device: torch.device) -> DataSheet:
 
 
 def can_measure(call: Call) -> bool:
-    """Return whether a call can be measured alone: its arguments follow from its shapes."""
+    """Return whether a call can be measured alone: its shapes determine its arguments."""
     shapes = [argument.shape for argument in call.inputs]
     if any(0 in shape or not shape for shape in (*shapes, call.output)):
         return False
@@ -155,7 +155,7 @@ def can_measure(call: Call) -> bool:
 
 
 class Bench(nn.Module):
-    """A module of some calls, each on values of its own; called with a scalar, returns their results."""
+    """A module of several calls, each on its own values; called with a scalar, returns their results."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         super().__init__()
@@ -167,12 +167,12 @@ class Bench(nn.Module):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the results."""
+        """Return the shapes of the results."""
         return [cast(_Cell, cell).shape for cell in self.cells]
 
 
 class _Cell(nn.Module):
-    """One call on values of its own; a thin convolution reads a result that is images."""
+    """One call on its own values; a thin convolution reads a result that is images."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class _Cell(nn.Module):
 
 
 class _Value(nn.Module):
-    """A value that a thin product or convolution computes; a constant where it needs no gradient."""
+    """A value from a thin product or convolution; a constant where it needs no gradient."""
 
     value: Tensor
 

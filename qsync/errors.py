@@ -1,4 +1,4 @@
-"""Errors of qsync: each is one sentence that says what is wrong and what to do about it."""
+"""Errors of qsync: each is one sentence with the problem and its remedy."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import difflib
 import re
 from collections.abc import Iterable
 
-DISTRIBUTION = "qsync-train"  # by which pip knows the package: `qsync` is another project's
-_LONGEST_RUN = 200  # characters of a quoted value or an unbroken token that a message repeats as they are
-# A quote opens a value only where no word precedes it, and closes one where none follows.
+DISTRIBUTION = "qsync-train"  # the package's name for pip: `qsync` is another project's
+_LONGEST_RUN = 200  # characters of a quoted value or unbroken token that a message repeats unchanged
+# A quote opens a value only if no word precedes it, and closes one if no word follows.
 _QUOTED_RUN = re.compile(rf"(?<!\w)(?:'[^'\n]{{{_LONGEST_RUN},}}'|\"[^\"\n]{{{_LONGEST_RUN},}}\")(?!\w)")
 _UNBROKEN_RUN = re.compile(rf"\S{{{_LONGEST_RUN},}}[^\s.,:;)]")
 
 
 def shortened(value: object, most: int = 80, quote: bool = True) -> str:
-    """Write a value on one line for a message: a long one as its beginning and its length.
+    """Format a value on one line for a message; shorten a long one to its start and length.
 
     Args:
-        value: written as `repr` does; an exception as its message.
-        most: characters that are written as they are.
+        value: formatted by `repr`; an exception by its message.
+        most: maximum number of characters to keep.
         quote: False writes a string without quotes, its whitespace as single spaces.
 
     Example:
@@ -30,7 +30,7 @@ def shortened(value: object, most: int = 80, quote: bool = True) -> str:
     plain = isinstance(value, BaseException) or (isinstance(value, str) and not quote)
     try:
         text = str(value) if plain else repr(value)
-    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+    except (RecursionError, ValueError):  # nested too deeply, or a number with thousands of digits
         text = f"a {type(value).__name__}"
     if not isinstance(value, str) or not quote:
         text = " ".join(text.split())
@@ -42,7 +42,7 @@ def shortened(value: object, most: int = 80, quote: bool = True) -> str:
 
 
 def unknown_name(name: object, known: Iterable[str], what: str = "argument") -> str:
-    """Say that there is no such argument, and which known one is nearest.
+    """Return a message about an unknown argument, with the nearest known one.
 
     Example:
         >>> unknown_name("slak", ["slack", "margin"])
@@ -55,7 +55,7 @@ def unknown_name(name: object, known: Iterable[str], what: str = "argument") -> 
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which known name is nearest, in brackets; nothing where none is known.
+    """Return the nearest known name in brackets for a message; empty without one.
 
     Example:
         >>> nearest("varience", ["variance", "fisher"])
@@ -66,7 +66,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def installing(extra: str) -> str:
-    """Return the command that installs what an extra of qsync needs.
+    """Return the pip command that installs an extra of qsync.
 
     Example:
         >>> installing("elastic")
@@ -76,15 +76,15 @@ def installing(extra: str) -> str:
 
 
 def _bounded(message: str) -> str:
-    """Shorten every quoted value and unbroken token of a message that is longer than any name of ours."""
+    """Shorten every quoted value and unbroken token of a message that exceeds any qsync name."""
     message = _QUOTED_RUN.sub(lambda run: shortened(run[0][1:-1]), message)
     return _UNBROKEN_RUN.sub(lambda run: shortened(run[0], quote=False), message)
 
 
 class QSyncError(Exception):
-    """The request cannot be carried out; the message says which thing is wrong and what to do about it.
+    """The base of qsync's errors; the message names the problem and its remedy.
 
-    A message never repeats a long value whole, whatever malformed file it comes from.
+    A message never repeats a long value whole.
     """
 
     def __init__(self, *args: object) -> None:
@@ -92,42 +92,42 @@ class QSyncError(Exception):
 
 
 class FormatError(QSyncError):
-    """A file is not what it claims to be: malformed JSON or TOML, an unknown field, another version."""
+    """A file or argument is malformed: broken JSON or TOML, an unknown field, another version."""
 
 
 class MismatchError(QSyncError):
-    """Two things that must agree do not: a plan and a model, or two ranks. Both sides are in the message."""
+    """Two things that must agree differ: a plan and a model, or two ranks; the message shows both."""
 
 
 class UnsupportedError(QSyncError):
-    """A device class or a kernel cannot do what was asked."""
+    """A device class or a kernel does not support the request."""
 
 
 class MiscomputedError(UnsupportedError):
-    """A library computes a call wrongly, in every type that is lower than FP32."""
+    """A library computes a call wrongly in every precision below FP32."""
 
 
 class BuildError(QSyncError):
-    """A kernel could not be compiled, or what was compiled could not be loaded."""
+    """A kernel could not be compiled or loaded."""
 
 
 class InfeasibleError(QSyncError):
     """No assignment satisfies the constraints.
 
-    The message names the binding one and by how much it is missed.
+    The message names the binding constraint, and by how much it is missed.
     """
 
 
 class TracingError(QSyncError):
-    """torch.compile's tracer could not read the model. The message says where it stopped."""
+    """torch.compile's tracer could not read the model; the message names the place."""
 
 
 class NothingToLowerError(TracingError):
-    """No operator of the model can be lowered, or the tracer reads none: the model trains as it is."""
+    """No operator of the model can be lowered, or none can be traced: the model trains unchanged."""
 
 
 def not_called(name: str = "the model") -> TracingError:
-    """Return the error of a loss that never calls the model, named so."""
+    """Return the error for a loss that never calls the model of this name."""
     return TracingError(
         f"the loss calls parts of {name}, and never {name} itself, whose forward is what is lowered; call "
         "the model in it, or give the part that it calls"
@@ -135,8 +135,8 @@ def not_called(name: str = "the model") -> TracingError:
 
 
 class CalibrationError(QSyncError):
-    """What was measured cannot be used: NaN or Inf in activations, gradients or times, or an empty batch."""
+    """Measured values are unusable: NaN or Inf in activations, gradients or times, or an empty batch."""
 
 
 class NoGradientError(CalibrationError):
-    """The gradient is zero everywhere, so that nothing tells what lowering an operator costs."""
+    """The gradient is zero everywhere, so the cost of lowering an operator cannot be measured."""

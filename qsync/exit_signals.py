@@ -1,4 +1,4 @@
-"""A program that is told to end, ends what it started and removes its temporary folders."""
+"""End a program on a signal so that it ends its child processes and removes temporary folders."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 import threading
 from types import FrameType
 
-# Libraries catch every exception here and there, and so this one: it is raised again as long as we run.
+# Seconds between repeats: some libraries swallow every exception, so it is raised until the program ends.
 _AGAIN_S = 5.0
 
 
 def exit_on_signals() -> None:
-    """Exit on SIGTERM and SIGHUP, with the code that shells give: 128 + the signal's number.
+    """Exit on SIGTERM and SIGHUP with the exit code of shells, 128 + the signal's number.
 
-    A signal that is ignored stays ignored, as nohup asks. Only the main thread can set this: in another,
-    nothing changes. Programs call this, libraries never.
+    A signal that is ignored stays ignored, as nohup asks. Does nothing outside of the main thread. For
+    programs, not for libraries.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -33,6 +33,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, again)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
-        # While Python clears its modules it has no handlers any more, and an alarm would kill the process.
+        # While Python shuts down it has no handlers, and an alarm would kill the process.
         atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
     sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""The public verbs that need no model and no torch: records in, records out."""
+"""The public functions that need no model and no torch: they read records and return records."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ def plan(
 ) -> Plan:
     """Choose the precision of every operator on every device class.
 
-    The plan adds the least gradient variance among those that reach the target step and fit the memory.
+    The plan adds the least gradient variance of all plans that reach the target step time and fit the memory.
 
     Args:
         graph: of the model (`qsync.capture`).
         profiles: device class -> its profile, for every class of the cluster.
         sensitivity: of the model (`qsync.sensitivity`).
         cluster: the device classes and the links between them.
-        levers: what may change beside precisions: "share", "accumulate", "buckets", "recompute" and
-            "save_less". Those named are searched.
-        **options: options of `qsync.allocator.allocate`: `target_s` (seconds of a step) or `slack` (a part of
-            the least step), `budgets` (class -> bytes), `pins` (pattern -> precision), `lower_all`, `margin`,
-            `together`, `saving_less` (class -> patterns), `base` ("fp32", "tf32", "bf16"
-            or "fp16"), `bucket_cap_bytes`, `gap` and `time_limit_s`. With `levers` also those of
+        levers: further changes to search: any of "share", "accumulate", "buckets", "recompute" and
+            "save_less".
+        **options: options of `qsync.allocator.allocate`: `target_s` (seconds of a step) or `slack` (a
+            fraction of the least step), `budgets` (class -> bytes), `pins` (pattern -> precision),
+            `lower_all`, `margin`, `together`, `saving_less` (class -> patterns), `base` ("fp32", "tf32",
+            "bf16" or "fp16"), `bucket_cap_bytes`, `gap` and `time_limit_s`. With `levers` also those of
             `qsync.allocator.search`: `other`, `trials`, `storage`, `seed` and `progress`.
 
     Returns:
-        The plan, with what is predicted for every class, and the variance that no plan can be below.
+        The plan, with predictions for every class, and a lower bound on the variance of any plan.
 
     Raises:
         InfeasibleError: nothing fits the memory or reaches the target; the message names the binding
             constraint and by how much it is missed.
         MismatchError: graph, profiles, sensitivity and cluster do not belong together.
-        FormatError: an argument that is no such record, a cluster that no file could hold, or an option that
-            cannot be used.
+        FormatError: an argument of another type, an invalid cluster, or an invalid option.
 
     Example:
         >>> plan = qsync.plan(graph, {"train": fast, "infer": slow}, sensitivity, cluster)
@@ -70,7 +69,7 @@ def plan(
 def replay(
     graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster, **options: Any
 ) -> Timeline:
-    """Predict what a step under a plan takes on every rank (simulated).
+    """Predict the time and memory of a step under a plan on every rank (simulated).
 
     Args:
         graph: of the model (`qsync.capture`).
@@ -84,7 +83,7 @@ def replay(
 
     Raises:
         MismatchError: graph, plan, profiles and cluster do not belong together.
-        FormatError: an argument that is no such record, or a cluster that no file could hold.
+        FormatError: an argument of another type, or an invalid cluster.
 
     Example:
         >>> timeline = qsync.replay(graph, plan, profiles, cluster)
@@ -100,7 +99,7 @@ def replay(
 
 
 def _check_records(graph: Any, profiles: Any, cluster: Any) -> None:
-    """Raise FormatError for other things than these records, and for a cluster that no file could hold."""
+    """Raise FormatError for arguments of other types, and for an invalid cluster."""
     check_kind(graph, OpGraph, "graph", "qsync.capture")
     check_kind(profiles, Mapping, "profiles", "dict of class -> qsync.profile")
     for name, profile in profiles.items():

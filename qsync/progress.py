@@ -1,4 +1,4 @@
-"""Show the progress of long work once: on rank 0, as a live line on a terminal, as plain lines elsewhere."""
+"""Show the progress of long work on rank 0: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-_said: set[str] = set()  # titles that were printed
+_said: set[str] = set()  # titles already printed
 
 
 def is_rank_zero() -> bool:
-    """Return whether the environment says that this process is rank 0, or alone."""
+    """Return whether this process is rank 0 or alone, by its environment."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def shown_on_rank_zero(title: str, once: bool = False) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what is being done now.
+    """Yield a function that shows the current work on rank 0.
 
     Without a terminal it prints the title as a line; with `once` only the first time in a process.
 

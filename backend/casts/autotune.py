@@ -1,8 +1,7 @@
-"""Decide which fused casts run on a GPU: try each once against plain torch.
+"""Decide which fused casts run on a GPU, by timing each against plain torch.
 
-Each is tried on data of its own kind. Plain torch has kernels of its own on GPUs, and saving a pass gains
-less there than on a CPU. A fused cast is used if it returned the plain one's result and was faster;
-`verdicts` lists the findings.
+Plain torch has kernels of its own on GPUs, and saving a pass gains less there than on a CPU. A fused cast is
+used if it returned the plain one's result and was faster; `verdicts` lists the findings.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from qsync.backend.cuda_build import architecture
 from qsync.backend.devices.kernel_timing import least_s
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# The share of the plain result's square by which the two may differ. Two stochastic roundings of Gaussian
-# values differ by 1e-4, a wrong scale or a missed row by much more.
+# Largest squared difference of fused and plain results, as a share of the plain result's square. Two
+# stochastic roundings of Gaussian values differ by 1e-4, a wrong scale or a missed row by much more.
 _MAX_DIFFERENCE = 1e-3
 
 
 class RegisteredCast(NamedTuple):
-    """A cast that has a fused form, and arguments of ordinary size for a trial, by device."""
+    """A cast with a fused form, and arguments of ordinary size for its trial, by device."""
 
     function: Callable[..., Any]
     trial: Callable[[torch.device], tuple[Any, ...]]
 
 
-# Every cast by its name: the modules that define casts register them.
+# Every cast by name; the modules that define casts register them.
 REGISTERED: dict[str, RegisteredCast] = {}
 # The library if a cast is faster on a device, else None; and the reason, in one sentence.
 _found: dict[tuple[str, torch.device], compiled.Library | None] = {}
@@ -38,7 +37,7 @@ _verdicts: dict[tuple[str, torch.device], str] = {}
 
 
 def autotuned(trial: Callable[[torch.device], tuple[Any, ...]]) -> Callable[[_Function], _Function]:
-    """Register the decorated cast, with arguments like a model's of ordinary size."""
+    """Register the decorated cast, with trial arguments of ordinary size."""
 
     def register(function: _Function) -> _Function:
         REGISTERED[function.__name__] = RegisteredCast(function, trial)
@@ -48,7 +47,7 @@ def autotuned(trial: Callable[[torch.device], tuple[Any, ...]]) -> Callable[[_Fu
 
 
 def library(name: str, device: torch.device) -> compiled.Library | None:
-    """Return the compiled casts if that one is faster on that GPU; the first call measures."""
+    """Return the compiled casts if the named cast is faster on a GPU; the first call measures."""
     key = (name, device)
     if key not in _found:
         if torch.cuda.is_current_stream_capturing():  # nothing can be measured inside a CUDA graph
@@ -67,7 +66,7 @@ def _tried(name: str, device: torch.device) -> compiled.Library | None:
     if fused is None:
         _verdicts[key] = compiled.note(architecture(device)) or "there is no fused cast"
         return None
-    # This may happen in the middle of a run: random numbers and gradient mode stay as they were.
+    # This may happen in the middle of a run: keep random numbers and gradient mode as they were.
     with torch.random.fork_rng(devices=[device]), torch.no_grad(), torch.cuda.device(device):
         try:
             difference, fused_s, plain_s = _compared(name, device, fused)
@@ -83,7 +82,7 @@ def _tried(name: str, device: torch.device) -> compiled.Library | None:
 
 
 def _compared(name: str, device: torch.device, fused: compiled.Library) -> tuple[float, float, float]:
-    """Return how far the fused cast is from the plain one, and the seconds that each takes."""
+    """Return the difference of the fused cast from the plain one, and the seconds of each."""
     function, trial = REGISTERED[name]
     results, times = [], []
     try:
@@ -97,12 +96,12 @@ def _compared(name: str, device: torch.device, fused: compiled.Library) -> tuple
 
 
 def _seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-    """Return the time of a call, by ten in a row: of the GPU's work, or of queueing it."""
+    """Return the seconds per call of ten in a row: the GPU's work or the queueing, if longer."""
     return least_s(lambda: function(*arguments), calls=10)
 
 
 def _difference(a: Any, b: Any) -> float:
-    """Return the largest share of the square of a part of b by which a's part differs."""
+    """Return the largest relative squared difference among the parts of two results."""
     if isinstance(a, Tensor):
         wanted = b.float()
         return float((a.float() - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30))

@@ -17,13 +17,13 @@ from qsync.backend.devices.amx import has_amx
 from qsync.backend.devices.processor import granted_flags, processor
 from qsync.errors import BuildError
 
-# Sets whose names LLVM and Linux share, but for underscores and hyphens. LLVM takes them for granted by the
-# processor's name. A hypervisor may withhold them, and their instructions then end the process.
+# Instruction sets with the same names in LLVM and Linux, but for underscores and hyphens. LLVM derives them
+# from the processor's name. A hypervisor may withhold them, and their instructions then end the process.
 _WITHHELD = ("amx", "avx", "bmi2", "f16c", "fma", "gfni", "movbe", "popcnt", "vaes", "vpclmulqdq")
 
 
 def determined_by() -> dict[str, str]:
-    """Return what of this processor, and of this file, determines the compiled code."""
+    """Return the facts about this processor and this file that determine the compiled code."""
     return {
         "processor": f"{platform.system()} {processor()}",
         "flags": " ".join(sorted(granted_flags())),
@@ -33,7 +33,7 @@ def determined_by() -> dict[str, str]:
 
 
 def withheld(known: Iterable[str], granted: Set[str]) -> list[str]:
-    """Return those of LLVM's features of a processor that the system does not grant.
+    """Return the processor features assumed by LLVM that the system does not grant.
 
     >>> withheld(["avx2", "avx512vnni", "fast-lzcnt"], {"avx2", "fma"})
     ['avx512vnni']
@@ -43,8 +43,8 @@ def withheld(known: Iterable[str], granted: Set[str]) -> list[str]:
 
 
 def _preferred() -> list[str]:
-    """Return what LLVM is to use beside what it knows of the processor by its name."""
-    # LLVM takes half of a vector on these processors unless told: 2.1 ms, and 1.0 to round 1024x2048.
+    """Return further LLVM features to use on this processor."""
+    # By default LLVM uses half of a vector register here: 2.1 ms, and 1.0 with this, to round 1024x2048.
     return ["+amx-tile", "+amx-int8", "-prefer-256-bit"] if _has_amx() else []
 
 
@@ -53,17 +53,19 @@ def _has_amx() -> bool:
 
 
 def executable() -> Any:
-    """Compile the programs in memory; a second or two with TVM's import. Raises BuildError."""
+    """Compile the programs in memory, in a second or two. Raises BuildError."""
     try:
         from tvm.target import codegen
 
         return compiled_for(codegen.llvm_get_system_cpu(), granted_flags())
     except Exception as error:
-        raise BuildError(f"TVM cannot compile the casts ({first_line(error)})") from error
+        raise BuildError(
+            f"TVM cannot compile the casts ({first_line(error)}); reinstall apache-tvm"
+        ) from error
 
 
 def compiled_for(model: str, granted: Set[str]) -> Any:
-    """Compile the programs for a processor, by LLVM's name, of which the system grants these sets."""
+    """Compile the programs for a processor of LLVM's name with the granted instruction sets."""
     import tvm
     from tvm.target import codegen
 
@@ -77,7 +79,7 @@ def compiled_for(model: str, granted: Set[str]) -> Any:
 
 
 def export_once(path: Path) -> None:
-    """Compile the programs into a library at `path`, in a process of its own, and announce it."""
+    """Compile the programs into a library at `path`, in a separate process, and print a line."""
     print(f"qsync: compiling casts for this processor, once, into {path.parent}", file=sys.stderr)
     run_apart("from qsync.backend.casts.build_cpu import export; export(path)", path)
 

@@ -1,8 +1,8 @@
 """Compile the fused casts for NVIDIA GPUs: TVM writes CUDA C, and nvcc compiles it.
 
-Two libraries make one module, which tvm_ffi loads: TVM's host code, which checks the tensors, and the
-kernels with their launcher (launching.h). The kernels are written for compute capability 7.0, so that one
-source serves every GPU.
+Two libraries make one module, which tvm_ffi loads: TVM's host code, which checks the tensors, and the kernels
+with their launcher (launching.h). The kernels are written for compute capability 7.0, so that one source
+serves every GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qsync.backend.casts.build_process import run_apart
 from qsync.errors import BuildError
 
 _OLDEST = "70"  # the compute capability that the CUDA C is written for
-# What TVM's host code calls, through pointers of its library that whoever loads it must fill.
+# Functions that TVM's host code calls through pointers; the library's loader must fill them.
 _CALLED = (
     "TVMFFIFunctionCall", "TVMFFIHandleInitOnce", "TVMFFIErrorSetRaisedFromCStr",
     "TVMFFIEnvModLookupFromImports",
@@ -42,7 +42,8 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
     compiler["flags"] = Path(__file__).read_text() + Path(cuda_build.__file__).read_text()
 
     def kernels_to(path: Path) -> None:
-        print(f"qsync: compiling casts for sm_{architecture}, once, into {path.parent}", file=sys.stderr)
+        where = f"sm_{architecture} (once per machine) into {path.parent}"
+        print(f"qsync: compiling casts for {where}", file=sys.stderr)
         run_apart(
             f"from qsync.backend.casts import build_cuda; build_cuda.export_kernels(path, {architecture!r})",
             path,
@@ -61,9 +62,9 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
 
 @cache
 def _register_called() -> None:
-    """Name tvm_ffi the functions that host code calls, as TVM's runtime does when it is loaded.
+    """Register with tvm_ffi the functions that host code calls, as TVM's runtime does on loading.
 
-    Without it the pointers stay null: the first launch would end the process.
+    Otherwise the pointers stay null, and the first launch crashes the process.
     """
     import tvm_ffi.libinfo
 

@@ -1,4 +1,4 @@
-"""Build a library of casts in a process of its own: LLVM kills a process that cannot write."""
+"""Build a library of casts in a separate process: LLVM kills a process that cannot write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qsync.errors import BuildError
 
 
 def run_apart(code: str, path: Path) -> None:
-    """Run Python `code` that writes a library to `path`, in its own process. Raises BuildError."""
+    """Run Python `code` that writes a library to `path`, in a separate process. Raises BuildError."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; path = sys.argv[1]; {code}", str(path)],
         capture_output=True,
@@ -29,6 +29,6 @@ def run_apart(code: str, path: Path) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, without its full stop."""
+    """Return the first line of an error's message, without its full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

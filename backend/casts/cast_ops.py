@@ -29,12 +29,12 @@ from qsync.backend.casts.autotune import (
 from qsync.backend.casts.tvm.constants import SMALLEST_AMAX
 from qsync.backend.devices.kernel_timing import least_s
 
-# The largest magnitude of each 8-bit format: what the largest element of a row is mapped to.
+# Largest code of each 8-bit format; the largest element of a row maps to it.
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_gradient": 57344.0}
 CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_gradient": torch.float8_e5m2}
-# torch converts fewer elements than these to BF16 as fast.
+# Below this many elements torch converts to BF16 as fast.
 _MIN_COMPILED_TO_BF16 = 2**19
-_TRIAL_GEOMETRY: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1])  # stride, padding, dilation
+_TRIAL_GEOMETRY: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1])  # stride, padding and dilation
 COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -84,8 +84,8 @@ def to_bf16(x: Tensor) -> Tensor:
     """Convert an FP32 tensor of any shape to BF16, differentiably.
 
     torch's own conversion is as fast while the matrix is small: 0.037 against 0.032 ms for 1024x384, 0.16
-    against 0.11 for 1024x1536, 0.36 against 0.23 for 1024x3072 (Zen 5, one thread). On a GPU it is
-    taken, as no Python launches it.
+    against 0.11 for 1024x1536, 0.36 against 0.23 for 1024x3072 (Zen 5, one thread). On a GPU torch's
+    conversion runs, because its launch needs no Python.
     """
     is_large = x.numel() >= _MIN_COMPILED_TO_BF16 and not x.is_cuda
     library = compiled_for("to_bf16", x, (torch.float32,)) if is_large else None
@@ -110,7 +110,7 @@ class _ToBf16(torch.autograd.Function):
 def _converted(x: Tensor, library: compiled.Library) -> Tensor:
     x = x.detach()
     out = torch.empty_like(x, dtype=torch.bfloat16)
-    # Rows of three, a filter's, take nine times as long as rows of 1024.
+    # Rows of three (a filter's) take nine times as long as rows of 1024.
     width = max(math.gcd(x.numel(), 1024), x.shape[-1])
     size = (x.numel() // width, width)
     library["to_bf16"](x.view(size), out.view(size))
@@ -143,9 +143,9 @@ def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def unfold(
     images: Tensor, kernel: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """Copy out the windows (n, p, q, kh, kw, C) of images (n, h, w, C), one per output pixel.
+    """Copy the windows (n, p, q, kh, kw, C) of images (n, h, w, C), one per output pixel.
 
-    Images are BF16, or codes; windows of unsigned codes are signed. Pixels outside an image are 0.
+    Images are BF16 or INT8 codes; unsigned codes become signed. Pixels outside an image are 0.
     """
     n, h, w, channels = images.shape
     unsigned = images.dtype is torch.uint8
@@ -171,7 +171,7 @@ def unfold(
 def fold(
     windows: Tensor, size: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """Add BF16 windows (n, p, q, kh, kw, C) up into FP32 images (n, h, w, C).
+    """Sum overlapping BF16 windows (n, p, q, kh, kw, C) into FP32 images (n, h, w, C).
 
     This is the adjoint of `unfold`.
     """
@@ -299,7 +299,7 @@ def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
 
 @autotuned(lambda d: (random_values(d, 4096, 1024),))
 def to_bf16_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return BF16 of g (m, n), and the FP32 sums of its columns (n), a bias's gradient."""
+    """Return g (m, n) in BF16, and the FP32 sums of its columns (n): a bias's gradient."""
     library = compiled_for("to_bf16_and_sum", g)
     if library is None:
         return g.bfloat16(), g.float().sum(0)
@@ -312,7 +312,7 @@ def to_bf16_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
 
 @autotuned(lambda d: (random_images(d), random_positive(d, 32), random_positive(d, 64), torch.bfloat16))
 def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return y * rows (n) + bias (C) of a convolution's results y (n, C, h, w).
+    """Return y * rows (n) + bias (C) for a convolution's result y (n, C, h, w).
 
     `y` is FP32 in channels-last order, and is overwritten. The result is in FP32 or BF16.
     """
@@ -335,7 +335,7 @@ def nearest_codes(values: Tensor, dims: tuple[int, ...], form: str) -> tuple[Ten
     """Quantize FP32 values in plain torch to nearest codes, with one scale for all of `dims`."""
     scale, inverse = scales(values, dims, LARGEST_CODE[form])
     codes = values * inverse
-    # In place: a fresh 4 MB result costs more in page faults than the rounding itself.
+    # In place: page faults for a fresh 4 MB result cost more than the rounding.
     return (codes.round_() if form == "int8" else codes).to(CODE_DTYPE[form]), scale
 
 
@@ -360,7 +360,7 @@ def scales(values: Tensor, dims: tuple[int, ...], largest: float) -> tuple[Tenso
 
 
 def _empty_scales(size: int, device: torch.device) -> Tensor:
-    """Allocate FP32 scales as the compiled casts take them: as the integers with the same bits."""
+    """Allocate FP32 scales as int32 with the same bits, the type that compiled casts use."""
     return torch.empty(size, dtype=torch.int32, device=device)
 
 
@@ -369,9 +369,9 @@ def _flat(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _stochastic_codes(values: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Round up with the probability of the distance from the lower code. Overwrites `values`."""
+    """Round stochastically: up with a probability equal to the fraction. Overwrites `values`."""
     scale, inverse = scales(values, dims, LARGEST_CODE["int8"])
-    # 127 + u may round up to 128, which in eight bits is -128.
+    # 127 + u may round up to 128, which wraps to -128 in eight bits.
     codes = values.mul_(inverse).add_(torch.rand_like(values)).floor_().clamp_(-127, 127)
     return codes.to(torch.int8), scale
 
@@ -381,20 +381,20 @@ def _seed() -> int:
 
 
 def _repeats_seeds(matrix: Tensor) -> bool:
-    """Return whether a CUDA graph records this call: a seed from the host would come again in each replay."""
+    """Return whether a CUDA graph records this call: each replay would reuse a seed from the host."""
     return matrix.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def compiled_for(
     name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = tuple(COMPILED_DTYPES)
 ) -> compiled.Library | None:
-    """Return the compiled casts, if they support this matrix and that one is faster here."""
+    """Return the compiled casts if they support this matrix and this cast is faster here."""
     if not (matrix.dtype in dtypes and matrix.is_contiguous() and matrix.numel()):
         return None
     if matrix.device.type == "cpu":
         return _library(torch.get_num_threads())
     if matrix.device.type == "cuda" and torch.version.cuda:
-        # A GPU's blocks can number 65,535 images, and as many times 256 columns.
+        # A GPU's grid has at most 65,535 images, and as many times 256 columns.
         numbered = matrix.shape[-1] <= 2**23 and (matrix.ndim == 2 or len(matrix) < 2**16)
         return autotune.library(name, matrix.device) if numbered else None
     return None

@@ -1,7 +1,7 @@
 """Load the fused casts of `qsync.backend.casts.tvm`; TVM compiles them once per machine.
 
-Loading needs only `tvm_ffi`, in milliseconds; TVM itself is imported to compile. `note` tells what is
-missing: without a linker every process compiles for itself, and without TVM the plain casts run.
+Loading needs only `tvm_ffi`, in milliseconds; TVM itself is imported to compile. `note` reports missing
+tools: without a linker every process compiles for itself, and without TVM the plain casts run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def library(architecture: str | None = None) -> Library | None:
 
 
 def note(architecture: str | None = None) -> str | None:
-    """Return why there is no library, or why it is compiled anew; None if all is well."""
+    """Return the reason for a missing or recompiled library; None if all is well."""
     return _loaded(architecture)[1]
 
 

@@ -1,7 +1,7 @@
-"""GELU and ReLU in the epilogue of a product, and in the pass over its gradient.
+"""Fuse GELU and ReLU into the epilogue of a product, and into the pass over its gradient.
 
-As in `qsync.backend.casts.cast_ops`, every function has a plain body, which is the product's pass and
-then torch's function, and a compiled one (`qsync.backend.casts.tvm.activations`).
+As in `qsync.backend.casts.cast_ops`, every function has a plain body (the product's pass, then torch's
+function) and a compiled one (`qsync.backend.casts.tvm.activations`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    """A function of one value: "gelu", exact or in its tanh form as torch calls it, or "relu".
+    """An elementwise activation: "gelu" (exact or approximate="tanh", as in torch) or "relu".
 
     >>> Activation("gelu", "tanh")(x)
     """
@@ -35,13 +35,13 @@ class Activation(NamedTuple):
     approximate: str = "none"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the function of x."""
+        """Apply the activation to x."""
         if self.kind == "relu":
             return torch.relu(x)
         return torch.nn.functional.gelu(x, approximate=self.approximate)
 
     def gradient(self, gradient: Tensor, saved: Tensor) -> Tensor:
-        """Return the gradient of x from that of f(x) and the saved gelu's x or relu's result."""
+        """Return the gradient of x, from the gradient of f(x) and the saved x (gelu) or f(x) (relu)."""
         found: Tensor
         if self.kind == "relu":
             found = _aten.threshold_backward(gradient, saved, 0)
@@ -51,14 +51,14 @@ class Activation(NamedTuple):
 
     @property
     def program(self) -> str:
-        """The name that the compiled casts use."""
+        """Return the activation's name in compiled casts."""
         return "gelu_tanh" if self.approximate == "tanh" else self.kind
 
 
 def activation(kind: str, **arguments: Any) -> Activation:
-    """Return the activation of a call of this kind, from its arguments beside the value.
+    """Return the activation of this kind, from the call's arguments other than the input.
 
-    Raises UnsupportedError for one that has no epilogue.
+    Raises UnsupportedError for an activation without an epilogue.
 
     >>> activation("gelu", approximate="tanh")
     Activation(kind='gelu', approximate='tanh')
@@ -79,10 +79,10 @@ def dequantize_activated(
     dtype: torch.dtype,
     function: Activation,
 ) -> tuple[Tensor, Tensor]:
-    """Return the tensor to save of x = rows columns sums + bias, and f(x), both in `dtype`.
+    """Compute x = rows columns sums + bias; return the tensor that backward needs, and f(x).
 
-    Both are (m, n). Backward needs x itself for gelu, the result for relu. INT32 sums are overwritten.
-    Arguments as in `qsync.backend.casts.cast_ops.dequantize`.
+    Both are (m, n), in `dtype`. Backward needs x itself for gelu, the result for relu. INT32 sums are
+    overwritten. Arguments as in `qsync.backend.casts.cast_ops.dequantize`.
     """
     compiled = dtype in COMPILED_DTYPES and (bias is None or bias.dtype is torch.float32)
     library = compiled_for("dequantize_activated", sums, (torch.int32,)) if compiled else None
@@ -109,9 +109,9 @@ def dequantize_activated(
 def activation_gradient_and_sum(
     gradient: Tensor, saved: Tensor, function: Activation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient before the function, in `dtype`, and the FP32 sums of its columns.
+    """Return the gradient before the activation, in `dtype`, and the FP32 sums of its columns.
 
-    `saved` is the first result of `dequantize_activated`, of the gradient's type; `dtype` is that type or
+    `saved` is the first result of `dequantize_activated`, in the gradient's type; `dtype` is that type or
     BF16.
     """
     library = None

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from qsync.backend.block_sizes import SLOPES_PER_BLOCK
 
-# gelu' lies in (-0.1290, 1.1290), silu' in (-0.0998, 1.0998): 256 codes 0.00494 apart are within 0.0025
-# of it.
+# gelu' lies in (-0.1290, 1.1290), silu' in (-0.0998, 1.0998): 256 codes with a step of 0.00494 have an error
+# of at most 0.0025.
 _LOWEST, _STEP = -0.13, 1.26 / 255
-# The x where gelu (erf, tanh) is least, and gelu there.
+# The x of gelu's minimum (erf, tanh forms), and gelu there.
 _MINIMUM = {
     "none": (-0.751791524694493, -0.16997120747990369),
     "tanh": (-0.752461430907263, -0.17004075057125406),
@@ -25,7 +25,7 @@ _TABLE_ENTRIES = 1 << 15
 
 
 def minimum(approximate: str) -> tuple[float, float]:
-    """Return the x where gelu is least, and gelu there."""
+    """Return the x of gelu's minimum, and gelu there."""
     return _MINIMUM[approximate]
 
 
@@ -40,7 +40,7 @@ _TIMES_SLOPE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def derivative_codes(x: Tensor, curve: str) -> Tensor:
     """Encode f'(x) in eight bits, within 0.0025: code = round((f'(x) + 0.13) / 0.00494).
 
-    f is gelu in the form that torch calls `curve` ("none", "tanh"), or "silu".
+    `curve` is "silu", or gelu's `approximate` in torch ("none", "tanh").
 
     >>> derivative_codes(torch.tensor([-9.0, 0.0, 9.0]), "none")
     tensor([ 26, 128, 229], dtype=torch.uint8)
@@ -50,7 +50,7 @@ def derivative_codes(x: Tensor, curve: str) -> Tensor:
     ones = torch.ones(num_ones, dtype=torch.float32, device=x.device)
 
     def encode(out: Tensor, values: Tensor) -> None:
-        # In FP32: rounded to BF16, the largest derivative, 1.129, is beyond the last code.
+        # In FP32: rounded to BF16, the largest derivative, 1.129, would exceed the last code.
         slope = _TIMES_SLOPE[curve](ones[: values.numel()], values.float())
         out.copy_(slope.sub_(_LOWEST - _STEP / 2).mul_(1 / _STEP))
 
@@ -59,7 +59,7 @@ def derivative_codes(x: Tensor, curve: str) -> Tensor:
 
 
 def decode_derivative(codes: Tensor, gradient: Tensor) -> Tensor:
-    """Multiply the gradient by the derivative that these codes represent."""
+    """Multiply the gradient by the derivative that 8-bit codes represent."""
     result = torch.empty(codes.shape, dtype=gradient.dtype, device=codes.device)
 
     def decode(out: Tensor, values: Tensor, g: Tensor) -> None:
@@ -97,7 +97,7 @@ def derivative_from_output(y: Tensor, right: Tensor, approximate: str) -> Tensor
 
 @cache
 def _derivatives(approximate: str, device: torch.device) -> tuple[Tensor, float, float]:
-    """Return gelu' at the middle of every step of t, the first t, and steps per unit of t."""
+    """Return a table of gelu' at each step's middle, the first t, and the steps per unit of t."""
     x = torch.linspace(-14, 9, 1 << 21, dtype=torch.float64)
     y = torch.nn.functional.gelu(x, approximate=approximate)
     slope = _TIMES_SLOPE[approximate](torch.ones_like(x), x)
@@ -111,7 +111,7 @@ def _derivatives(approximate: str, device: torch.device) -> tuple[Tensor, float,
 
 
 def _blockwise(function: Callable[..., None], out: Tensor, *inputs: Tensor) -> None:
-    """Call `function(out, *inputs)` block by block on a CPU, and at once on a GPU."""
+    """Call `function(out, *inputs)` block by block on a CPU, and once on a GPU."""
     flat = [tensor.contiguous().view(-1) for tensor in (out, *inputs)]
     length = max(out.numel(), 1) if out.is_cuda else SLOPES_PER_BLOCK
     for start in range(0, out.numel(), length):

@@ -1,14 +1,14 @@
-"""Masks at one bit per element; torch saves a byte, or a number of the input's type."""
+"""Pack masks at one bit per element, where torch saves a byte or a number of the input's type."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Byte i of a 64-bit word, 0 or 1, times this lands on bit i of the word's top byte, and nothing carries.
+# Multiplied by it, byte i (0 or 1) of a 64-bit word becomes bit i of the top byte, without carries.
 _GATHER = 0x0102040810204080
 _SPREAD = 0x0101010101010101  # copies a byte into all eight bytes of a word
-_PICK = 0x8040201008040201 - (1 << 64)  # bit i of byte i
+_PICK = 0x8040201008040201 - (1 << 64)  # selects bit i of byte i
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def unpack_bits(bits: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the tensor with its dimensions in memory order, without gaps."""
+    """Return the tensor as a dense view with its dimensions in memory order."""
     return tensor.permute(0, 2, 3, 1) if _is_channels_last(tensor) else tensor.contiguous()
 
 

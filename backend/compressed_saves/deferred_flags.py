@@ -1,4 +1,4 @@
-"""Yes or no about a weight on a GPU, of the step before: nobody waits for the device's present work."""
+"""Booleans about a weight on a GPU, computed in one step and read in the next, without waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qsync.backend.autograd import is_replayed
 
 
 class _Asked(NamedTuple):
-    """What was decided for a version of a weight, and the answer about it, on its way to the host."""
+    """A weight's version, the flag in use, and the next flag on its way to the host."""
 
     version: int
     decided: bool
@@ -25,11 +25,11 @@ _ASKED: MutableMapping[Tensor, _Asked] = WeakTensorKeyDictionary()
 
 
 def deferred_flag(weight: Tensor, ask: Callable[[], Tensor]) -> bool:
-    """Return the answer about a weight as it was before its last change; no, where it has not changed yet.
+    """Return a flag about a weight as it was before its last change; False before the first change.
 
-    `ask` returns a boolean on the device; no must always be right. All calls between two changes of the
-    weight (a recomputed forward, several passes) get one answer. In a CUDA graph and in a custom operator,
-    which repeat what they once did, the answer is no.
+    `ask` returns a boolean on the device; False must always be correct. All calls between two changes of the
+    weight (a recomputed forward, several passes) get the same flag. In a CUDA graph and in a custom operator,
+    which repeat a recorded run, the flag is False.
     """
     if is_replayed.get() or torch.cuda.is_current_stream_capturing():
         return False
@@ -38,14 +38,14 @@ def deferred_flag(weight: Tensor, ask: Callable[[], Tensor]) -> bool:
         return before.decided
     decided = False
     if before is not None:
-        before.arrived.synchronize()  # asked a step ago: it has long arrived
+        before.arrived.synchronize()  # requested a step ago, so it has arrived
         decided = bool(before.flag)
     _ASKED[weight] = _Asked(weight._version, decided, *_sent(ask()))
     return decided
 
 
 def _sent(answer: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """Send a boolean to the host; return where it arrives, and the event that it has."""
+    """Copy a boolean to the host asynchronously; return its buffer and the event of its arrival."""
     flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(answer, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()

@@ -1,4 +1,4 @@
-"""Operators that save less for backward than torch's.
+"""Operators that save smaller tensors for backward than torch's own.
 
 Forward is torch's own, bit for bit. The form "output" of gelu is Tempo's (arXiv 2210.10246).
 
@@ -36,11 +36,11 @@ _aten = torch.ops.aten
 
 
 def saving(kind: str, form: str) -> Callable[..., Tensor]:
-    """Return the operator of this kind that saves in this form.
+    """Return the operator of this kind that saves its tensors in a compressed form.
 
     It is called as run(target, *args, **kwargs) -> Tensor. `target` and the arguments are those of the
-    original call. The original call itself runs where nothing is saved for backward (no gradient wanted,
-    dropout in evaluation). Raises UnsupportedError for a form that the kind does not have.
+    original call. Without a backward (no gradient wanted, dropout in evaluation) the original call runs.
+    Raises UnsupportedError for a form that the kind does not have.
 
     >>> saving("gelu", "codes")(F.gelu, x)
     """
@@ -61,7 +61,7 @@ def _gelu_output(target: Callable[..., Tensor], input: Tensor, approximate: str 
 
 
 class _GeluOfOutput(torch.autograd.Function):
-    """dx = g gelu'(x), with gelu'(x) from y and the side of the minimum on which x lies."""
+    """Gelu with dx = g gelu'(x), gelu'(x) from y and the side of gelu's minimum on which x lies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
@@ -87,7 +87,7 @@ def _silu(target: Callable[..., Tensor], input: Tensor, inplace: bool = False) -
 
 
 class _OfSlope(torch.autograd.Function):
-    """dx = g f'(x), with f'(x) in eight bits; f is gelu or silu."""
+    """Gelu or silu f with dx = g f'(x), f'(x) saved in eight bits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, curve: str) -> Tensor:
@@ -106,7 +106,7 @@ def _relu(target: Callable[..., Tensor], input: Tensor, inplace: bool = False) -
 
 
 class _Relu(torch.autograd.Function):
-    """dx = g where y > 0: one bit per element. NaN lets the gradient through, as torch does."""
+    """Relu with dx = g where y > 0, saved as one bit per element. NaN passes the gradient, as in torch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -137,13 +137,13 @@ def _dropout(
 
 
 class _Dropout(torch.autograd.Function):
-    """dx = g m / (1 - p), the mask m at one bit per element, drawn as by F.dropout."""
+    """Dropout with dx = g m / (1 - p), its mask m saved at one bit per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         if x.is_cuda:
             y, mask = torch.native_dropout(x, p, True)
-        else:  # as F.dropout on a CPU: native_dropout rounds 1 / (1 - p) differently
+        else:  # like F.dropout on a CPU: native_dropout rounds 1 / (1 - p) differently
             noise = torch.empty_like(x).bernoulli_(1 - p)
             mask = noise.bool()
             y = x * _divided(noise, p)
@@ -172,7 +172,7 @@ def _softmax(target: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs:
 
 
 class _Softmax(torch.autograd.Function):
-    """dx = y (g - sum g y), with sqrt(y) in eight bits and a scale per row.
+    """Softmax with dx = y (g - sum g y), sqrt(y) saved in eight bits with a scale per row.
 
     y is recovered within max(y) / 250. The square root keeps small probabilities accurate: the error is
     sqrt(y max(y)) / 255, so that a peak in an attention row does not erase the rest of the row.
@@ -212,11 +212,11 @@ def _layer_norm(form: str) -> Callable[..., Tensor]:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """torch's backward on x - mean: (y - b) / (w rstd), or INT8 with a scale per row.
+    """Layer norm whose backward gets x - mean from (y - b) / (w rstd), or from INT8 codes.
 
-    The gradients of x and w depend on x only through x - mean. In INT8 its error is at most max |x -
-    mean| / 254. It enters dx only times the two means over the row that LayerNorm subtracts from the
-    gradient.
+    The gradients of x and w depend on x only through x - mean. INT8 has one scale per row: the error of x -
+    mean is at most max |x - mean| / 254. It enters dx only through the two row means that LayerNorm subtracts
+    from the gradient.
     """
 
     @staticmethod
@@ -265,16 +265,16 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _normalized(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return (x - mean) rstd from the result of a norm."""
+    """Return (x - mean) rstd, recovered from a norm's result."""
     y = y if bias is None else y - bias
     return y if weight is None else y / weight
 
 
 def _recoverable(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether (y - b) / w is more accurate than eight bits.
+    """Return whether recovering x from a norm's result is more accurate than eight bits.
 
-    Its error is eps (|x| + |b| / |w|), with x normalized. On a GPU the answer is about the parameters of the
-    step before.
+    The error of (y - b) / w is eps (|x| + |b| / |w|), with x normalized. On a GPU the answer is about the
+    parameters of the step before.
     """
     asked = bias if weight is None else weight
     if asked is None:
@@ -293,7 +293,7 @@ def _recoverable(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype)
         return deferred_flag(asked, answer) if asked.is_cuda else bool(answer())
 
 
-# torch.batch_norm has its arguments in another order than F.batch_norm.
+# torch.batch_norm orders its arguments differently from F.batch_norm.
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _TORCH_BATCH_NORM = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 
@@ -308,7 +308,7 @@ def _batch_norm(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
 
 
 class _BatchNorm(torch.autograd.Function):
-    """torch's backward on the normalized input in INT8, within max |x| / 254.
+    """Batch norm with torch's backward on the input saved in INT8, within max |x| / 254.
 
     There is one scale per sample.
     """

@@ -1,4 +1,4 @@
-"""INT8 and FP16 products of NVIDIA GPUs through CUTLASS, compiled where they run.
+"""INT8 and FP16 products on NVIDIA GPUs through CUTLASS, compiled on the machine that runs them.
 
 `linear`, `convolution`  the differentiable kernels
 `products`           products of tensors, padded and with the fastest tile
@@ -32,7 +32,7 @@ _FAMILIES = {
 
 
 def serves(kind: str, precision: Precision) -> bool:
-    """Return whether CUTLASS has kernels for a kind of product in a precision, on some GPU.
+    """Return whether qsync has CUTLASS kernels for a kind of product in a precision.
 
     >>> serves("conv2d", Precision.INT8)
     True

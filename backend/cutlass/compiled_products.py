@@ -1,4 +1,4 @@
-"""Call the compiled products through ctypes, on numbers and addresses."""
+"""Call the compiled CUTLASS library through ctypes, with numbers and addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from qsync.backend import cuda_build
 from qsync.errors import BuildError, UnsupportedError
 
-# products.cu's enum Product, and the family (library) that each belongs to. "nt": A (M, K) times B (N, K)
+# Values of products.cu's enum Product, and the family (library) of each. "nt": A (M, K) times B (N, K)
 # transposed; "nn": A (M, K) times B (K, N); "tn": A (K, M) transposed times B (K, N).
 PRODUCTS = {
     "int8_nt": (0, "int8_gemm"),
@@ -23,7 +23,7 @@ PRODUCTS = {
     "fp16_dgrad": (6, "fp16_conv"),
     "fp16_wgrad": (7, "fp16_conv"),
 }
-# scaled_output.h's enum OutType, by torch's name of the type.
+# Values of scaled_output.h's enum OutType, by torch type.
 OUT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 _DONE, _UNSUPPORTED = 0, 1
@@ -31,12 +31,12 @@ _INTS, _POINTER = ctypes.c_int, ctypes.c_void_p
 
 
 def _structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """Return a C structure from its fields in order, pointers with a star."""
+    """Return a ctypes structure with these fields in order; a star marks a pointer."""
     pairs = [(f.lstrip("*"), _POINTER if f.startswith("*") else _INTS) for f in fields.split()]
     return type(name, (ctypes.Structure,), {"_fields_": pairs})
 
 
-# gemm.h's QsyncGemm and conv.h's QsyncConv, field by field.
+# Mirrors of gemm.h's QsyncGemm and conv.h's QsyncConv, field by field.
 _Gemm = _structure(
     "QsyncGemm",
     "m n k slices *a *b lda ldb *out out_type rows_per_scale *alpha *row_scale *column_scale *bias "
@@ -50,7 +50,7 @@ _Conv = _structure(
 
 
 class Library:
-    """A compiled library; its calls return as soon as the work is queued on the stream.
+    """A loaded CUTLASS library; calls return once the work is queued on the stream.
 
     >>> Library(cuda_build.library("80", ["int8_gemm"])).tiles("int8_nt")
     ('128x128x64/4', '128x256x64/3', '64x64x64/5')
@@ -70,7 +70,7 @@ class Library:
         self._tiles = {name: tuple(text.split(";")) if text else () for name, text in texts.items()}
 
     def tiles(self, product: str) -> tuple[str, ...]:
-        """Return the tiles of a product ("128x128x64/4": block, stages); none if not compiled."""
+        """Return the names of a product's tiles ("128x128x64/4": block, stages); empty if not compiled."""
         return self._tiles[product]
 
     def gemm(self, product: str, tile: int, arguments: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Library:
         self._finish(self._c.qsync_gemm(PRODUCTS[product][0], tile, ctypes.byref(_Gemm(**arguments))))
 
     def conv(self, product: str, tile: int, arguments: Mapping[str, Any]) -> None:
-        """Compute a product of a convolution; the arguments are conv.h's. Raises as `gemm`."""
+        """Compute a product of a convolution; the arguments are conv.h's, the errors `gemm`'s."""
         self._finish(self._c.qsync_conv(PRODUCTS[product][0], tile, ctypes.byref(_Conv(**arguments))))
 
     def _finish(self, result: int) -> None:
@@ -93,7 +93,7 @@ class Library:
 
 @cache
 def _attempt(architecture: str, family: str) -> Library | BuildError:
-    """Build and load a library once per process; a failure is remembered too."""
+    """Build and load a library once per process; failures are cached too."""
     try:
         return Library(cuda_build.library(architecture, [family]))
     except BuildError as error:
@@ -109,7 +109,7 @@ def load(architecture: str, family: str) -> Library:
 
 
 def unavailable(architecture: str, families: tuple[str, ...]) -> str | None:
-    """Return why these families are unavailable here; None if they are (now) built."""
+    """Return why product families are unavailable here; build them if possible, and return None."""
     for family in families:
         found = _attempt(architecture, family)
         if isinstance(found, BuildError):

@@ -25,7 +25,7 @@ from qsync.records.precision import Precision
 def unsupported(
     input: tuple[int, ...], weight: tuple[int, ...], dilation: Any = 1, groups: int = 1
 ) -> str | None:
-    """Return why the kernels cannot compute a convolution of these shapes; None if they can.
+    """Return why CUTLASS cannot compute a convolution of these shapes; None if it can.
 
     >>> unsupported((8, 64, 32, 32), (64, 2, 3, 3), groups=32)
     'CUTLASS has no grouped convolutions'
@@ -43,9 +43,9 @@ def conv2d(precision: Precision) -> Callable[..., Tensor]:
 
     X, W are INT8 codes, with one scale per image and output channel, or FP16 values with no scales. INT8
     tensor cores read operands along the inner dimension only, which for both gradients would require
-    transposed copies of images. Gradients are therefore in FP16, scaled by a power of two. Saves the
-    codes and scales only. x (n, C, h, w) and W (k, C, r, s); the result lies in channels-last order. Shapes
-    that `unsupported` names run in FP16 through torch, with a warning, once, if INT8 was asked for.
+    transposed copies of images. Gradients are therefore in FP16, scaled by a power of two. Saves the codes
+    and scales only. x (n, C, h, w) and W (k, C, r, s); the result lies in channels-last order. Unsupported
+    shapes run in FP16 through torch; INT8 warns once.
 
     >>> conv2d(Precision.INT8)(torch.conv2d, "fp32", Operand(x, x8), Operand(w, w8), bias, padding=1)
     """
@@ -81,7 +81,7 @@ def conv2d(precision: Precision) -> Callable[..., Tensor]:
 
 
 def _to_half(operand: Operand) -> Operand:
-    """Return the operand in FP16, whatever its encoding."""
+    """Return an operand converted from any encoding to FP16."""
     half = operand.encoded.data.dtype is torch.float16
     return operand if half else Operand(operand.value, encode(operand.value, "fp16"))
 
@@ -92,7 +92,7 @@ def _warn_once(text: str) -> None:
 
 
 class _Plan(NamedTuple):
-    """Properties of a call; `extra` is the padding that "same" adds below and to the right."""
+    """Shapes and options of a convolution call; `extra` is the bottom and right padding of "same"."""
 
     geometry: Geometry
     extra: tuple[int, int]
@@ -107,7 +107,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _padding(padding: Any, kernel: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the zeros on each side, and those that "same" adds for an even filter."""
+    """Return the padding of each side, and the extra padding of "same" for an even filter."""
     if padding == "same":
         return ((kernel[0] - 1) // 2, (kernel[1] - 1) // 2), ((kernel[0] - 1) % 2, (kernel[1] - 1) % 2)
     return _pair(0 if padding == "valid" else padding), (0, 0)
@@ -188,7 +188,7 @@ def _images(data: Tensor, extra: tuple[int, int], dtype: torch.dtype | None = No
     """Return images as contiguous (n, h, w, C), channels padded; unsigned codes become signed."""
     last = data.permute(0, 2, 3, 1).contiguous()
     if last.dtype is torch.uint8:
-        # Subtracting 128 in eight bits flips the highest bit.
+        # Subtracting 128 in eight bits flips the top bit.
         last = last.view(torch.int8).bitwise_xor(-128) if dtype is None else last.to(dtype) - 128
     elif dtype is not None:
         last = last.to(dtype)
@@ -208,7 +208,7 @@ def _sizes(images: Tensor, filters: Tensor, geometry: Geometry) -> dict[str, int
 def _named(
     images: tuple[int, ...], filters: tuple[int, ...], out: tuple[int, int], geometry: Geometry
 ) -> dict[str, int]:
-    """Return conv.h's sizes: images (n, h, w, c), filters (k, r, s, c), results (n, p, q, k)."""
+    """Return a convolution's sizes by conv.h's names: images nhwc, filters krsc, results npqk."""
     names = ("n", "h", "w", "c", "k", "r", "s", "p", "q")
     sizes = dict(zip(names, (*images, *filters[:3], *out), strict=True))
     for name, pair in (

@@ -1,4 +1,4 @@
-"""Linear layers on NVIDIA GPUs through CUTLASS: INT8, dequantized in the epilogue, and FP16."""
+"""INT8 (dequantized in the epilogue) and FP16 linear layers on NVIDIA GPUs, through CUTLASS."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from qsync.backend.sixteen_bit_operands import power_of_two
 from qsync.errors import UnsupportedError
 from qsync.records.precision import Precision
 
-# Gradients are scaled so that their largest element is just below this: half of FP16's range, so that no
-# rounding overflows. Sums are FP32 and cannot overflow.
+# Gradients are scaled so that their largest element is below this: half of FP16's range, so that no rounding
+# overflows. Sums are FP32 and cannot overflow.
 LARGEST_FP16 = 32768.0
 
 
@@ -31,9 +31,9 @@ def linear(precision: Precision) -> Callable[..., Tensor]:
         int8_all  the same y,   dx = s_h (H W),   dW = s_k (K' X)    H, K: stochastic INT8 of g s_w, g s_x
         fp16      y = fp16(x) fp16(W)' + b,   dx = fp16(g) fp16(W),   dW = fp16(g)' fp16(x)
 
-    Sums are INT32 or FP32. A gradient is scaled by a power of two before it becomes FP16, and the
-    epilogue scales the result back; the factor stays on the GPU. Saves the codes and scales only. An
-    `activation` is computed after the product, by torch.
+    Sums are INT32 or FP32. A gradient is scaled by a power of two before it becomes FP16, and the epilogue
+    scales the result back; the factor stays on the GPU. Saves only codes and scales. torch computes an
+    `activation` after the product.
 
     >>> linear(Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
     """
@@ -54,10 +54,10 @@ def linear(precision: Precision) -> Callable[..., Tensor]:
 
 
 def addmm(precision: Precision) -> Callable[..., Tensor]:
-    """Return the kernel of addmm in one of these precisions, as `linear` with W stored (K, N).
+    """Return the kernel of addmm in `int8`, `int8_all` or `fp16`: `linear` with W stored (K, N).
 
-    INT8 raises UnsupportedError for alpha other than 1, or beta other than 0 and 1; FP16 leaves them to
-    torch.
+    INT8 raises UnsupportedError for alpha other than 1, or beta other than 0 and 1; FP16 then runs torch's
+    addmm.
 
     >>> addmm(Precision.INT8)(torch.addmm, "fp32", b, Operand(x, x8), Operand(w, encode(w, "int8_col")))
     """
@@ -86,7 +86,7 @@ def addmm(precision: Precision) -> Callable[..., Tensor]:
 
 
 class _Plan(NamedTuple):
-    """Properties of a call; `transposed` if W is stored (K, N), as by addmm."""
+    """Shapes and options of a linear call; `transposed` if W is stored (K, N), as in addmm."""
 
     precision: Precision
     transposed: bool
@@ -94,7 +94,7 @@ class _Plan(NamedTuple):
 
 
 def _apply(x: Operand, weight: Operand, bias: Operand | Tensor | None, plan: _Plan) -> Tensor:
-    # FP16 encodes the bias as well; it is added in FP32 all the same.
+    # FP16 encodes the bias as well; it is still added in FP32.
     bias = bias.value if isinstance(bias, Operand) else bias
     return differentiable(_Linear, x.value, weight.value, bias, x.encoded, weight.encoded, plan)
 
@@ -119,7 +119,7 @@ class _Linear(torch.autograd.Function):
         scaling = Scaling(rows=x_scale, columns=w_scale, bias=bias if fused else None)
         product = "int8_nt" if not half else "fp16_nn" if plan.transposed else "fp16_nt"
         out = gemm(product, x_data, w_data, scaling, plan.dtype)
-        if bias is not None and not fused:  # torch broadcasts any shape to the result's
+        if bias is not None and not fused:  # torch broadcasts a bias of any shape to the result's
             out = out.view(*x_encoded.data.shape[:-1], num_outputs) + bias.to(out.dtype)
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
@@ -141,7 +141,7 @@ class _Linear(torch.autograd.Function):
             if integer:
                 dx = _input_gradient_int8(g, w_data, w_scale, dtype)
             else:
-                # Encoded INT8 weights are (N, K) however they were stored, FP16 ones are not.
+                # Encoded INT8 weights are always (N, K); FP16 ones lie as they were stored.
                 dx = _input_gradient(g, w_data, w_scale, transposed and w_scale is None, dtype)
             dx = dx.view(ctx.x[0]).to(ctx.x[1])
         if x_data is not None:
@@ -156,7 +156,7 @@ class _Linear(torch.autograd.Function):
 
 
 def to_fp16(g: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return FP16 of 2^k g * factors, and 2^-k (one element; None for an empty g)."""
+    """Return 2^k g * factors in FP16, and 2^-k (one element; None for an empty g)."""
     values = g.float() if factors is None else g * factors
     if values.numel() == 0:
         return values.to(torch.float16), None
@@ -182,13 +182,13 @@ def _weight_gradient(g: Tensor, x_data: Tensor, x_scale: Tensor | None, transpos
 
 
 def _input_gradient_int8(g: Tensor, w_codes: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute dx = s_h (H W), with W copied transposed: tensor cores read INT8 along rows."""
+    """Compute dx = s_h (H W) from a transposed copy of W: tensor cores read INT8 along rows."""
     codes, scale = round_rows(g, w_scale)
     return gemm("int8_nt", codes, w_codes.t().contiguous(), Scaling(rows=scale), dtype)
 
 
 def _weight_gradient_int8(g: Tensor, x_codes: Tensor, x_scale: Tensor, transposed: bool) -> Tensor:
-    """Compute dW = s_k (K' X), or its transpose, from transposed copies of both."""
+    """Compute dW = s_k (K' X), or its transpose, from transposed copies of K and X."""
     codes, scale = round_columns(g, x_scale)
     k, x = codes.t().contiguous(), x_codes.t().contiguous()
     if transposed:
@@ -197,7 +197,7 @@ def _weight_gradient_int8(g: Tensor, x_codes: Tensor, x_scale: Tensor, transpose
 
 
 def _rows(weight: Encoded) -> Tensor:
-    """Return W's codes as (N, K) with contiguous rows; a copy is made once per encoding."""
+    """Return W's codes as (N, K) with contiguous rows; the copy is made once per encoding."""
     if weight.data.is_contiguous():
         return weight.data
     if "rows" not in weight.packed:

@@ -26,8 +26,8 @@ from qsync.backend.cutlass.tuning import LaunchSetting, Tuner
 from qsync.backend.int8_products import LONGEST_INT32_SUM
 from qsync.backend.kernel_cache import folder
 
-_ALIGNMENT_BYTES = 16  # read at a time: launch.h's kAlignmentBytes
-# Inner dimensions shorter than this, per slice, give a block too little work.
+_ALIGNMENT_BYTES = 16  # bytes per read; launch.h's kAlignmentBytes
+# Shorter slices of the inner dimension give a block too little work.
 _SHORTEST_SLICE = 512
 _SLICES = (1, 2, 4, 8, 16, 32)
 _WARM_UP_RUNS, _TIMED_RUNS = 2, 5
@@ -35,7 +35,7 @@ _WARM_UP_RUNS, _TIMED_RUNS = 2, 5
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Factors and bias of the epilogue; all FP32 on the GPU, None for ones and zeros.
+    """Scale factors and bias of a product's epilogue, in FP32 on the GPU; None for 1 and 0.
 
     `alpha` has one element, `rows` one for each row of the result (or for each `rows_per_scale` of them),
     `columns` and `bias` one for each column.
@@ -48,7 +48,7 @@ class Scaling:
     rows_per_scale: int = 1
 
     def arguments(self, with_bias: bool) -> dict[str, Any]:
-        """Return them under the names of gemm.h and conv.h."""
+        """Return the scaling under the argument names of gemm.h and conv.h."""
         return {
             "alpha": _address(self.alpha),
             "row_scale": _address(self.rows),
@@ -78,9 +78,9 @@ def gemm(
 ) -> Tensor:
     """Multiply matrices and scale the product, as a contiguous (M, N) tensor of `dtype`.
 
-    The operands are INT8 or FP16 matrices on one GPU. Sizes and strides are free: operands that the
-    kernels cannot read in place are copied. Raises UnsupportedError for sizes beyond the kernels',
-    BuildError if there is no library.
+    The operands are INT8 or FP16 matrices on one GPU. Sizes and strides are free: operands that the kernels
+    cannot read in place are copied. Raises UnsupportedError for sizes beyond the kernels', BuildError if
+    there is no library.
 
     >>> gemm("int8_nt", x_codes, w_codes, Scaling(rows=x_scale, columns=w_scale, bias=bias))
     """
@@ -138,7 +138,7 @@ def conv(
 def _without_products(
     shape: tuple[int, int], scaling: Scaling, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the result of sums over nothing, or with no rows."""
+    """Return the result for an empty inner dimension (the bias), or for no rows."""
     out = torch.zeros(shape, device=device)
     return (out if scaling.bias is None else out + scaling.bias).to(dtype)
 
@@ -165,7 +165,7 @@ def _run(
 
 @dataclass(slots=True)
 class _Call:
-    """A product with its operands, to be launched with any setting."""
+    """One product with its operands, ready to launch with any setting."""
 
     product: str
     a: Tensor
@@ -180,7 +180,7 @@ class _Call:
         self.library = load(architecture(self.a.device), PRODUCTS[self.product][1])
 
     def result(self, setting: LaunchSetting) -> Tensor:
-        """Compute the product; FP32 results of slices are added in a fixed order, without atomics."""
+        """Compute the product; partial FP32 results of slices are added in a fixed order, without atomics."""
         slices = setting.slices
         dtype = torch.float32 if slices > 1 else self.dtype
         shape = (slices, *self.shape) if slices > 1 else self.shape
@@ -240,7 +240,7 @@ def _setting(call: _Call, inner: int) -> LaunchSetting:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Return the median time of a run on the GPU, by events."""
+    """Return the median seconds of a run on the GPU, by CUDA events."""
     for _ in range(_WARM_UP_RUNS):
         run()
     times: list[float] = []
@@ -262,7 +262,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _plain(scaling: Scaling) -> Scaling:
-    """Return the same in contiguous FP32."""
+    """Return a tensor in contiguous FP32."""
 
     def flat(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().float().reshape(-1).contiguous()
@@ -290,7 +290,7 @@ def _padded_scaling(scaling: Scaling, more_rows: int, more_columns: int) -> Scal
 
 
 def _readable(matrix: Tensor) -> Tensor:
-    """Return the matrix, or a copy, with contiguous rows at multiples of 16 bytes."""
+    """Return a matrix whose rows are contiguous and 16-byte aligned; a copy where needed."""
     alignment = _ALIGNMENT_BYTES // matrix.itemsize
     if matrix.shape[1] % alignment:
         return _pad_columns(matrix)

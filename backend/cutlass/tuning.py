@@ -1,7 +1,7 @@
 """Choose the tile of a product by measurement, once per shape and GPU.
 
-The choice is kept on disk. The file holds one JSON object per line, appended in one write: several ranks
-may write at once. A line that was cut short is skipped, measured again and written again.
+The choice is kept on disk. The file holds one JSON object per line, appended in one write: several ranks may
+write at once. A truncated line is skipped, and its setting measured and written again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _MAX_TRIALS = 24
 
 
 class LaunchSetting(NamedTuple):
-    """The launch of a product: its tile ("128x128x64/4"), and the slices of the inner dimension."""
+    """A launch setting of a product: its tile ("128x128x64/4"), and the slices of the inner dimension."""
 
     tile: str
     slices: int = 1
 
 
 class Tuner:
-    """The fastest setting for each key, measured when it is first requested.
+    """Finds the fastest setting for each key, measured on its first request.
 
     >>> tuner = Tuner(Path("tiles-NVIDIA L4.jsonl"))
     >>> tuner.best("int8_nt 512x512x512", tiles=("128x128x64/4",), slices=(1, 2), measure=seconds)
@@ -44,10 +44,10 @@ class Tuner:
         slices: Sequence[int],
         measure: Callable[[LaunchSetting], float],
     ) -> LaunchSetting:
-        """Return the known setting for `key`, or the one of these with the least `measure`.
+        """Return the stored setting for `key`, or the setting with the least `measure`.
 
-        `measure` returns seconds, and may raise UnsupportedError for a setting that cannot run; if none
-        can, the first such error is raised. Ties go to the setting that comes first.
+        `measure` returns seconds, and may raise UnsupportedError for a setting that cannot run; if none can,
+        the first such error is raised. Ties go to the first setting.
         """
         known = self._known.get(key)
         if known is not None and known.tile in tiles and known.slices in slices:
@@ -111,7 +111,7 @@ def search(
 
 
 def _read(path: Path) -> list[tuple[str, LaunchSetting]]:
-    """Read the file; incomplete lines are skipped, later lines win."""
+    """Read the stored settings; incomplete lines are skipped, later lines win."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -127,7 +127,7 @@ def _read(path: Path) -> list[tuple[str, LaunchSetting]]:
 
 
 def _append(path: Path, entry: Mapping[str, object]) -> None:
-    """Append a line in one write, after a line break, in case the line before was cut short."""
+    """Append a line in one write, with a line break before it in case the last line is truncated."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

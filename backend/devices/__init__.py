@@ -1,4 +1,4 @@
-"""What a device is and can do.
+"""Detect a device: its class, its capabilities, its state and its timing.
 
 `device_detection`  a rank's device class, and a description of the machine
 `cpu_quota`         what a container's quota leaves a process

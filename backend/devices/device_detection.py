@@ -19,13 +19,13 @@ from qsync.errors import FormatError, shortened
 from qsync.records.cluster import DeviceClass
 from qsync.records.profiles import processor_with
 
-_WHOLE = 0.95  # of a core: a quota that leaves more is none
+_WHOLE = 0.95  # of a core: a quota that leaves more counts as none
 # The versions of torch that qsync is tested with, both ends included.
 _TESTED_TORCH = ((2, 11), (2, 14))
 
 
 def untested_torch() -> list[str]:
-    """Return one sentence if qsync was not tested with this version of torch, else none."""
+    """Return a sentence if this version of torch is untested with qsync, else an empty list."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = _TESTED_TORCH
     if low <= version <= high:
@@ -36,7 +36,7 @@ def untested_torch() -> list[str]:
 
 @cache
 def warn_of_untested_torch() -> None:
-    """Warn, once a process and on one rank, of a version of torch that qsync was not tested with."""
+    """Warn, once per process and on one rank, if this version of torch is untested."""
     if os.environ.get("RANK", "0") == "0":
         for text in untested_torch():
             warnings.warn(text, stacklevel=2)
@@ -58,9 +58,9 @@ def detect_class(
 ) -> DeviceClass:
     """Return the device class of this rank, named so that equal devices share a class.
 
-    On a CPU the number of threads is part of the class, and memory is the host's, divided by its ranks. So is
-    a container's quota that leaves a rank less than a core for each thread. `emulated_share` is the share of
-    its core that an emulated rank gets; a rank of one thread has it by such a quota, too.
+    On a CPU the number of threads is part of the class, and memory is the host's, divided by its ranks. A
+    container's quota below one core per thread is part of the class, too. `emulated_share` is the share of a
+    core that an emulated rank gets; for a rank of one thread such a quota is its share.
     """
     kernels, quota = backend.select(device), None
     if device.type == "cuda":
@@ -74,30 +74,30 @@ def detect_class(
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if emulated_share is not None:
         slug += f"-emulated-{emulated_share:g}"
-    elif torch.get_num_threads() == 1:  # several threads are timed by the wall
+    elif torch.get_num_threads() == 1:  # several threads are timed by wall clock
         emulated_share = quota
     precisions, hardware = kernels.precisions(), hardware_of(device)
     return DeviceClass(slug, device.type, 1, memory, precisions, emulated_share, hardware=hardware)
 
 
 def _quota_share(ranks_on_host: int) -> float | None:
-    """Return the part of a core for each thread that a container's quota leaves a rank; None for all."""
+    """Return the share of a core per thread that a container's quota leaves a rank; None if unlimited."""
     quota = cpu_quota()
     share = quota / (max(ranks_on_host, 1) * torch.get_num_threads()) if quota is not None else 1.0
     return round(share, 2) if share < _WHOLE else None
 
 
 def hardware_of(device: torch.device) -> str:
-    """Return the name of a GPU, or of the processor with the threads of a rank."""
+    """Return the name of a GPU, or of the processor with a rank's threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
     return processor_with(processor(), torch.get_num_threads())
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """Describe the machine that results are measured on: processor, GPUs, threads, versions.
+    """Describe this machine for result files: processor, GPUs, threads, versions.
 
-    A `device` adds its kind and name.
+    With `device`, add the device's kind and name.
     """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {

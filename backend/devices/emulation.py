@@ -1,10 +1,8 @@
-"""The emulated inference device: a rank gets a share of its core, by being paused and resumed every few ms.
+"""Emulate a slower device: pause and resume a rank every few ms, so that it gets a share of its core.
 
-Kernels, types and messages are real, only slower by a known factor, and every output that stems from such a
-rank says "emulated". Linux only: it needs signals, CPU affinity and a death signal for the helper.
-
-A process is slowed once, whoever asks: an experiment that has slowed its rank declares what the rank got, and
-`slow_down` adds nothing.
+Kernels, types and messages are real, only slower by a known factor; every output of such a rank is marked
+"emulated". Linux only: it needs signals, CPU affinity and a death signal for the helper. A process is slowed
+only once: after an experiment has slowed its rank and declared the share, `slow_down` adds nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _WHOLE = "leave emulated_share out (--weak-share 1 of qsync demo)"
 
 
 def pin_to_core(local_rank: int) -> int:
-    """Bind every thread of this process to one of its cores, counted by `local_rank`; return the core.
+    """Bind every thread of this process to the core of index `local_rank`; return the core.
 
     Threads that start later inherit it. Raises UnsupportedError where processes cannot be bound to cores.
     """
@@ -41,10 +39,10 @@ def pin_to_core(local_rank: int) -> int:
 
 
 def slow_down(device: torch.device, share: float) -> None:
-    """Give this process `share` of its core until it ends, unless something slows it so already.
+    """Slow this process to `share` of its core until it ends, unless it already is.
 
-    Raises UnsupportedError on a GPU, which works on while its process is paused, and where `Throttle` does;
-    FormatError where this process is slowed to another share.
+    Raises UnsupportedError on a GPU, which keeps working while its process is paused, and where processes
+    cannot be paused; FormatError if this process is already slowed to another share.
     """
     if device.type != "cpu" and share < 1:
         raise UnsupportedError(
@@ -65,14 +63,14 @@ def slow_down(device: torch.device, share: float) -> None:
 
 
 def slowed_otherwise(share: float) -> None:
-    """Note that this process is made as slow as a share of its core by other means: nothing pauses it."""
+    """Declare that other means already slow this process to a share of its core."""
     _slowed.by = Throttle(share)
 
 
 class _Slowed:
-    """What slows this process, and the share that `slow_down` was asked for.
+    """The requested and the measured share of a slowed process.
 
-    What an experiment has slowed declares the share that it measured, which a busy machine makes smaller.
+    A busy machine makes the measured share smaller.
     """
 
     by: Throttle | None = None
@@ -83,14 +81,14 @@ _slowed = _Slowed()
 
 
 class Throttle:
-    """Gives this process `share` of its core, 0 < share <= 1, while its body runs; at 1 nothing is paused.
+    """Limit this process to `share` of its core, 0 < share <= 1, inside the context.
 
-    The helper dies with this process, however that dies, and this process runs on, however the helper dies.
-    Raises QSyncError for a share out of (0, 1].
+    At 1 nothing is paused. The helper dies with this process in every case, and this process runs on if the
+    helper dies. Raises QSyncError for a share outside (0, 1].
     """
 
     def __init__(self, share: float) -> None:
-        if not 0 < share <= 1:  # NaN lands here too
+        if not 0 < share <= 1:  # also catches NaN
             raise QSyncError(
                 f"a rank's share of its core must lie above 0 and not above 1, found {share}; give e.g. 0.5"
             )
@@ -99,16 +97,16 @@ class Throttle:
 
     @property
     def helper_pid(self) -> int | None:
-        """Process id of the helper while it runs."""
+        """Return the process id of the helper while it runs."""
         return self._helper.pid if self._helper else None
 
     def __enter__(self) -> Throttle:
-        """Start pausing; return when the first cycle has begun. UnsupportedError if the helper cannot run."""
+        """Start pausing; return once the first cycle has begun. Raises UnsupportedError on failure."""
         if self.share == 1:
             return self
         self._check()
-        # -I -S: nothing of the user's environment, so that the helper is there within 20 ms. It inherits our
-        # core. A session of its own keeps Ctrl-C from ending it before us.
+        # -I -S: ignore the user's environment, so that the helper starts within 20 ms. It inherits our core.
+        # A session of its own keeps Ctrl-C from ending it before us.
         command = [sys.executable, "-I", "-S", pausing.__file__, str(os.getpid()), repr(self.share)]
         self._helper = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -126,7 +124,7 @@ class Throttle:
         return self
 
     def _check(self) -> None:
-        """Raise UnsupportedError where pauses cannot work, or would be taken for something else."""
+        """Raise UnsupportedError where pauses cannot work, or would stop a shell's job."""
         if not sys.platform.startswith("linux"):
             raise UnsupportedError(f"an emulated device needs Linux; {_WHOLE} on this system")
         if os.getpid() == 1:
@@ -158,7 +156,7 @@ class Throttle:
 
 
 def _has_terminal() -> bool:
-    """Return whether this process has a terminal that controls it."""
+    """Return whether this process has a controlling terminal."""
     with contextlib.suppress(OSError):
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
         return True
@@ -166,7 +164,7 @@ def _has_terminal() -> bool:
 
 
 def busy_share(duration_s: float) -> float:
-    """Return CPU time over wall time of this thread while it does nothing but spin."""
+    """Return the ratio of CPU time to wall time of this thread in a busy loop."""
     wall, cpu = time.monotonic(), time.thread_time()
     while time.monotonic() - wall < duration_s:
         pass

@@ -15,14 +15,14 @@ import torch
 
 T = TypeVar("T")
 _LEAST_ROUNDS = 5
-GPU_ROUNDS, GPU_CALLS = 3, 4  # calls in a row
-_CYCLES = 10_000_000  # of the GPU's clock: some milliseconds
+GPU_ROUNDS, GPU_CALLS = 3, 4  # rounds, and calls in a row per round
+_CYCLES = 10_000_000  # GPU clock cycles: a few milliseconds
 
 
 def apart(run: Callable[[], T]) -> T:
-    """Run a trial in a thread of its own, in the middle of a forward pass.
+    """Run a timing trial in a separate thread, so that it does not disturb a forward pass.
 
-    The caller's hooks on saved tensors do not see it: recomputation (checkpoints) would count what it saves.
+    The caller's saved-tensor hooks (of activation checkpoints) do not see the trial's tensors.
     """
     num_threads, trains = torch.get_num_threads(), torch.is_grad_enabled()
     on_gpu = torch.cuda.is_available()
@@ -38,13 +38,13 @@ def apart(run: Callable[[], T]) -> T:
 
 
 def synchronize() -> None:
-    """Wait for the current GPU's work, if there is a GPU."""
+    """Wait for the current GPU's work; do nothing without a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def occupy_gpu(seconds: float) -> None:
-    """Launch a kernel that does nothing for about so long: what is launched meanwhile runs without a gap."""
+    """Keep the GPU busy for a few ms, so that the launches that follow run without gaps."""
     cycles = int(seconds * _cycles_per_s(torch.cuda.current_device()))
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
@@ -56,13 +56,13 @@ def _cycles_per_s(device: int) -> float:
         mark.record()
         torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    # At first the kernel is loaded, and the clock of a GPU that had nothing to do still rises.
+    # The first runs load the kernel, and an idle GPU's clock is still rising.
     least_ms = min(float(start.elapsed_time(end)) for start, end in pairwise(marks))
     return 1e3 * _CYCLES / least_ms
 
 
 def kernel_s(run: Callable[[], object], calls: int = 1) -> tuple[float, float]:
-    """Return the seconds of a call on the GPU, and of its launches on the host, of several in a row."""
+    """Return the seconds of a call on the GPU and of its launches on the host: the least of a few."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     synchronize()
     begun_s = time.perf_counter()
@@ -82,10 +82,10 @@ def kernel_s(run: Callable[[], object], calls: int = 1) -> tuple[float, float]:
 def fastest_on_gpu(
     runs: Sequence[Callable[[], object]], with_launches: Sequence[bool], tie: float = 0.0
 ) -> int:
-    """Return the number of the run whose kernels take least time; a tie is decided as by `fastest`.
+    """Return the index of the run with the fastest GPU kernels; on a tie the first one.
 
-    Of the runs `with_launches` the launches count where they take longer than the kernels: such a run must
-    not be slower even where a step waits for its launches.
+    For a run marked in `with_launches`, host launches count if they take longer than the kernels: it must not
+    be slower even in a step that is bound by launches.
 
     >>> fastest_on_gpu([lambda: quantized(x), lambda: x16 @ w16], [True, False])
     """
@@ -110,11 +110,11 @@ def fastest(
     seconds: float = 0.05,
     tie: float = 0.0,
 ) -> int:
-    """Return the number of the run that takes least time: the least of several, taken in turns.
+    """Return the index of the fastest run: the least of several timings, taken in turns.
 
-    Rounds end after `seconds`, but not before the fifth: the choice may be kept for good, and one round on a
-    busy machine says nothing. A run counts as taking least if it takes at most a part of `tie` more; of such
-    runs the first is returned. Each run is warmed up. One that twice took twice the least is not repeated.
+    Rounds end after `seconds`, but not before the fifth, because one round on a busy machine is unreliable.
+    Among runs within a fraction `tie` of the fastest the first is returned. Each run is warmed up. A run that
+    twice took twice the least time is dropped.
 
     >>> fastest([lambda: a @ b, lambda: torch.mm(a, b)])
     """
@@ -145,7 +145,7 @@ def least_s(run: Callable[[], object], calls: int = 1) -> float:
 
 
 def timings(run: Callable[[], object], most: int, enough_s: float = math.inf, least: int = 1) -> list[float]:
-    """Return the seconds of each of at most so many runs; of `least` at least, and no more than `enough_s`.
+    """Return the seconds of each of `least` to `most` runs; stop after `enough_s` seconds.
 
     >>> min(timings(lambda: a @ b, most=50, enough_s=0.05))
     """

@@ -1,4 +1,4 @@
-"""What the oneDNN of this torch computes on this processor."""
+"""Test what this torch's oneDNN computes exactly on this processor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def has_onednn() -> bool:
 
 @cache
 def sums_int8_exactly() -> bool:
-    """Return whether oneDNN's INT8 convolutions are exact. Asks apart from any trace.
+    """Return whether oneDNN's INT8 convolutions are exact, tried outside of any trace.
 
-    On processors without VNNI they cut sums of two products off at 16 bits.
+    On processors without VNNI they saturate sums of two products at 16 bits.
     """
     return has_onednn() and apart(_sums_largest_codes)
 

@@ -1,4 +1,4 @@
-"""The processor that this process runs on: its name, and the instruction sets that the system grants.
+"""Identify this machine's processor: its name, and the instruction sets that the system grants.
 
 A hypervisor may withhold instruction sets that the model has. Two processors of one name then run other
 kernels, at other speeds.
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
-# The widest first: by these, kernels are chosen and steps differ. The flags are those of Linux.
+# Linux flags, widest first: kernels and step times depend on them.
 _SETS = {
     "AMX": "amx_int8",
     "AVX-512 BF16": "avx512_bf16",
@@ -39,14 +39,14 @@ def processor() -> str:
 
 
 def granted_flags() -> frozenset[str]:
-    """Return the instruction sets that the system grants, by Linux's names; none where it lists none."""
+    """Return the granted instruction sets by Linux's names; empty if they are not listed."""
     found = _described()
     return frozenset(found.get("flags", found.get("Features", "")).split())
 
 
 @cache
 def _described() -> dict[str, str]:
-    """Return what Linux says of the first core, by key."""
+    """Return /proc/cpuinfo's entries for the first core."""
     found: dict[str, str] = {}
     try:
         for line in _CPUINFO.read_text().splitlines():

@@ -1,9 +1,9 @@
-"""Dropout on CPUs by torch's random numbers, drawn 312 at a time.
+"""Dropout on CPUs with torch's random numbers, drawn 312 at a time.
 
-On processors that are not Intel's, torch draws them one after the other, 4 ns each: a seventh of a training
-step of ELECTRA in BF16 (one thread of a Zen 5). The compiled program draws the same numbers from the same
-generator, so that every precision drops the same elements. Where torch draws others (by MKL on Intel's
-processors), its own kernel runs.
+On processors other than Intel's, torch draws them one by one, 4 ns each: a seventh of a training step of
+ELECTRA in BF16 (one thread of a Zen 5). The compiled program draws the same numbers from the same generator,
+so every precision drops the same elements. On Intel's processors torch draws other numbers (by MKL), and its
+own kernel runs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from qsync.backend.casts.cast_ops import COMPILED_DTYPES, compiled_for
 from qsync.backend.casts.compiled_casts import Library
 from qsync.backend.casts.tvm.constants import TWISTER_WORDS
 
-# Of fewer elements, reading and writing the generator's state takes as long as torch's draws.
+# Below this many elements, reading and writing the generator's state takes as long as torch's draws.
 _MIN_ELEMENTS = 2**13
 _PROGRAMS = {dtype: f"dropout_{name}" for dtype, name in COMPILED_DTYPES.items()}
 _PROGRAMS[torch.uint8] = "draw_kept"
-# Of the state's bytes: the words that are left and one, as INT32; the next word's number and all words,
-# as INT64.
+# Layout of the generator's state: words left plus one (INT32), index of the next word, and all words (INT64).
 _LEFT, _NEXT, _WORDS = 2, 2, slice(3, 3 + TWISTER_WORDS)
 
 
@@ -41,8 +40,8 @@ def dropout(
 ) -> Tensor:
     """Compute F.dropout, to the bit: y = D x, dx = D g, with D = keep / (1 - p).
 
-    `target` is F.dropout or torch.dropout, which runs what the compiled program does not support. Saves D in
-    the input's type, as torch does on CPUs.
+    `target` is F.dropout or torch.dropout; it runs calls that the compiled program does not support. Saves D
+    in the input's type, as torch does on CPUs.
 
     >>> dropout(F.dropout, x, 0.1)
     """
@@ -54,7 +53,7 @@ def dropout(
 
 
 def draw_kept(shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
-    """Return bytes: 0 with probability p, else 1, by torch's default random numbers.
+    """Draw a mask of bytes, 0 with probability p, else 1, from torch's default generator.
 
     >>> kept = draw_kept(scores.shape, 0.1, scores.device)
     """
@@ -80,7 +79,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _library(x: Tensor) -> Library | None:
-    """Return the compiled program for a tensor, if there is one and it draws torch's numbers."""
+    """Return the compiled program for a tensor, if it exists and draws torch's numbers."""
     if x.device.type != "cpu" or x.numel() < _MIN_ELEMENTS or type(x) not in (Tensor, torch.nn.Parameter):
         return None
     library = compiled_for("dropout", x, tuple(_PROGRAMS))
@@ -90,12 +89,12 @@ def _library(x: Tensor) -> Library | None:
 
 @cache
 def _draws_as_torch() -> bool:
-    """Return whether the compiled program draws what torch does, and leaves the generator as torch does."""
+    """Return whether the compiled program draws torch's numbers and leaves torch's generator state."""
     library = compiled_for("dropout", torch.ones(1, dtype=torch.float32))
     found = []
     for is_compiled in (True, False):
         generator = torch.Generator().manual_seed(0)
-        torch.empty((), dtype=torch.int32).random_(generator=generator)  # an odd start
+        torch.empty((), dtype=torch.int32).random_(generator=generator)  # makes the start odd
         kept = torch.empty(3 * TWISTER_WORDS, dtype=torch.uint8)
         if is_compiled and library is not None:
             _draw(library, kept, 0.9, kept, kept, generator)
@@ -108,14 +107,14 @@ def _draws_as_torch() -> bool:
 def _draw(
     library: Library, x: Tensor, keep: float, noise: Tensor, y: Tensor, generator: torch.Generator
 ) -> None:
-    """Fill `noise`, and `y` with x times it, by the next random numbers of a generator."""
+    """Fill `noise`, and `y` with x times it, from a generator's next random numbers."""
     state = generator.get_state()
     integers = state.view(torch.int64)
     start = TWISTER_WORDS + 1 - int(state.view(torch.int32)[_LEFT])
-    words = integers[_WORDS].clone()  # a program takes memory that begins as an allocation does
+    words = integers[_WORDS].clone()  # a compiled program requires aligned memory
     block, tempered = (torch.empty(TWISTER_WORDS + more, dtype=torch.uint32) for more in (0, 2))
     factor = 1.0 if x.dtype is torch.uint8 else _factor(keep, x.dtype)
-    limit = math.ceil(keep * 2**53)  # the least number of 53 bits that is not kept
+    limit = math.ceil(keep * 2**53)  # a 53-bit number below it keeps its element
     flat = [tensor.view(-1) for tensor in (x, noise, y)]
     library[_PROGRAMS[x.dtype]](words, start, limit, factor, block, tempered, *flat)
     # An odd start leaves the first word of a pair in the block before.
@@ -128,5 +127,5 @@ def _draw(
 
 @cache
 def _factor(keep: float, dtype: torch.dtype) -> float:
-    """Return what torch divides a kept element's noise to."""
+    """Return the factor by which torch scales a kept element."""
     return float(torch.ones(1, dtype=dtype).div_(keep))

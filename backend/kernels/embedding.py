@@ -1,8 +1,8 @@
-"""Embeddings in BF16 and INT8: the rows of a batch are rounded, the table never is.
+"""Embeddings in BF16 and INT8: only the looked-up rows are rounded, never the table.
 
-A batch reads 1,024 rows of a table of 50,000: rounding the whole table would cost more than the rounding
-saves. The gain lies downstream, where sums of embeddings and the norm behind them run in 16 bits; the
-lookup itself takes as long as before.
+A batch reads 1,024 rows of a table of 50,000: rounding the whole table would cost more than it saves. The
+gain lies downstream, where sums of embeddings and the next norm run in 16 bits; the lookup itself is not
+faster.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ def embedding_bf16(target: Callable[..., Tensor], out_type: str, *args: Any, **k
 
 
 def embedding_int8(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Look up y = s round(W[i] / s), s = max |W[i]| / 127, with the dW of `embedding_bf16`.
+    """Look up y = s round(W[i] / s), s = max |W[i]| / 127; dW is the FP32 sum of g over lookups.
 
-    There is one s per lookup. The result is decoded already, in `out_type`, as that of other INT8
-    operators. Saves the indices only.
+    There is one s per lookup. The result is decoded to `out_type`. Saves the indices only.
 
     >>> embedding_int8(F.embedding, "fp32", tokens, table)
     """
@@ -43,7 +42,7 @@ def embedding_int8(target: Callable[..., Tensor], out_type: str, *args: Any, **k
 
 
 class _Rounded(torch.autograd.Function):
-    """Rows -> the values of their INT8 codes, in `dtype`; the gradient passes unchanged."""
+    """Round rows to INT8 codes and decode them to `dtype`; pass the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dtype: torch.dtype) -> Tensor:

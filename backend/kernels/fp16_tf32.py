@@ -1,4 +1,4 @@
-"""Any product in FP16 or TF32, as a black box with an autograd graph of its own inside."""
+"""Run any product in FP16 or TF32, by recording the target's own autograd graph inside."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwa
 
         y = target(fp16(x), ...),   dx = 2^-k J'(fp16(2^k g)),   k: 1/2 <= max |2^k g| < 1
 
-    J is the target's Jacobian at the FP16 operands. k is computed from the gradient itself, on the
-    device, so a gradient of 1e-7 survives, and no rank needs a loss scale that the others would have to
-    share (pytorch#136009). Operands are `Operand`s; other FP32 tensors (a bias, a mask) are converted
-    here. The target is any function that is differentiable in FP16.
+    J is the target's Jacobian at the FP16 operands. k is computed from the gradient itself, on the device, so
+    a gradient of 1e-7 survives, and ranks need no common loss scale (pytorch#136009). Operands are
+    `Operand`s; other FP32 tensors (a bias, a mask) are converted here. The target is any function that is
+    differentiable in FP16.
 
     >>> product_fp16(torch.matmul, "fp32", Operand(a, encode(a, "fp16")), Operand(b, encode(b, "fp16")))
     """
@@ -35,7 +35,7 @@ def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwa
 def conv2d_fp16(
     target: Callable[..., Tensor], out_type: str, input: Operand, weight: Operand, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute `product_fp16` of images in channels-last order, in which the result lies too.
+    """Run a convolution in FP16 as `product_fp16`, with images and result in channels-last order.
 
     >>> conv2d_fp16(torch.conv2d, "fp32", Operand(x, encode(x, "fp16")), Operand(w, encode(w, "fp16")))
     """
@@ -48,7 +48,7 @@ def conv2d_fp16(
 def product_tf32(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
     """Run the target on FP32 operands with TF32 products, forward and backward.
 
-    torch's switches do not matter.
+    torch's global TF32 switches have no effect.
 
     >>> product_tf32(F.linear, "fp32", x, weight, bias)
     """
@@ -67,7 +67,7 @@ def _apply(target: Callable[..., Tensor], out_type: str, args: Any, kwargs: Any,
 
 
 def _data(leaf: Any, half: bool) -> Any:
-    """Return the value that the target receives for this argument."""
+    """Return the target's argument: the operand's FP16 data, or the argument itself."""
     if isinstance(leaf, Operand):
         return leaf.encoded.data
     if half and isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -86,7 +86,7 @@ class _Nested(torch.autograd.Function):
             inner[i] = data[i].detach().requires_grad_()
         with torch.set_grad_enabled(bool(wanted)), allow_tf32(not half):
             out = run(*inner)
-        # The edge, not the result: backward needs no more of it than what its own graph has saved.
+        # Keep the graph's edge, not the result: backward needs only what its graph has saved.
         ctx.nested = (get_gradient_edge(out), out.dtype, [inner[i] for i in wanted]) if wanted else None
         ctx.wanted, ctx.half, ctx.is_replayed = wanted, half, is_replayed.get()
         ctx.dtypes = [values[i].dtype for i in wanted]
@@ -100,7 +100,7 @@ class _Nested(torch.autograd.Function):
             raise RuntimeError(
                 "backward through an FP16 or TF32 operator a second time: its data is already freed"
             )
-        # Released before the products run, so that each buffer is freed as soon as autograd has used it.
+        # Released before backward runs, so that autograd frees each buffer after its use.
         out, dtype, inputs = ctx.nested
         is_kept = ctx.is_replayed or torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.nested = ctx.nested if is_kept else None
@@ -115,22 +115,22 @@ class _Nested(torch.autograd.Function):
 
 
 def scaled(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a gradient in FP16, times a power of two, and the inverse of that (1 element, FP32)."""
+    """Return a gradient in FP16 times a power of two, and the inverse power (1 element, FP32)."""
     if not gradient.numel():
         return gradient.to(torch.float16), gradient.new_ones(1, dtype=torch.float32)
     factor, back = (power.view(1) for power in power_of_two(gradient, 1.0))
-    # One element of FP32 makes the product FP32, in one pass; a number would leave it in BF16.
+    # A one-element FP32 tensor makes the product FP32 in one pass; a number would leave it in BF16.
     return (gradient * factor).view(gradient.shape).to(torch.float16), back
 
 
 def unscaled(gradient: Tensor, back: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a gradient in true scale; without `back` it has that."""
+    """Return a gradient multiplied by `back`, the inverse of its scale; None leaves it unscaled."""
     return (gradient if back is None else (gradient * back).view(gradient.shape)).to(dtype)
 
 
 @contextmanager
 def allow_tf32(wanted: bool) -> Iterator[None]:
-    """Allow TF32 in cuBLAS and cuDNN inside the context, if wanted; restore the settings after."""
+    """Allow TF32 in cuBLAS and cuDNN inside the context if wanted, then restore the settings."""
     if not wanted:
         yield
         return

@@ -1,9 +1,8 @@
-"""Products in FP32 by the fastest kernel of a CPU: torch's own or oneDNN's, images in either memory order.
+"""FP32 products on CPUs by the faster kernel, torch's or oneDNN's; images in either memory order.
 
-torch multiplies FP32 matrices by MKL, and convolves images in the order in which they lie. All kernels sum
-the same terms, each in another order: results differ by rounding alone. Processor and shape decide which is
-faster, so each shape is timed once on a machine, and the choice is kept on disk. Where two kernels take about
-as long, another machine may choose the other one.
+torch multiplies FP32 matrices by MKL, and convolves images in their own memory order. Kernels sum the same
+terms in different orders: results differ by rounding alone. Each shape is timed once per machine, and the
+choice is kept on disk. Of two equally fast kernels, another machine may choose the other.
 
 GFLOP/s of 1024x768x3072 by MKL and by oneDNN, one thread of a Zen 4: forward 88 and 107, gradient of x
 103 and 105, of W 99 and 92.
@@ -33,12 +32,13 @@ from qsync.backend.kernels.convolution.image_order import (
 )
 from qsync.backend.kernels.linear import DTYPES
 
-# Of fewer multiply-adds, forward and backward take less time (60 us) than what calls these kernels (70 us).
+# Below this many multiply-adds, forward and backward take less time (60 us) than the overhead of these
+# kernels (70 us).
 _MIN_MULTIPLIES = 2**20
 
 
 def _on_fp32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a kernel of a product: its arguments come in FP32, and its result leaves in `out_type`."""
+    """Wrap a product kernel: convert its arguments to FP32, and its result to `out_type`."""
 
     @wraps(product)
     def kernel(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
@@ -54,9 +54,9 @@ def _on_fp32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def linear_fp32(
     target: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Compute y = x W' + b, dx = g W and dW = g' x, each product by its faster kernel.
+    """Compute a linear layer, y = x W' + b, dx = g W, dW = g' x, each product by its faster kernel.
 
-    b is of shape (N,); torch computes what has another.
+    b has shape (N,); for other shapes torch's kernel runs.
 
     >>> linear_fp32(F.linear, "fp32", x, weight, bias)
     """
@@ -77,7 +77,7 @@ def addmm_fp32(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    """Compute `linear_fp32` for addmm(b, x, W) with W stored (K, N); torch's where it scales.
+    """Compute addmm(b, x, W) with W stored (K, N) as `linear_fp32`; torch's if alpha or beta is not 1.
 
     >>> addmm_fp32(torch.addmm, "fp32", b, x, weight)
     """
@@ -90,7 +90,7 @@ def addmm_fp32(
 
 @_on_fp32
 def matmul_fp32(target: Callable[..., Tensor], input: Tensor, other: Tensor) -> Tensor:
-    """Multiply matrices, or batches of as many matrices; torch's where they are broadcast.
+    """Multiply matrices, or batches of equal size, in FP32; torch's kernel for broadcast ones.
 
     >>> matmul_fp32(torch.matmul, "fp32", q, k.mT)
     """
@@ -116,16 +116,16 @@ def conv2d_fp32(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Convolve images in the faster memory order; the result lies in the order that torch gives it.
+    """Convolve images in the faster memory order; return the result in torch's order.
 
-    Reordering is part of what is timed.
+    The timing includes reordering.
 
     >>> conv2d_fp32(torch.conv2d, "fp32", x, weight, padding=1)
     """
     if input.ndim != 4 or not (input.numel() and weight.numel()):
         return target(input, weight, bias, stride, padding, dilation, groups)
     geometry = geometry_of(weight, stride, padding, dilation, groups)
-    is_last = any(t.stride(1) == 1 and t.stride(3) >= t.shape[1] for t in (input, weight))  # as torch says
+    is_last = any(t.stride(1) == 1 and t.stride(3) >= t.shape[1] for t in (input, weight))  # torch's own test
     own, other = ORDERS if is_last else reversed(ORDERS)
 
     def by_torch(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -145,7 +145,7 @@ def conv2d_fp32(
 
 
 def _train(run: Callable[..., Tensor], values: tuple[Tensor | None, ...]) -> None:
-    """Compute a result and its gradients, as a step would."""
+    """Compute a product's result and gradients, for timing."""
     leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in values]
     y = run(*leaves)
     if y.requires_grad:
@@ -238,14 +238,14 @@ class _Convolution(torch.autograd.Function):
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a b (+ bias) of FP32 matrices, or of batches of them, by the faster kernel for the shape.
+    """Multiply FP32 matrices (a b + bias), or batches of them, by the faster kernel for the shape.
 
     a (M, K), b (K, N), bias (N); or a (B, M, K), b (B, K, N) without a bias. Strides are free.
 
     >>> multiply(x, weight.t(), bias)
     """
     rest = (a.stride(-1) == 1, b.stride(-1) == 1, bias is None, torch.get_num_threads())
-    exact = (a.shape, b.shape, *rest)  # quicker to look up
+    exact = (a.shape, b.shape, *rest)  # an unrounded key, quicker to look up
     known, kernels = shape_choices.choices(), (_by_torch, _by_onednn)
     number = known.get(exact, len(kernels))
     if number is None:
@@ -263,6 +263,7 @@ def _by_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if a.ndim == 3:
         return torch.stack([_by_onednn(x, y, None) for x, y in zip(a, b, strict=True)])
-    bias = None if bias is None else bias.contiguous()  # its stride is not read, unchecked (torch 2.13)
+    # oneDNN ignores the bias's stride, unchecked (torch 2.13)
+    bias = None if bias is None else bias.contiguous()
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
     return product

@@ -41,7 +41,7 @@ def addmm_fp8(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    """Compute `linear_fp8` for addmm(b, x, W) with W stored (K, N) and encoded "col".
+    """Compute addmm(b, x, W) as `linear_fp8`, with W stored (K, N) and encoded "col".
 
     >>> addmm_fp8(torch.addmm, "fp32", b, Operand(x, encode(x, "fp8_row")), Operand(w, encode(w, "fp8_col")))
     """
@@ -107,7 +107,7 @@ def _scaled_product(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tenso
     if rows == 0:
         return a.new_zeros(rows, columns, dtype=torch.float32)
     a, b = _padded(a, -rows % 16, -inner % 16), _padded(b.t(), -columns % 16, -inner % 16)
-    # Flat and back: torch wants a stride of 1 along the dimension of size 1, too.
+    # Flattened and reshaped, because torch wants a stride of 1 even along a dimension of size 1.
     of_row = torch.nn.functional.pad(row_scale.flatten(), (0, -rows % 16)).contiguous().unsqueeze(1)
     of_column = torch.nn.functional.pad(column_scale.flatten(), (0, -columns % 16)).contiguous().unsqueeze(0)
     out = torch._scaled_mm(a, b.t(), scale_a=of_row, scale_b=of_column, out_dtype=torch.bfloat16)
@@ -115,6 +115,6 @@ def _scaled_product(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tenso
 
 
 def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
-    # Padding is not defined for FP8 tensors: zeros are the byte 0 in every format.
+    # FP8 tensors cannot be padded; zero is the byte 0 in every format.
     padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, columns, 0, rows))
     return padded.contiguous().view(codes.dtype)

@@ -1,7 +1,7 @@
 """GELU's tanh form of BF16 values on CPUs, in one compiled pass each way.
 
-For 512x1536 torch takes 1.6 ms forward and 1.7 backward, here 0.5 and 0.7 (one thread of a Xeon 6). Its exact
-form is as fast as a compiled one.
+ms for 512x1536, forward and backward, one thread of a Xeon 6: torch 1.6 and 1.7, compiled 0.5 and 0.7. For
+exact GELU torch is as fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TANH = Activation("gelu", "tanh")
 
 
 def gelu(target: Callable[..., Tensor], input: Tensor, *, approximate: str = "none") -> Tensor:
-    """Compute F.gelu; `target` computes all but the tanh form of dense BF16 values on a CPU.
+    """Compute F.gelu by a compiled pass for the tanh form of dense BF16 on a CPU, else by `target`.
 
     >>> gelu(F.gelu, x.bfloat16(), approximate="tanh")
     """

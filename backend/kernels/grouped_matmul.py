@@ -1,4 +1,7 @@
-"""Products of experts on CPUs, in BF16 and FP32: each weight multiplies the rows that were routed to it."""
+"""Grouped products for mixture-of-experts layers on CPUs, in BF16 and FP32.
+
+Each expert's weight multiplies the rows routed to it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from torch.nn.functional import pad
 from qsync.backend.autograd import differentiable, once_differentiable
 from qsync.backend.kernels.linear import DTYPES
 
-# oneDNN prepares a product for every number of rows that it has not seen, longer than it multiplies 128 of
-# them. Routing changes the numbers in every step, so products take multiples of this many rows.
+# oneDNN prepares a product for every new number of rows, which takes longer than multiplying 128 rows.
+# Routing changes the numbers in every step, so products use multiples of this many rows.
 BLOCK_ROWS = 32
 
 
@@ -31,12 +34,12 @@ def grouped_mm_bf16(
 def grouped_mm_fp32(
     target: Callable[..., Tensor], out_type: str, input: Tensor, weight: Tensor, offs: Tensor
 ) -> Tensor:
-    """Compute `grouped_mm_bf16` in FP32: the products of the traced call, which clears each result first."""
+    """Compute y = x_e W_e and gradients in FP32 by the traced call, which clears each result first."""
     return differentiable(_Groups, input.float(), weight.float(), offs, 1).to(DTYPES[out_type])
 
 
 class _Groups(torch.autograd.Function):
-    """The products of all groups, of multiples of so many rows."""
+    """Grouped product whose row counts are rounded up to multiples of a block."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, block: int) -> Tensor:
@@ -63,7 +66,7 @@ class _Groups(torch.autograd.Function):
 def _products(rows: Tensor, weight: Tensor, offs: Tensor, block: int) -> Tensor:
     """Return the products of all groups.
 
-    A product computes the first rows of the next groups too, whose own products write over them.
+    A rounded-up product also covers the next groups' first rows, which their own products then overwrite.
     """
     found = rows.new_empty(len(rows), weight.shape[2])
     end = 0
@@ -78,7 +81,7 @@ def _products(rows: Tensor, weight: Tensor, offs: Tensor, block: int) -> Tensor:
 
 
 def _groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield each expert with the first and the end of its rows."""
+    """Yield each expert with the start and end of its rows."""
     start = 0
     for expert, end in enumerate(offs.tolist()):
         yield expert, start, end

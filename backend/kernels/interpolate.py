@@ -1,9 +1,8 @@
-"""Interpolation on CPUs, to torch's bits, whose backward reads a gradient in the order in which it comes.
+"""Interpolate images on CPUs with torch's exact results and a faster backward.
 
-A gradient that is a part of a larger one in channels-last order, as behind a concatenation before a
-convolution, is no dense tensor: torch's backward copies it into NCHW, and takes its slow loop. On one thread
-of a Zen 5, bilinear to 4 x 256 x 32 x 32 in BF16 takes 5.8 ms so, and 0.3 ms on a dense copy. Forward is
-the same.
+A slice of a larger channels-last gradient (a concatenation before a convolution) is not dense: torch's
+backward copies it into NCHW and runs a slow loop. On one thread of a Zen 5, bilinear to 4 x 256 x 32 x 32 in
+BF16 takes 5.8 ms so, and 0.3 ms on a dense copy. Forward is the same.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from qsync.backend.autograd import differentiable
 
 
 def interpolate(target: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute F.interpolate, to the bit, from images and gradients made dense.
+    """Compute F.interpolate, bitwise equal, from dense copies of images and gradients.
 
-    `target` is F.interpolate. Images are of shape (N, C, H, W); other inputs, and other devices', are left to
-    it. Antialiasing, which torch has in FP32 alone, computes in FP32.
+    `target` is F.interpolate. Images are of shape (N, C, H, W); `target` runs for other inputs and devices.
+    Antialiasing runs in FP32, torch's only type for it.
 
     >>> interpolate(F.interpolate, images, scale_factor=2.0, mode="bilinear")
     """
@@ -33,7 +32,7 @@ def interpolate(target: Callable[..., Tensor], input: Tensor, *args: Any, **kwar
 
 
 def _dense(images: Tensor) -> Tensor:
-    """Return images that are a part of others in channels-last order as images of their own."""
+    """Return a dense copy of images that are a slice of a channels-last tensor."""
     is_part = images.stride(1) == 1 and images.size(1) > 1
     return images.contiguous(memory_format=torch.channels_last) if is_part else images
 
@@ -41,7 +40,7 @@ def _dense(images: Tensor) -> Tensor:
 class _DenseGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor) -> Tensor:
-        # No view: the next operator may write over it.
+        # Not marked as a view, so that the next operator may overwrite it.
         return torch.ops.aten._unsafe_view(images, images.shape)  # type: ignore[no-any-return]
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Linear layers in BF16 whose weight's gradient is multiplied from transposed operands, where that is faster.
+"""BF16 linear layers whose weight gradient is computed from transposed copies where faster.
 
-dW = g' x has its first operand transposed. With AMX oneDNN multiplies such operands at half of its rate or
-less (torch 2.13), so that copying one of them into the other order pays. ms of dW as torch computes it and
-from copies, one thread of a Xeon 6: 6.2 and 4.5 for 1024x768x3072, 35 and 19 for 2048x1024x4096.
+dW = g' x has a transposed first operand. With AMX oneDNN multiplies it at half its rate or less (torch 2.13),
+so copying it into the other order pays. ms of dW as torch computes it and from copies, one thread of a Xeon
+6: 6.2 and 4.5 for 1024x768x3072, 35 and 19 for 2048x1024x4096.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from qsync.backend.devices.amx import has_amx
 from qsync.backend.kernel_cache import rounded_up
 from qsync.backend.sixteen_bit_operands import as_matrix
 
-# Of fewer multiply-adds the products take less time than what calls these kernels.
+# Below this many multiply-adds the products take less time than the overhead of these kernels.
 _MIN_MULTIPLIES = 2**24
-_MOST_COPIED = 2**24  # elements of the copies: a workspace of 32 MiB
-_MOST_TIMED = 2**26  # elements of an operand: those that are timed are made beside the model's
+_MOST_COPIED = 2**24  # elements in copies: a workspace of 32 MiB
+_MOST_TIMED = 2**26  # elements of a timed operand: trials need memory beside the model's
 
 
 def linear_bf16(
     target: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Compute y = x W' + b, dx = g W, dW = g' x and db = sum g; x (..., K), W (N, K), b (N).
+    """Compute a BF16 linear layer y = x W' + b; x (..., K), W (N, K), b (N).
 
     >>> linear_bf16(F.linear, x.bfloat16(), weight.bfloat16(), bias.bfloat16())
     """
@@ -49,7 +49,7 @@ def addmm_bf16(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    """Compute the same for addmm(b, x, W) with b (N) and W stored (K, N); torch's where it scales.
+    """Compute addmm(b, x, W) in BF16, W stored (K, N), b (N); torch's if alpha or beta is not 1.
 
     >>> addmm_bf16(torch.addmm, bias, x, weight)
     """
@@ -60,7 +60,7 @@ def addmm_bf16(
 
 
 def transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a' b of matrices a (M, P) and b (M, Q) in the faster way for the shape, as (P, Q).
+    """Compute a' b (P, Q) of a (M, P) and b (M, Q), directly or from copies, whichever is faster.
 
     >>> transposed_product(gradient, x)
     """
@@ -70,15 +70,15 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _copies_pay(rows: int, width: int, other: int) -> bool:
-    """Return whether a' b of matrices (rows, width) and (rows, other) is faster from copies.
+    """Return whether a' b of matrices (rows, width) and (rows, other) is faster from transposed copies.
 
-    Each shape is timed once on a machine.
+    Each shape is timed once per machine.
     """
     if rows * width * other < _MIN_MULTIPLIES or rows * max(width, other) > _MOST_TIMED:
         return False
     if _num_copied(rows, width, other) > _MOST_COPIED:
         return False
-    exact = ("a' b", rows, width, other, torch.get_num_threads())  # quicker to look up
+    exact = ("a' b", rows, width, other, torch.get_num_threads())  # an unrounded key, quicker to look up
     number = shape_choices.choices().get(exact, 2)
     if number is None:
         a, b = (torch.ones(rows, size, dtype=torch.bfloat16) for size in (width, other))
@@ -90,7 +90,7 @@ def _copies_pay(rows: int, width: int, other: int) -> bool:
 
 
 def _from_copies(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a' b from a copy of a', or (b' a)' from copies of b' and of the result: what copies less."""
+    """Compute a' b from a copy of a', or as (b' a)' from copies of b' and the result: the smaller."""
     if a.numel() == _num_copied(len(a), a.shape[1], b.shape[1]):
         return _transposed(a) @ b
     return _transposed(_transposed(b) @ a)
@@ -105,7 +105,7 @@ def _transposed(matrix: Tensor) -> Tensor:
 
 
 def _pays(x: Tensor, weight: Tensor, width: int) -> bool:
-    """Return whether a layer's weight is trained, and its gradient faster from copies."""
+    """Return whether the weight is trained and its gradient is faster from copies."""
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.ndim == 2 and x.ndim > 1):
         return False
     rows = math.prod(x.shape[:-1])

@@ -1,6 +1,6 @@
-"""Linear layers in FP16 or TF32: three products in a function of their own, without a graph within.
+"""Linear layers in FP16 or TF32 as one autograd function, without a nested graph.
 
-`fp16_tf32` computes the same for any product; by it a linear layer takes the host 1.3 to 1.6 times as long.
+`fp16_tf32` computes any product, but takes the host 1.3 to 1.6 times as long for a linear layer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from qsync.backend.sixteen_bit_operands import as_matrix
 def linear_fp16(
     target: Callable[..., Tensor], out_type: str, input: Operand, weight: Operand, bias: Operand | None = None
 ) -> Tensor:
-    """Compute y = x W' + b on FP16 operands; every gradient leaves in true scale.
+    """Compute a linear layer on FP16 operands; return gradients in true scale.
 
         y  = fp16(x) fp16(W)' + fp16(b),   h = fp16(2^k g),   k: 1/2 <= max |2^k g| < 1
         dx = 2^-k h fp16(W),   dW = 2^-k h' fp16(x),   db = sum g in FP32
 
-    x (..., K), W (N, K), b (N), all encoded "fp16"; y (..., N) is in `out_type`. Saves x and W in FP16.
-    A bias of another shape than (N,) is left to `product_fp16`.
+    x (..., K), W (N, K), b (N), all encoded "fp16"; y (..., N) is in `out_type`. Saves x and W in FP16. A
+    bias of another shape runs through `product_fp16`.
 
     >>> linear_fp16(F.linear, "fp32", *(Operand(t, encode(t, "fp16")) for t in (x, w, b)))
     """
@@ -44,9 +44,9 @@ def addmm_fp16(
     mat2: Operand,
     **factors: float,
 ) -> Tensor:
-    """Compute `linear_fp16` for addmm(b, x, W) with W stored (K, N).
+    """Compute addmm(b, x, W) as `linear_fp16`, with W stored (K, N).
 
-    Factors, and a bias of another shape than (N,), are left to `product_fp16`.
+    Calls with alpha, beta or a bias of another shape than (N,) run through `product_fp16`.
 
     >>> addmm_fp16(torch.addmm, "fp32", *(Operand(t, encode(t, "fp16")) for t in (b, x, w)))
     """
@@ -58,9 +58,9 @@ def addmm_fp16(
 def linear_tf32(
     target: Callable[..., Tensor], out_type: str, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Compute y = x W' + b and its gradients with TF32 products; torch's switches do not matter.
+    """Compute a linear layer with TF32 products, whatever torch's global TF32 switches are.
 
-    A bias of another shape than (N,) is left to `product_tf32`.
+    A bias of another shape than (N,) runs through `product_tf32`.
 
     >>> linear_tf32(F.linear, "fp32", x, weight, bias)
     """
@@ -74,7 +74,7 @@ def linear_tf32(
 def addmm_tf32(
     target: Callable[..., Tensor], out_type: str, input: Tensor, mat1: Tensor, mat2: Tensor, **factors: float
 ) -> Tensor:
-    """Compute `linear_tf32` for addmm(b, x, W) with W stored (K, N); what is left to others: `addmm_fp16`.
+    """Compute addmm(b, x, W) as `linear_tf32`, with W stored (K, N).
 
     >>> addmm_tf32(torch.addmm, "fp32", b, x, w)
     """
@@ -93,9 +93,9 @@ def _half(
 
 
 class _Call(NamedTuple):
-    """A call beside the tensors that get a gradient: x, W (N, K) and b to compute with, the result's type.
+    """Options of a linear call: converted x, W (N, K) and b, and the result's type.
 
-    `is_stored_transposed` says that the weight is stored (K, N).
+    `is_stored_transposed` means that the weight is stored (K, N).
     """
 
     x: Tensor

@@ -16,12 +16,12 @@ from qsync.backend.int8_products import scaled_product
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.sixteen_bit_operands import as_matrix, sixteen_bit_dtype
 
-# FP32 holds every integer up to 2^24: the sum of 1040 products of two codes.
+# FP32 is exact for integers up to 2^24: the sum of 1040 products of two codes.
 LONGEST_FP32_SUM = 2**24 // 127**2
 
 
 def matmul_int8(target: Callable[..., Tensor], out_type: str, input: Operand, other: Operand) -> Tensor:
-    """Compute y = A B with A and B in INT8, gradients through BF16 products.
+    """Multiply batched matrices, y = A B, in INT8; compute gradients by BF16 products.
 
         y  = s_a s_b (A B)               A, B the INT8 codes; s_a per row of A, s_b per column of B
         dA = bf16(g) bf16(s_b B)',   dB = bf16(s_a A)' bf16(g)
@@ -65,19 +65,19 @@ class _Int8Matmul(torch.autograd.Function):
             da = _summed(g @ decode_matrices(b_codes, b_scale).mT, a_shape, -2).to(a_dtype)
         if a_codes is not None:
             a = decode_matrices(a_codes, a_scale)
-            if len(b_shape) == 2:  # one B for all: the product itself sums
+            if len(b_shape) == 2:  # one B for all A: its gradient is one product, already summed
                 a, g = a.flatten(0, -2), g.flatten(0, -2)
             db = _summed(a.mT @ g, b_shape, -1).to(b_dtype)
         return da, db, None, None, None
 
 
 def _matrices(operand: Tensor, dim: int) -> Tensor:
-    """Return a vector as a matrix of one row (dim -2) or of one column (dim -1)."""
+    """Return a vector as a matrix: one row (dim -2) or one column (dim -1)."""
     return operand.unsqueeze(dim) if operand.ndim == 1 else operand
 
 
 def _summed(gradient: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Return a broadcast operand's gradient: the FP32 sum over the broadcast dimensions."""
+    """Return a broadcast operand's gradient, summed in FP32 over the broadcast dimensions."""
     wanted = [1, *shape] if dim == -2 else [*shape, 1]
     wanted = wanted if len(shape) == 1 else list(shape)
     if list(gradient.shape) == wanted:
@@ -86,7 +86,7 @@ def _summed(gradient: Tensor, shape: torch.Size, dim: int) -> Tensor:
 
 
 def _gradient_dtype(device: torch.device) -> torch.dtype:
-    """Return the float of backward products."""
+    """Return the type of backward products on a device."""
     return torch.bfloat16 if sixteen_bit_dtype(device) is torch.bfloat16 else torch.float32
 
 
@@ -95,7 +95,7 @@ def scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: 
 
     a (..., M, K), b (..., K, N), rows (..., M, 1), columns (..., 1, N).
     """
-    if b.ndim == 2:  # one product of all rows
+    if b.ndim == 2:  # all rows in one product
         y = scaled_product(as_matrix(a), b, rows.reshape(-1), columns.reshape(-1), None, dtype)
         return y.view(*a.shape[:-1], b.shape[-1])
     if a.is_cuda and a.shape[-1] <= LONGEST_FP32_SUM:
@@ -116,7 +116,7 @@ def scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: 
 
 
 def _batched_products(a: Tensor, b: Tensor) -> Tensor:
-    """Compute exact integer products by 16-bit ones: torch has no batched INT8 one on GPUs."""
+    """Compute exact integer products in 16-bit floats: torch has no batched INT8 product on GPUs."""
     dtype = sixteen_bit_dtype(a.device)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
     count = math.prod(batch)
@@ -126,9 +126,9 @@ def _batched_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def decode_matrices(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return codes * scale in the float of backward products, in the codes' memory order.
+    """Return codes * scale in the type of backward products, in the codes' memory order.
 
-    `scale` broadcasts. Takes one pass if the elements of each scale lie side by side in memory.
+    `scale` broadcasts. Takes one pass if elements with a common scale are adjacent in memory.
     """
     dtype, order = _gradient_dtype(codes.device), memory_order(codes)
     if (

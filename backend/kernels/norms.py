@@ -1,8 +1,8 @@
-"""Norms of 16-bit values where torch wants the parameters in the type of what they scale: on GPUs above all.
+"""Norms of 16-bit inputs with FP32 parameters, which torch refuses on GPUs.
 
-On CPUs torch takes FP32 parameters beside a 16-bit input, but layer_norm's backward refuses a bias alone,
-without a weight: it gets a weight of ones. On GPUs layer_norm and group_norm refuse them, and rms_norm falls
-back to its slow form.
+On CPUs torch accepts FP32 parameters beside a 16-bit input, but layer_norm's backward refuses a bias without
+a weight: such a call gets a weight of ones. On GPUs layer_norm and group_norm refuse FP32 parameters, and
+rms_norm falls back to its slow form.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Kinds that have this rule; batch_norm takes FP32 parameters and statistics on every device.
+# Norms whose parameters must have the input's type on GPUs; batch_norm takes FP32 ones everywhere.
 NORMS_OF_ONE_TYPE = ("layer_norm", "group_norm", "rms_norm")
 _LAYER_NORMS = (torch.nn.functional.layer_norm, torch.layer_norm)
-_ARGUMENTS = ("normalized_shape", "weight", "bias", "eps", "cudnn_enable")  # of layer_norm, after the input
+# layer_norm's arguments after the input
+_ARGUMENTS = ("normalized_shape", "weight", "bias", "eps", "cudnn_enable")
 
 
 def norm(target: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a norm; on a GPU its parameters are rounded to the type of `input` first, differentiably.
+    """Compute a norm; on a GPU first round its parameters to the type of `input`, differentiably.
 
-    A layer_norm with a bias of another type alone gets a weight of ones. `target` is F.layer_norm,
-    F.group_norm, F.rms_norm or torch's function of the same name.
+    A layer_norm whose only parameter is a bias of another type gets a weight of ones. `target` is
+    F.layer_norm, F.group_norm, F.rms_norm or torch's function of the same name.
 
     >>> norm(F.layer_norm, x.bfloat16(), (768,), weight, bias)
     """
@@ -36,7 +37,7 @@ def norm(target: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any
 
 
 def has_bias_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of layer_norm, or its traced node, has a bias and no weight.
+    """Return whether the arguments of a layer_norm have a bias but no weight.
 
     >>> has_bias_alone((x, (768,), None, bias), {})
     """
@@ -45,7 +46,7 @@ def has_bias_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def weight_beside(bias: Tensor | None, weight: Tensor | None, input: Tensor) -> Tensor | None:
-    """Return the weight of a layer_norm, or ones for none beside a bias of another type than `input`.
+    """Return a layer_norm's weight; ones if it is None and the bias has another type than `input`.
 
     >>> weight_beside(bias, None, x.bfloat16())
     """
@@ -55,7 +56,7 @@ def weight_beside(bias: Tensor | None, weight: Tensor | None, input: Tensor) -> 
 
 
 def in_type_of(value: Any, input: Tensor) -> Any:
-    """Return a floating-point tensor on a GPU in the type of `input`; anything else as it is.
+    """Return a GPU's float tensor in the type of `input`; any other argument unchanged.
 
     >>> in_type_of(weight, x)
     """

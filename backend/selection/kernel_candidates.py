@@ -40,7 +40,7 @@ Kernel = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to compute a product: its name, and the kernel, or why this device has none."""
+    """A way to compute a product: its name and kernel, or the reason why this device has none."""
 
     name: str
     kernel: Kernel | None
@@ -48,12 +48,12 @@ class Candidate:
 
 
 def direct(target: Kernel, out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the original call on operands already in their type: FP32, and BF16 (oneDNN, cuBLAS)."""
+    """Run the original call on operands in their own type, FP32 or BF16 (oneDNN, cuBLAS)."""
     return target(*args, **kwargs).to(DTYPES[out_type])
 
 
 def direct_images(target: Kernel, out_type: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the original convolution on images in channels-last order, in which the result lies too."""
+    """Run the original convolution with images and result in channels-last order."""
     return direct(target, out_type, find_channels_last(input)[0], *args, **kwargs)
 
 
@@ -71,7 +71,7 @@ _CONVOLUTIONS: dict[tuple[str, Precision], Kernel] = {
     ("conv1d", Precision.INT8): conv1d_int8,
 }
 _EMBEDDINGS: dict[Precision, Kernel] = {Precision.BF16: embedding_bf16, Precision.INT8: embedding_int8}
-# Kernels of a CPU that compute each shape as torch does, or otherwise where that is faster.
+# CPU kernels that choose per shape between torch's own way and a faster one.
 FP32_KERNELS: dict[str, Kernel] = {
     "linear": linear_fp32,
     "addmm": addmm_fp32,
@@ -90,7 +90,7 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """Return the candidates for this product and precision, usable or not, in a fixed order.
 
-    `bitwise` leaves FP32 to torch's own kernels.
+    `bitwise` restricts FP32 to torch's own kernels.
 
     >>> candidates("linear", Precision.INT8, torch.device("cpu"))[0].name
     'int_mm'
@@ -154,6 +154,6 @@ def _candidate(name: str, kernel: Kernel, reason: str | None) -> Candidate:
 
 
 def device_precisions(device: torch.device) -> tuple[Precision, ...]:
-    """Return the precisions that the device multiplies, by capability alone."""
+    """Return the precisions that the device supports, by capability alone."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return tuple(p for p in Precision if why_not_multiplied(p, capability) is None)

@@ -36,11 +36,11 @@ from qsync.records.precision import (
     operand_type,
 )
 
-# A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise.
-# Both round the operands alike, so they differ by the rounding of the gradient and of the sums only; a
-# wrong scale leaves 0 dB. The trap: 8-bit products saturate in 16 bits on CPUs without VNNI.
+# A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise. Both
+# round the operands alike, so they differ by the rounding of the gradient and of the sums only; a wrong scale
+# leaves 0 dB. For example, 8-bit products saturate in 16 bits on CPUs without VNNI.
 LEAST_AGREEMENT_DB = 25.0
-_LEAST_FP32_AGREEMENT_DB = 110.0  # two orders of summing FP32 leave about 125
+_LEAST_FP32_AGREEMENT_DB = 110.0  # two summation orders in FP32 agree to about 125 dB
 _MIN_TIMED_S, _MAX_REPEATS = 0.02, 5
 # Sizes of the representative calls: (side of matrices, images, channels, side of images).
 _SIZES = {"cpu": (512, 8, 32, 16), "cuda": (4096, 32, 128, 32)}
@@ -82,7 +82,7 @@ class Choice:
 
 
 class Kernels:
-    """The kernels of one device. Each is timed when it is first requested.
+    """The kernels of one device; each is timed on its first request.
 
     `bitwise`: FP32 is computed by torch's own kernels, as always on GPUs.
 
@@ -101,33 +101,33 @@ class Kernels:
 
     @property
     def sixteen_bit(self) -> str | None:
-        """The 16-bit float that this device carries along edges; None if it multiplies no BF16."""
+        """Return the device's 16-bit float for tensors between operators; None if it multiplies no BF16."""
         return "bf16" if Precision.BF16 in self.precisions() else None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """The choices made so far."""
+        """Return the choices made so far."""
         return tuple(choice for _, choice in self._chosen.values())
 
     @property
     def keeps_copies(self) -> bool:
-        """Return whether a cast of a weight serves several calls."""
+        """Return whether a weight's cast is reused by several calls."""
         return keeps_weight_casts(self.device.type)
 
     @property
     def replaced_in_bf16(self) -> tuple[str, ...]:
-        """The kinds of operators whose call in BF16 `in_lowered_graphs` replaces on this device."""
+        """Return the kinds of operators with a replacement kernel in BF16 on this device."""
         if self.device.type != "cpu":
             return ()
         return ("gelu", "linear", "addmm") if has_amx(self.device) else ("gelu",)
 
     @property
     def plain_casts(self) -> tuple[str, ...]:
-        """The types to which `cast` is torch's own conversion."""
+        """Return the types to which `cast` is torch's own conversion."""
         return ("fp32", "bf16") if self.device.type == "cuda" else ("fp32",)
 
     def precisions(self) -> tuple[Precision, ...]:
-        """Return the precisions that this device multiplies; some may be slower than FP32."""
+        """Return the precisions that this device supports; some may be slower than FP32."""
         return device_precisions(self.device)
 
     def cast(self, tensor: Tensor, target_type: str) -> Tensor | Encoded:
@@ -143,14 +143,13 @@ class Kernels:
         return tensor.to(DTYPES[target_type])
 
     def kernel(self, kind: str, precision: Precision | str, reference: bool = False) -> Kernel:
-        """Return the fastest kernel that this device has.
+        """Return this device's fastest kernel for a kind of product in a precision.
 
-        It is called as kernel(target, out_type, *args, **kwargs) -> Tensor. `target` and the arguments
-        are those of the original call, except that encoded operands come as `Operand`s. `out_type` is
-        "fp32" or "bf16". Linear layers in INT8 also take an `activation`, which is computed in the
-        epilogue (`qsync.backend.casts.epilogues`). `reference` asks for the plain kernel of
-        `reference_kernel`, which is never chosen otherwise. Raises UnsupportedError, with the reason, if
-        there is no kernel.
+        It is called as kernel(target, out_type, *args, **kwargs) -> Tensor. `target` and the arguments are
+        those of the original call, except that encoded operands come as `Operand`s. `out_type` is "fp32" or
+        "bf16". Linear layers in INT8 also take an `activation`, which is computed in the epilogue
+        (`qsync.backend.casts.epilogues`). `reference` selects the slow plain kernel of `reference_kernel`.
+        Raises UnsupportedError, with the reason, if there is no kernel.
 
         >>> select("cpu").kernel("conv2d", "int8")
         """
@@ -163,7 +162,7 @@ class Kernels:
         return self._choose(kind, precision)[0]
 
     def why_unsupported(self, kind: str, precision: Precision | str) -> str | None:
-        """Return why `kernel` has no kernel, candidate by candidate; None if it has one."""
+        """Return why no kernel exists for a product in a precision, by candidate; None if one does."""
         try:
             self._choose(kind, Precision(precision))
         except UnsupportedError as error:
@@ -171,7 +170,7 @@ class Kernels:
         return None
 
     def choice(self, kind: str, precision: Precision | str) -> Choice:
-        """Return which kernel `kernel` returns, and why. Raises UnsupportedError if there is none."""
+        """Return the chosen kernel's name, time and reasons. Raises UnsupportedError if there is none."""
         return self._choose(kind, Precision(precision))[1]
 
     def describe(self) -> list[dict[str, Any]]:
@@ -201,7 +200,7 @@ class Kernels:
             raise UnsupportedError(self._unsupported[key])
         if key not in self._chosen:
             try:
-                # This may happen in the middle of a run: random numbers and gradient mode stay as they were.
+                # This may happen in the middle of a run: keep random numbers and gradient mode as they were.
                 gpus = [self.device] if torch.cuda.is_available() and self.device.type == "cuda" else []
                 with torch.random.fork_rng(devices=gpus), torch.enable_grad():
                     torch.manual_seed(0)
@@ -228,7 +227,10 @@ class Kernels:
                 tried.append((seconds, candidate.name, kernel))
         if not tried:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected) or "qsync has none"
-            raise UnsupportedError(f"no kernel for {kind} in {precision} on {self.device} ({reasons})")
+            raise UnsupportedError(
+                f"no kernel for {kind} in {precision} on {self.device} ({reasons}): "
+                "choose another precision for it"
+            )
         tried.sort(key=lambda entry: entry[0])
         (seconds, name, best), others = tried[0], tried[1:]
         rejected += [(other, f"takes {s * 1e3:.2f} ms against {seconds * 1e3:.2f}") for s, other, _ in others]
@@ -239,7 +241,7 @@ class Kernels:
         return best, Choice(kind, precision, name, seconds, flops, speedup, tuple(rejected))
 
     def _disagreement(self, kind: str, precision: Precision, kernel: Kernel) -> str | None:
-        """Return why this kernel's result and gradients are not the reference's; None if they are."""
+        """Return how a kernel's result or gradients differ from the reference's; None if they agree."""
         reference = reference_kernel(kind, precision)
         if reference is None:
             return None
@@ -248,14 +250,14 @@ class Kernels:
             expected = _trial(kind, precision, reference, self.device, small=True)()
         except (RuntimeError, NotImplementedError, ValueError, QSyncError) as error:
             return f"fails here: {str(error).strip().splitlines()[0]}"
-        # Two stochastic roundings agree no better than the rounding itself: 8 bits leave about 35 dB.
+        # Two stochastic roundings agree only to the rounding itself: 8 bits leave about 35 dB.
         worst = min(_agreement_db(a, b) for a, b in zip(got, expected, strict=True))
         least = _LEAST_FP32_AGREEMENT_DB if precision is Precision.FP32 else LEAST_AGREEMENT_DB
         return None if worst >= least else f"wrong: {worst:.0f} dB from the reference"
 
 
 def select(device: str | torch.device = "cpu", bitwise: bool = False) -> Kernels:
-    """Return the kernels of a device: one `Kernels` per device and process, and one that is `bitwise`.
+    """Return the kernels of a device; each process has one `Kernels` per device and `bitwise`.
 
     Raises UnsupportedError if the device is neither a CPU nor a GPU that torch can use here.
 
@@ -287,9 +289,9 @@ def _kernels_of(device: torch.device, bitwise: bool) -> Kernels:
 def _trial(
     kind: str, precision: Precision, kernel: Kernel, device: torch.device, small: bool = False
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a forward and backward pass on a representative shape.
+    """Return a function that runs forward and backward of a product on a representative shape.
 
-    Casts are part of it. It returns result and gradients.
+    It includes casts, and returns result and gradients.
     """
     generator = torch.Generator().manual_seed(0)
     target, shapes, options = _representative(kind, device, small)
@@ -314,9 +316,9 @@ def _cast(kind: str, index: int, precision: Precision, value: Tensor) -> Any:
 
 
 def _flops(kind: str, device: torch.device) -> float:
-    """Return the operations of the products of a representative forward and backward pass.
+    """Return the operations of a representative forward and backward pass's products.
 
-    Backward multiplies twice as much as forward. Products that attention repeats in backward do not count.
+    Backward counts twice forward; products that attention recomputes in backward do not count.
     """
     target, shapes, options = _representative(kind, device)
     with FlopCounterMode(display=False) as counter:
@@ -329,8 +331,8 @@ def _representative(
 ) -> tuple[Kernel, list[tuple[int, ...]], dict[str, Any]]:
     """Return the call that represents a kind of product, or a small one for a check.
 
-    The call takes a few milliseconds in FP32. GPUs get larger matrices: 512 squared is done before the
-    next call is launched.
+    The call takes a few milliseconds in FP32. GPUs get larger matrices: a product of 512 squared ends before
+    the next launch.
     """
     n, images, channels, side = (104, 8, 32, 8) if small else _SIZES[device.type]
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -370,18 +372,18 @@ def _representative(
 
 
 def _look_up(table: Tensor) -> Tensor:
-    """Look up as many rows as the table has, some of them twice."""
+    """Look up as many rows as the table has, some of them repeated."""
     indices = torch.arange(len(table), device=table.device) // 2
     return torch.nn.functional.embedding(indices, table)
 
 
 def _contract(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices by torch.einsum."""
+    """Multiply matrices by torch.einsum, to time this kind of product."""
     return torch.einsum("bij,bjk->bik", left, right)
 
 
 def _multiply_groups(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """Multiply the rows of each group by its weight."""
+    """Multiply the rows of each group by the group's weight, to time grouped products."""
     groups = rows.tensor_split(offs[:-1].tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
 
@@ -393,12 +395,10 @@ def _recur(sequences: Tensor, *weights: Tensor) -> Tensor:
 
 
 def _timed_s(run: Callable[[], Any], on_gpu: bool) -> float:
-    """Return the median time of at most five runs after a warm-up; two are enough for 20 ms.
+    """Return the median seconds of up to five runs after a warm-up; fewer for long runs.
 
-    On a GPU that is the least time of its kernels.
-
-    A run whose warm-up took 20 ms is timed once: FP16 on CPUs, whose tenth of the speed is no close call.
-    It cannot be timed by its warm-up, because the first product of a process also initializes oneDNN.
+    On a GPU, return the least time of the kernels. A run whose warm-up took 20 ms is timed once. The warm-up
+    itself does not count: a process's first product also initializes oneDNN.
     """
     start = time.perf_counter()
     run()

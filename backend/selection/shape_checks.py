@@ -1,9 +1,9 @@
-"""Check convolutions in low precision once a shape, where oneDNN miscomputes some: on processors with AMX.
+"""Check low-precision convolutions once per shape on processors with AMX, where oneDNN has bugs.
 
-With AMX oneDNN leaves parts of some results and gradients unwritten: of convolutions with a stride whose
-result is one pixel wide, and of patches (strides as long as the filter). torch's own BF16 is wrong there, too
-(torch 2.13; without AMX all are right). As no list of shapes would be complete, the first call of each shape
-is compared with torch's kernel without oneDNN, in FP32, on numbers drawn for it.
+With AMX oneDNN leaves parts of some results and gradients unwritten: for strided convolutions with a result
+one pixel wide, and for patches (stride equal to the filter). torch's own BF16 is wrong there, too (torch
+2.13; without AMX all are right). No list of shapes would be complete, so the first call of each shape is
+compared, on random numbers, with torch's FP32 kernel without oneDNN.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from qsync.records.precision import CONVOLUTIONS, Precision
 
 Kernel = Callable[..., Tensor]
 
-# The largest error of an element, of the largest element. Rounding to 8 bits leaves a tenth at the most; what
-# is not written is as wrong as it is large.
+# Largest allowed error, relative to the largest element. Rounding to 8 bits gives at most a tenth; unwritten
+# elements are far off.
 _MOST_ERROR = 0.2
-# Numbers are drawn so often: what a call does not write holds what the one before has written.
+# Number of random trials: unwritten memory may hold the last trial's correct values.
 _NUM_DRAWS = 3
 _MOST_IMAGES = 4
 
 
 def is_checked(kind: str, precision: Precision, device: torch.device) -> bool:
-    """Return whether kernels of this kind are to be checked here."""
+    """Return whether kernels of this kind must be checked on this machine."""
     rounds_operands = precision not in (Precision.FP32, Precision.TF32)
     return kind in CONVOLUTIONS and rounds_operands and has_amx(device)
 
 
 def checked(kernel: Kernel) -> Kernel:
-    """Return the kernel, which raises MiscomputedError for calls of forms that it computes wrongly here.
+    """Return the kernel wrapped to raise MiscomputedError for shapes that it computes wrongly here.
 
     >>> checked(conv2d_bf16)(torch.conv2d, "fp32", x.bfloat16(), weight.bfloat16(), stride=2)
     """
@@ -61,7 +61,7 @@ def checked(kernel: Kernel) -> Kernel:
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """Let torch compute by its own kernels; torch.backends.mkldnn.flags does so with a warning."""
+    """Make torch use its own kernels; torch.backends.mkldnn.flags would also warn."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -71,14 +71,14 @@ def without_onednn() -> Iterator[None]:
 
 
 def _few(images: Any, weight: Any) -> Any:
-    """Return some images of a batch: of many a check would take longer, and find no more."""
+    """Return a few images of a batch, enough for a check."""
     if isinstance(images, Operand):
         return Operand(_few(images.value, weight.value), images.encoded)
     return images[:_MOST_IMAGES] if images.dim() == weight.dim() else images
 
 
 def _form(argument: Any) -> Hashable:
-    """Return what the kernel of an argument depends on."""
+    """Return the properties of an argument that a kernel depends on: shape, strides, type."""
     if isinstance(argument, Operand):
         return (argument.encoded.layout, argument.value.shape, argument.encoded.data.stride())
     if isinstance(argument, Tensor):
@@ -89,7 +89,7 @@ def _form(argument: Any) -> Hashable:
 def _is_right(
     kernel: Kernel, target: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
 ) -> bool:
-    """Return whether result and gradients of a call of this form are those of FP32, but for rounding."""
+    """Return whether a call's result and gradients agree with FP32's, but for rounding."""
     generator = torch.Generator().manual_seed(seed)
     leaves = [_drawn(argument, generator) for argument in (*args, *kwargs.values())]
     if not all(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)):
@@ -100,7 +100,7 @@ def _is_right(
         return run(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
 
     with torch.enable_grad():
-        with without_onednn():  # some of its FP32 gradients are wrong, too
+        with without_onednn():  # some of oneDNN's FP32 gradients are wrong, too
             expected = called(target, leaves)
             gradient = torch.randn(expected.shape, generator=generator)
             wanted = (expected, *torch.autograd.grad(expected, trained, gradient))
@@ -108,11 +108,11 @@ def _is_right(
         result = called(partial(kernel, target, "fp32"), given)
         found = (result, *torch.autograd.grad(result, trained, gradient))
     errors = ((a - b).abs().max() / b.abs().max() for a, b in zip(found, wanted, strict=True))
-    return all(error.item() <= _MOST_ERROR for error in errors)  # not so for NaN
+    return all(error.item() <= _MOST_ERROR for error in errors)  # False for NaN
 
 
 def _drawn(argument: Any, generator: torch.Generator) -> Any:
-    """Return FP32 numbers that lie as an argument does; what is no float as it is."""
+    """Return random FP32 numbers with an argument's strides; other arguments unchanged."""
     value = argument.value if isinstance(argument, Operand) else argument
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
@@ -120,7 +120,7 @@ def _drawn(argument: Any, generator: torch.Generator) -> Any:
 
 
 def _as(argument: Any, leaf: Any) -> Any:
-    """Return numbers in the type that the kernel takes them in."""
+    """Return numbers in the type that a kernel expects them in."""
     if isinstance(argument, Operand):
         layout = argument.encoded.layout
         return Operand(leaf, encode(leaf, "fp16" if layout == "plain" else f"int8_{layout}"))

@@ -1,11 +1,11 @@
-"""Is a plan as accurate as FP32? Every way to train on two unequal ranks, paired by seed.
+"""Compare the final accuracy of every way to train on two unequal ranks, paired by seed.
 
     python -m qsync.experiments.accuracy --out FOLDER
     python -m qsync.experiments.accuracy --out FOLDER --task resnet --seeds 5 --processes 2
 
-Each run is a piece, so that hours can be made up of minutes. Ways that compute the same share their runs.
-The ranks stand for an A100 and a card at 0.6 of its speed: plans and seconds are simulated from the data
-sheet; the kernels that train are real.
+Each run is a piece, so an interrupted run continues. Ways with equal computations share their runs. The ranks
+represent an A100 and a card at 0.6 of its speed: plans and seconds are simulated from the data sheet; the
+training kernels are real.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(
     beside: Beside = False,
     fresh: Fresh = False,
 ) -> None:
-    """Train every task by every method and seed that has no result yet, and report all there is."""
+    """Train every task by every method and seed without a result, and report all results."""
     for name in task or ():
         task_named(name)
     experiment = Experiment("accuracy", out, settings={"tiny": tiny}, fresh=fresh)
@@ -51,7 +51,7 @@ def main(
             name: experiment.piece(f"methods {name}", partial(in_fresh_process, methods_of, name, tiny))
             for name in chosen
         }
-        wanted = {  # a seed of all tasks before the next: what is cut is even
+        wanted = {  # all tasks of a seed before the next seed, so that an interrupted run is balanced
             (name, seed): _runs(name, methods[name], seed, tiny) for seed in range(seeds) for name in chosen
         }
         runs = {key: run for of in wanted.values() for key, run in of.values()}
@@ -78,11 +78,11 @@ def main(
 
 
 def _runs(task: str, methods: Mapping[str, Any], seed: int, tiny: bool) -> dict[str, tuple[str, TrainingRun]]:
-    """Return the run of every method, with its piece's name."""
+    """Return every method with the name of its run's piece."""
     steps, found = _TINY_STEPS if tiny else task_named(task).steps, {}
     for name in METHODS:
         method = methods[name]
-        # Named by what is computed, precisions and samples: ways that compute the same share it.
+        # Named by precisions and samples, so that methods with equal computations share a piece.
         computed = json.dumps([method["assignments"], method["samples"]], sort_keys=True)
         digest = hashlib.sha256(computed.encode()).hexdigest()[:12]
         run = TrainingRun(task, method, seed, steps)

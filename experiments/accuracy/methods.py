@@ -1,7 +1,7 @@
-"""Every way to train a task on an A100 beside one at 0.6 of its speed, as a plan. Simulated.
+"""Plan every way to train a task on an A100 and a card at 0.6 of its speed. Simulated.
 
-The same plans are compared whatever machine trains them. They are for 16 times as many samples, or the cards
-would only wait for launches.
+The plans do not depend on the training machine. They assume 16 times as many samples; otherwise launches
+would dominate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PROFILE_S, _BATCHES = 20.0, 4
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What each class runs in, and on how many samples; a step's seconds and added variance as predicted."""
+    """One way to train: precisions and samples per class, with the predicted step and added variance."""
 
     assignments: dict[str, dict[str, str]]
     samples: dict[str, int]
@@ -49,9 +49,9 @@ class Method:
 
 
 def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
-    """Measure one rank's profile and sensitivities on a task; return every method on two cards, as JSON.
+    """Profile one rank on a task; return every method for two cards, as JSON.
 
-    Of the profile, the cards have the shares of their peaks that operators reach here.
+    The cards reach the same fractions of peak as this machine's operators.
     """
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -71,7 +71,7 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
     costs = learned_from(graph, profile)
     cluster, profiles = _on_cards(fill(profile, large, costs, measured_on=graph), large, costs)
     plans = ways(Basis(large, cluster, profiles, by_variance), Recapture(graph, {}))
-    # QSync's own rule: operators recover by its indicator.
+    # QSync's own rule: recovery by its indicator.
     own = plans[QSYNC]
     assert own.target_s is not None
     by_rule, margin = Basis(large, cluster, profiles, by_depth), own.margin or 0.0
@@ -82,12 +82,12 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
 
 
 def _graph_of(model: torch.nn.Module, workload: Workload, batch: Batch) -> OpGraph:
-    torch._dynamo.reset()  # otherwise a second shape makes sizes symbols
+    torch._dynamo.reset()  # otherwise a second shape makes sizes symbolic
     return api.trace_step(model, batch, workload.loss)
 
 
 def _on_cards(profile: Profile, graph: OpGraph, costs: CostModel) -> tuple[Cluster, dict[str, Profile]]:
-    """Return the two cards as a cluster, and their profiles."""
+    """Return the two cards as a cluster, with their profiles."""
     sheet = datasheet(_CARD)
     fast = DeviceClass(FAST, "cuda", 1, sheet.memory_bytes, _PRECISIONS, datasheet=sheet.name)
     own = simulate(profile, graph, sheet, FAST, costs)
@@ -96,7 +96,7 @@ def _on_cards(profile: Profile, graph: OpGraph, costs: CostModel) -> tuple[Clust
 
 
 def _of_plan(plan: Plan, samples: int) -> Method:
-    """Return what trains under a plan, on so many samples a rank where shares are equal."""
+    """Return a plan's precisions and samples per class; `samples` per rank for equal shares."""
     assignments = {
         name: {op: str(precision) for op, precision in own.assignment.items()}
         for name, own in plan.classes.items()

@@ -1,4 +1,4 @@
-"""Differences between methods, paired by seed, with their 95 % intervals; tables and bars."""
+"""Compare methods, paired by seed, with 95 % intervals; draw tables and bars."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from qsync.experiments.harness import Bar, bar, table_of
 from qsync.experiments.harness.intervals import half_width
 from qsync.experiments.mixed.ways import DDP, QSYNC, UNIFORM
 
-_WITHIN = 1.02  # of the plan's step, so that a uniform choice counts as no slower
+_WITHIN = 1.02  # relative to the plan's step: a uniform choice this much slower counts as equal
 _BETTER = "families on which a plan beats the fastest uniform choice of at most its step"
 LEAST_SEEDS = 5
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences, and the half width of its 95 % interval (Student's t)."""
+    """The mean of paired differences, and its 95 % interval's half width (Student's t)."""
 
     mean: float
     half: float
 
     @property
     def above(self) -> bool:
-        """Return whether the interval lies above zero: worse, of a loss."""
+        """Return whether the interval lies above zero: a loss is worse."""
         return self.mean - self.half > 0.0
 
     @property
     def below(self) -> bool:
-        """Return whether the interval lies below zero: better, of a loss."""
+        """Return whether the interval lies below zero: a loss is better."""
         return self.mean + self.half < 0.0
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> Difference:
-    """Return one minus other, paired.
+    """Return the mean paired difference of two samples.
 
     >>> difference([1.0, 2.0], [1.0, 1.0])
     """
@@ -46,7 +46,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Difference:
 
 
 def fastest_uniform(methods: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the uniform choice of least step that takes at most the plan's; None if all take longer."""
+    """Return the fastest uniform choice that is no slower than the plan; None if all are slower."""
     most = methods[QSYNC]["step_s"] * _WITHIN
     able = [name for name in UNIFORM if name in methods and methods[name]["step_s"] <= most]
     return min(able, key=lambda name: float(methods[name]["step_s"]), default=None)
@@ -58,9 +58,9 @@ def losses(task: Mapping[str, Any], method: str) -> list[float]:
 
 
 def bars(tasks: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
-    """Return the promises: the plan no worse than FP32, and no plan worse than the fastest uniform choice.
+    """Return the bars: the plan is no worse than FP32, and than the fastest uniform choice.
 
-    Tasks with fewer than 5 seeds say nothing yet.
+    Tasks with fewer than 5 seeds are left open.
     """
     found = [
         (name, task) for name, task in tasks.items()
@@ -85,7 +85,7 @@ def bars(tasks: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
 
 
 def note(bars: Sequence[Bar], tasks: Mapping[str, Mapping[str, Any]]) -> str:
-    """Say below the table what the tasks are, and which of them the promises count."""
+    """Describe the tasks below the table, and the tasks that bars count."""
     about = [
         f"{name}: {task['description']}; {task['steps']} steps, {len(losses(task, DDP))} seeds."
         for name, task in tasks.items()
@@ -101,7 +101,7 @@ def difference_of(task: Mapping[str, Any], one: str, other: str) -> Difference:
 
 
 def table(tasks: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return each method's step, loss, and difference from FP32, by task."""
+    """Return a table of methods by task: step, loss, and difference from FP32."""
     headings = ("", "", "step / FP32's (simulated)", "added variance", "loss", "above FP32's", "accuracy")
     rows = [[name, NAMES[method], *_cells(of, method)] for name, of in tasks.items() for method in METHODS]
     return table_of("Final held-out losses", headings, rows, left=2)
@@ -120,6 +120,6 @@ def _cells(task: Mapping[str, Any], method: str) -> list[str]:
 
 
 def _percent(found: Difference, fp32: float) -> str:
-    """Say how far a loss is above that of FP32."""
+    """Format a loss's relative excess over FP32's."""
     half = "(one seed)" if math.isinf(found.half) else f"± {found.half / fp32:.2%}"
     return f"{found.mean / fp32:+.2%} {half}"

@@ -1,4 +1,4 @@
-"""What is trained to convergence: real data that Python and scikit-learn bring along, and functions."""
+"""Tasks trained to convergence: real data from Python and scikit-learn, and known functions."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from qsync.experiments.workloads.vgg import Vgg
 from qsync.experiments.workloads.vit import Vit
 from qsync.experiments.workloads.workload import Workload, digits_workload, text_workload
 
-_ROWS, _CONTEXT = 8, 96  # of text
+_ROWS, _CONTEXT = 8, 96  # sequences and tokens per batch of text
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A workload with the steps that it takes."""
+    """A workload and its number of training steps."""
 
     make: Callable[[], Workload]
     steps: int
 
     def workload(self) -> Workload:
-        """Return the workload that is measured."""
+        """Return the task's workload."""
         return _made(self.make)
 
 
 @cache
 def _made(make: Callable[[], Workload]) -> Workload:
-    """Return a workload, whose data is read once a process."""
+    """Return a workload, whose data is read once per process."""
     return make()
 
 
@@ -55,7 +55,7 @@ def _gpt() -> Workload:
     return text_workload("gpt", make, _ROWS, _CONTEXT, about)
 
 
-# Small nets with BatchNorm are where uniform INT8 is expected to hurt.
+# Small nets with BatchNorm are where uniform INT8 is expected to lose accuracy.
 TASKS: Mapping[str, Task] = {
     "gpt": Task(_gpt, 800),
     "resnet": Task(_digits("resnet", partial(ResNet, channels=(16, 32, 64)), 32), 600),

@@ -1,8 +1,8 @@
-"""Train both ranks' parts of every step in one process, as their job computes them.
+"""Train both ranks of a job in one process, with equal results.
 
-Gradients are weighted by samples, as DDP's mean is of equal batches. Buffers (running statistics) are those
-of the first rank, which DDP broadcasts. The learning rate warms up and
-follows a cosine to zero, so that a run ends converged. Losses are evaluated in FP32.
+Gradients are weighted by samples, like a mean over the global batch. Buffers (running statistics) are the
+first rank's, as DDP broadcasts them. The learning rate warms up and follows a cosine to zero, so that a run
+ends converged. Losses are evaluated in FP32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HELDOUT_BATCHES, _WARM_UP = 24, 0.05
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A task, how its ranks train it (a `Method` as JSON), a seed, and the steps."""
+    """A training run: a task, a method (a `Method` as JSON), a seed, and the number of steps."""
 
     task: str
     method: Mapping[str, Any]
@@ -38,9 +38,9 @@ class TrainingRun:
 
 
 def trained(run: TrainingRun) -> dict[str, Any]:
-    """Train both ranks in this process; return the held-out loss and accuracy."""
+    """Run the training in this process; return held-out loss and accuracy."""
     torch.set_num_threads(1)
-    torch._dynamo.reset()  # another number of samples would make sizes symbols
+    torch._dynamo.reset()  # another number of samples would make sizes symbolic
     keep_freed_memory()
     workload = task_named(run.task).workload()
     ranks = BothRanks(workload.make_model(run.seed), run.method)
@@ -59,7 +59,7 @@ def trained(run: TrainingRun) -> dict[str, Any]:
 
 
 class BothRanks:
-    """Both ranks in one process: copies that share parameters, each under its own precisions."""
+    """Two model copies that share parameters, each under its rank's precisions."""
 
     def __init__(self, model: nn.Module, method: Mapping[str, Any]) -> None:
         self.model, self._samples = model, list(method["samples"].values())
@@ -73,7 +73,7 @@ class BothRanks:
             self._ranks.append(rank)
 
     def step(self, workload: Workload, seed: int, step: int) -> None:
-        """Add up both ranks' gradients of a step, whose samples are the same for every method."""
+        """Accumulate both ranks' gradients of a step; every method sees the same samples."""
         both = [workload.batch(seed, step, rank) for rank in range(len(self._samples))]
         parts = [torch.cat(part).split(self._samples) for part in zip(*both, strict=True)]  # type: ignore[no-untyped-call]
         for rank, (called, batch) in enumerate(zip(self._ranks, zip(*parts, strict=True), strict=True)):
@@ -89,7 +89,7 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _accuracy(model: nn.Module, workload: Workload) -> float | None:
-    """Return the share of held-out targets that are found; None where there are no classes."""
+    """Return the share of correct held-out predictions; None without classes."""
     model.eval()
     found = total = 0
     with torch.no_grad():
@@ -104,7 +104,7 @@ def _accuracy(model: nn.Module, workload: Workload) -> float | None:
 
 @contextmanager
 def _random_of(key: tuple[int, ...]) -> Iterator[None]:
-    """Draw random numbers of this key inside, whatever was drawn before."""
+    """Seed the random numbers inside the context by a key, whatever was drawn before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash(key) % 2**63)
         yield

@@ -1,4 +1,4 @@
-"""Plans against those of other methods that choose precisions.
+"""Compare plans with those of other methods that choose precisions.
 
 `compare_methods`  the experiment
 `bases`            measured models on clusters

@@ -1,8 +1,8 @@
-"""Measured models, and the clusters they are planned on in compare_methods.py.
+"""Measure models, and build the clusters of compare_methods.py.
 
 Profiles are measured on this machine. `half` is the same machine with every time twice as long: emulated.
-Classes named after a GPU are SIMULATED from its data sheet, at the shares of peak that this machine reaches,
-and get batches GPU_BATCH times as large: with the small ones such a device would only wait for launches.
+Classes named after a GPU are SIMULATED from its data sheet, at this machine's fraction of peak, and get
+batches GPU_BATCH times as large: with small batches launches would dominate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qsync.predictor.cost_model.model import CostModel
 from qsync.records.datasheets import datasheet
 from qsync.records.plan_folder import Basis
 
-# Clusters of data sheets, one rank of each class.
+# Clusters of data-sheet GPUs, one rank per class.
 SIMULATED = (("A100", "T4"), ("H100", "L4"), ("V100", "T4", "L4", "A100"))
 GPU_BATCH = 16
 MEASURED = "measured profile, emulated share"
@@ -32,7 +32,7 @@ MEASURED = "measured profile, emulated share"
 
 @dataclass(frozen=True, slots=True)
 class ModelOnCluster:
-    """A model on a cluster. `kind` says what of it is measured."""
+    """A model on a cluster. `kind` tells what is measured and what is simulated."""
 
     model: str
     cluster_name: str
@@ -48,15 +48,15 @@ def measure(
     rounds: int | None = None,
     seed: int = 0,
 ) -> None:
-    """Profile one of the experiments' models here; write graph, profile and sensitivity to a folder.
+    """Profile a model of the experiments; write graph, profile and sensitivity to a folder.
 
-    Beside it the graph at the larger batch, `graph-large.json`. The sensitivity is that of two batches.
+    It also writes the graph at the larger batch, `graph-large.json`. The sensitivity uses two batches.
     """
     chosen = subject(name)
     model, batch = chosen.make_model(seed), chosen.batch(seed, 0, 0)
     graph = api.trace_step(model, batch, chosen.loss)
     large = [value[:1].expand(GPU_BATCH * len(value), *value.shape[1:]).contiguous() for value in batch]
-    torch._dynamo.reset()  # otherwise the second shape makes sizes symbols
+    torch._dynamo.reset()  # otherwise a second shape makes sizes symbolic
     api.trace_step(model, (large[0], large[1]), chosen.loss).save(folder / "graph-large.json")
     torch._dynamo.reset()
     own = replace(detect_class(torch.device("cpu")), name=HERE)
@@ -72,7 +72,7 @@ def measure(
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """What `measure` wrote to a folder; `large` is the graph at the larger batch."""
+    """The results of `measure`; `large` is the graph at the larger batch."""
 
     graph: OpGraph
     large: OpGraph
@@ -95,12 +95,12 @@ class MeasuredModel:
         return learned_from(self.graph, self.profile)
 
     def beside_share(self, share: float = SHARE, count: int = 1) -> Basis:
-        """Return the basis for so many of this machine beside as many of a share of it. Emulated."""
+        """Return the basis of equally many ranks of this machine and of a share of it. Emulated."""
         cluster, profiles = here_and_half(self.profile, share, count)
         return Basis(self.graph, cluster, profiles, self.sensitivity)
 
     def on_cards(self, names: Sequence[str]) -> Basis:
-        """Return the basis for GPUs, one of each, at the larger batch. Simulated from their data sheets."""
+        """Return the basis of one GPU of each kind at the larger batch. Simulated from data sheets."""
         cards = {name: card(name) for name in names}
         profiles = {
             c.name: simulate(self._large_profile, self.large, datasheet(name), c.name, self._costs)
@@ -110,7 +110,7 @@ class MeasuredModel:
 
 
 def problems(name: str, folder: Path) -> list[ModelOnCluster]:
-    """Return the clusters that a measured model is planned on."""
+    """Return the clusters on which a measured model is planned."""
     measured = MeasuredModel.load(folder)
     here = ModelOnCluster(name, "this machine + half of it", MEASURED, measured.beside_share())
     simulated = [
@@ -121,7 +121,7 @@ def problems(name: str, folder: Path) -> list[ModelOnCluster]:
 
 
 def card(sheet: str, count: int = 1, memory_bytes: int | None = None) -> DeviceClass:
-    """Return the class of a GPU that is not here, without `int8_all`, as it is by default."""
+    """Return a data-sheet GPU's class with the default precisions, without `int8_all`."""
     found = datasheet(sheet)
     precisions = tuple(p for p in found.precisions if p is not Precision.INT8_ALL)
     memory = memory_bytes or found.memory_bytes

@@ -4,16 +4,15 @@
 
 GPT, BERT, ViT, ResNet and VGG are profiled on this machine (measured) and planned for this machine beside
 half of it (emulated), and, at larger batches, for clusters of T4, V100, L4, A100 and H100 that are SIMULATED
-from their data sheets. At several targets between the least step and FP32's every method is given the same
-target, its plan is replayed, and the variance it adds is compared with that of qsync's plan. Steps and
-variances are predictions (simulated).
+from their data sheets. At several targets between the least step and FP32's step, each method's plan is
+replayed, and its added variance is compared with qsync's. Steps and variances are predictions (simulated).
 
     qsync                     `allocate`, with gap, bound and seconds
     QSync's two stages        the fastest start, then recovery, without the exact solver
     uniform                   one precision on all adjustable operators of the weak classes
     casts left out            the exact solver on profiles in which casts are free, replayed with their times
 
-Profiles are pieces of their own: without the others, a folder's profiles are compared anew.
+Profiles are separate pieces: delete the other pieces to compare a folder's profiles again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from qsync.experiments.workloads.subjects import NAMES
 
 _PAGE = Page(Path("docs/results/allocation.md"), marker="methods")
 _SEED = 0
-# Targets: parts of the way from the least step to that in FP32.
+# Targets: fractions of the way from the least step to FP32's step.
 PARTS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -43,7 +42,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Profile, compare, print tables, write figures."""
+    """Profile, compare, print tables, and write figures."""
     torch.set_num_threads(1)
     experiment = Experiment("allocation", out, seed=_SEED, fresh=fresh)
     rows = []
@@ -71,7 +70,7 @@ def main(
 
 
 def judge(one: ModelOnCluster, parts: tuple[float, ...] = PARTS) -> list[dict[str, Any]]:
-    """Return rows of every method at every target of one model on one cluster."""
+    """Return rows of every method at every target, for one model on one cluster."""
     about = {"model": one.model, "cluster": one.cluster_name, "kind": one.kind}
     return [
         {**about, "part": part, "target_s": target_s, **row}

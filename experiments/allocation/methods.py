@@ -1,4 +1,4 @@
-"""Every method to choose precisions that compare_methods.py compares, at one target for the step."""
+"""Every method of compare_methods.py to choose precisions for one target step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from qsync.records.precision import PRECISION_ORDER
 
 MILP, TWO_STAGES = "qsync", "QSync's two stages"
 NO_CASTS = "casts left out"
-RELATIVE = 1e-6  # as in check_plan: a step so little over the target is rounding
+RELATIVE = 1e-6  # as in check_plan: a smaller relative excess over the target is rounding
 
 Row = dict[str, Any]
 
 
 def targets(basis: Basis, parts: Sequence[float]) -> list[tuple[float, float]]:
-    """(part, seconds): from the least step to that in FP32, by part. Empty where lowering saves nothing."""
+    """Return (fraction, seconds) of targets from the least to FP32's step; empty without a gain."""
     least = allocate(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, slack=0.0).target_s
     most = uniform(basis.graph, basis.profiles, basis.cluster, {}).step_s
     assert least is not None and most is not None
@@ -35,9 +35,9 @@ def targets(basis: Basis, parts: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def compare(basis: Basis, target_s: float) -> list[Row]:
-    """Return a row for every method: added variance, step, whether that is within `target_s`, seconds.
+    """Return a row per method: added variance, step, whether the step meets `target_s`, CPU seconds.
 
-    Seconds are the processor's: others on the machine change them little.
+    CPU seconds depend little on other processes.
     """
     weak = weak_classes(basis)
     begun = time.process_time()
@@ -48,7 +48,7 @@ def compare(basis: Basis, target_s: float) -> list[Row]:
 
 
 def weak_classes(basis: Basis) -> list[str]:
-    """Return the classes that may be lowered: all but the one whose FP32 step takes least."""
+    """Return the classes that may be lowered: all but the fastest in FP32."""
     full = uniform(basis.graph, basis.profiles, basis.cluster, {})
     compute = {name: entry.predicted.compute_s for name, entry in full.classes.items() if entry.predicted}
     strongest = min(compute, key=lambda name: compute[name])
@@ -56,7 +56,7 @@ def weak_classes(basis: Basis) -> list[str]:
 
 
 def two_stages(basis: Basis, target_s: float, **given: Any) -> Plan:
-    """Plan by QSync's two stages alone: the fastest start, then recovery. `given` are `Options`."""
+    """Plan by QSync's two stages only: fastest start, then recovery. `given` are `Options`."""
     at, options = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster), Options(**given)
     state, weak = State(make_problem(*at, options)), weak_classes(basis)
     for name in weak:
@@ -68,7 +68,7 @@ def two_stages(basis: Basis, target_s: float, **given: Any) -> Plan:
 
 
 def solved(basis: Basis, target_s: float) -> Row:
-    """Return the row of qsync's own plan, with its gap, its bound, and what a check finds wrong."""
+    """Return the row of qsync's plan, with gap, bound, and violations found by a check."""
     at, begun = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster), time.process_time()
     plan = allocate(*at, target_s=target_s)
     row = _row(basis, target_s, MILP, plan, begun)
@@ -77,7 +77,7 @@ def solved(basis: Basis, target_s: float) -> Row:
 
 
 def uniforms(basis: Basis, target_s: float, weak: Sequence[str]) -> list[Row]:
-    """Give every weak class each precision that some of them has; one that lacks it has the next one up."""
+    """Plan each uniform precision for the weak classes; a class without it uses the next higher."""
     some = {p for name in weak for p in basis.cluster[name].precisions if p is not Precision.FP32}
     rows = []
     for precision in [Precision.FP32, *sorted(some, key=lambda p: -PRECISION_ORDER[p])]:
@@ -89,7 +89,7 @@ def uniforms(basis: Basis, target_s: float, weak: Sequence[str]) -> list[Row]:
 
 
 def casts_left_out(basis: Basis, target_s: float) -> Row:
-    """Plan by the exact solver as if casts were free, and replay that plan with what they take."""
+    """Plan by the exact solver as if casts were free, and replay the plan with their real times."""
     begun = time.process_time()
     free = {name: without_casts(profile) for name, profile in basis.profiles.items()}
     found = allocate(basis.graph, free, basis.sensitivity, basis.cluster, target_s=target_s)
@@ -101,7 +101,7 @@ def casts_left_out(basis: Basis, target_s: float) -> Row:
 
 
 def _row(basis: Basis, target_s: float, method: str, plan: Plan, begun: float) -> Row:
-    """Return what a plan adds and takes; `begun` is when its method began."""
+    """Return a plan's added variance and times; `begun` is the method's start time."""
     seconds, fits = time.process_time() - begun, True
     for name, entry in plan.classes.items():
         predicted = entry.predicted
@@ -115,6 +115,6 @@ def _row(basis: Basis, target_s: float, method: str, plan: Plan, begun: float) -
 
 
 def next_up(cluster: Cluster, name: str, precision: Precision) -> Precision:
-    """Return this precision, or the next one up that the class has."""
+    """Return this precision, or the next higher one that the class supports."""
     able: Mapping[Precision, int] = {p: PRECISION_ORDER[p] for p in cluster[name].precisions}
     return min((p for p in able if able[p] >= PRECISION_ORDER[precision]), key=lambda p: able[p])

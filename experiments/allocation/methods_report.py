@@ -1,4 +1,4 @@
-"""The tables of compare_methods.py: each method's variance against the exact solver's."""
+"""Tables of compare_methods.py: each method's variance relative to the exact solver's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from qsync.experiments.harness import bar, grouped, table_of
 Rows = Sequence[Mapping[str, Any]]
 
 BEST_UNIFORM = "best uniform"
-# Differences below this part are rounding, or within the exact solver's own gap of a thousandth.
+# Smaller relative differences are rounding, or within the exact solver's own gap of a thousandth.
 RELATIVE = 1e-3
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Return each method's factor on qsync's variance and targets met, by kind of cluster and model.
+    """Return each method's variance relative to qsync's, and its met targets, by cluster and model.
 
-    A factor is a geometric mean over the targets that the method met and at which something must be lowered.
+    A factor is a geometric mean over the targets that the method met and that require lowering.
     """
     kinds: dict[str, dict[str, Any]] = {}
     for (kind, model), own in grouped(rows, "kind", "model").items():
@@ -51,13 +51,13 @@ def _of(rows: Rows) -> dict[str, Any]:
 
 
 def _problems(rows: Rows) -> dict[tuple[str, str, float], dict[str, Mapping[str, Any]]]:
-    """Return rows by method, for each model, cluster and target."""
+    """Group rows by model, cluster and target, then by method."""
     problems = grouped(rows, "model", "cluster", "part")
     return {at: {row["method"]: row for row in own} for at, own in problems.items()}
 
 
 def _verdicts(rows: Rows) -> dict[str, Any]:
-    """Return the worst cases over all problems, and every problem in which another method adds less."""
+    """Return the worst cases of all problems, and every problem in which another method adds less."""
     problems = _problems(rows)
     beaten = []
     for key, at in problems.items():
@@ -78,7 +78,7 @@ def _verdicts(rows: Rows) -> dict[str, Any]:
 
 
 def cell(entry: Mapping[str, Any] | None) -> str:
-    """Return the factor, and how many of the targets were met if not all."""
+    """Format a factor, with the number of met targets if not all."""
     if entry is None:
         return "-"
     if not entry["met"]:

@@ -1,4 +1,4 @@
-"""How each client becomes qsync's: the lines that change, and nothing else."""
+"""Conversions of each client to qsync: the changed lines and nothing else."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from typing import Any
 
 from qsync.errors import QSyncError
 
-MOST_LINES = 5  # that a conversion may change
-_OPTIONS = "OPTIONS"  # stands for the arguments of qsync.hybrid by name
+MOST_LINES = 5  # limit of changed lines per conversion
+_OPTIONS = "OPTIONS"  # placeholder for the keyword arguments of qsync.hybrid
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A training script, the lines that qsync changes in it, and where its checkpoint lies."""
+    """A training script, its changed lines, and the path of its checkpoint."""
 
     name: str
     checkpoint: str
-    changes: tuple[tuple[str, str], ...]  # a text that the script has once, and what takes its place
+    changes: tuple[tuple[str, str], ...]  # a text that occurs once in the script, and its replacement
 
     def plain(self) -> str:
-        """Return the text of the script without qsync."""
+        """Return the script without qsync."""
         return Path(__file__).with_name(f"{self.name}.py").read_text(encoding="utf-8")
 
     def converted(self, options: Mapping[str, Any] | None = None) -> str:
-        """Return the text of the script with qsync. Raises QSyncError for a change that does not apply."""
+        """Return the script with qsync. Raises QSyncError for a change that does not apply."""
         text = self.plain()
         for before, after in self.changes:
             if text.count(before) != 1:
-                raise QSyncError(f"{self.name}.py has {before!r} {text.count(before)} times; mend its change")
+                raise QSyncError(
+                    f"{self.name}.py contains {before!r} {text.count(before)} times instead of "
+                    "once; correct its change in CLIENTS"
+                )
             text = text.replace(before, after)
         return text.replace(_OPTIONS, repr(dict(options or {})))
 
     def lines_changed(self) -> int:
-        """Return how many lines differ: those that are replaced, added or gone."""
+        """Return the number of lines replaced, added or removed."""
         texts = self.plain().splitlines(), self.converted().splitlines()
         blocks = difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes()
         return sum(max(a1 - a0, b1 - b0) for tag, a0, a1, b0, b1 in blocks if tag != "equal")
@@ -55,11 +58,10 @@ CLIENTS = {
             (
                 _IMPORT,
                 ("    model = DistributedDataParallel(make_model())\n    criterion = nn.CrossEntropyLoss()\n",
-                 "    criterion = nn.CrossEntropyLoss()\n"
-                 "    batch = torch.utils.data.default_collate("
-                 "[train_set[i] for i in range(args.batch_size)])\n"
-                 "    model = qsync.hybrid(\n"
-                 "        make_model(), batch, lambda m, xy: criterion(m(xy[0]), xy[1]), **OPTIONS)\n"),
+                 "    criterion = nn.CrossEntropyLoss()\n    batch = "
+                 "torch.utils.data.default_collate([train_set[i] for i in range(args.batch_size)])\n    "
+                 "model = qsync.hybrid(\n        make_model(), batch, lambda m, xy: criterion(m(xy[0]), "
+                 "xy[1]), **OPTIONS)\n"),
             ),
         ),
         Client(
@@ -67,9 +69,8 @@ CLIENTS = {
             (
                 _IMPORT,
                 ("DDP(model)",
-                 "qsync.hybrid(\n"
-                 "        model, (*get_batch(0), hidden), lambda m, b: criterion(m(b[0], b[2])[0], b[1]),\n"
-                 "        **OPTIONS)"),
+                 "qsync.hybrid(\n        model, (*get_batch(0), hidden), lambda m, b: criterion(m(b[0], "
+                 "b[2])[0], b[1]),\n        **OPTIONS)"),
             ),
         ),
         Client(

@@ -1,4 +1,4 @@
-"""Fine-tune a small BERT with Hugging Face's Trainer: from which file of the library is a line?"""
+"""Fine-tune a small BERT with Hugging Face's Trainer, to classify lines of source by their file."""
 
 import argparse
 import sysconfig

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, default=Path("out"))
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
+parser.add_argument("--resume", type=Path, help="a checkpoint to resume from")
 parser.add_argument("-b", "--batch-size", type=int, default=16)
 parser.add_argument("-j", "--workers", type=int, default=1)
 parser.add_argument("--lr", type=float, default=0.05)

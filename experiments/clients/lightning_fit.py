@@ -78,7 +78,8 @@ def make_model() -> nn.Module:
 
 def main() -> None:
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch renames what Lightning asks for
+    # Torch renames an argument that Lightning uses
+    warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
     pl.seed_everything(42, verbose=False)
     dataset = Text()
     train, val = (torch.utils.data.Subset(dataset, part) for part in (range(1500), range(1500, 1532)))

@@ -1,4 +1,4 @@
-"""Train an LSTM language model whose state is handed on, detached, from batch to batch; steps by hand."""
+"""Train an LSTM language model with detached state carried between batches, and manual updates."""
 
 import argparse
 import sysconfig

@@ -130,7 +130,7 @@ def main() -> None:
             model.require_backward_grad_sync = micro_step == args.accumulation - 1
             _, loss = model(X, Y)
             loss = loss / args.accumulation
-            X, Y = get_batch()  # prefetched
+            X, Y = get_batch()  # prefetch
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,8 +1,8 @@
-"""One rank of a client's job: starts the script, and notes when each line comes.
+"""Start one rank of a client's job, and record the time of each line that it prints.
 
 torchrun ... --no-python python -m qsync.experiments.clients.observed_rank FOLDER SCRIPT ARGUMENTS
 
-It imports nothing that takes time: it starts with every rank.
+It imports only fast modules, since it starts with every rank.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def _end_with_observer() -> None:
-    """Let the system kill the script when its observer is gone; the harness's own imports torch."""
+    """Make the system kill the script when its observer dies; the harness's version imports torch."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def main() -> None:
-    """Run the script, and write what was observed; end as it ended."""
+    """Run the script, write the observations, and exit with its code."""
     folder, script, *arguments = sys.argv[1:]
     command = [sys.executable, "-u", script, *arguments]
     begun = time.monotonic()

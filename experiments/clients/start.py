@@ -1,4 +1,4 @@
-"""Start a client on two ranks under torchrun, plain or converted, and return what each rank did."""
+"""Run a client on two ranks under torchrun, plain or converted; return each rank's output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class ObservedRank:
-    """What one rank printed and when, in seconds from its start."""
+    """One rank's printed lines with their times, in seconds from its start."""
 
     lines: tuple[tuple[float, str], ...]
 
@@ -30,7 +30,7 @@ class ObservedRank:
         return [line for line in self.lines if line[1].startswith("step ")]
 
     def losses(self) -> list[str]:
-        """Return what each step printed: losses in as many digits as they have."""
+        """Return the printed losses by step, as texts with all their digits."""
         return [text for _, text in self._steps()]
 
     def first_step_s(self) -> float:
@@ -38,7 +38,7 @@ class ObservedRank:
         return self._steps()[0][0]
 
     def step_s(self) -> float:
-        """Return the median of the later steps."""
+        """Return the median seconds of the later steps."""
         times = [at for at, _ in self._steps()]
         return median(after - before for before, after in pairwise(times[1:]))
 
@@ -54,7 +54,7 @@ def run_client(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 900.0,
 ) -> list[ObservedRank]:
-    """Run the script in a folder of its own until it ends by itself; return what each rank did.
+    """Run a client in its own folder until it ends; return each rank's observations.
 
     The script, its output and its checkpoint stay in the folder. Raises QSyncError for a job that fails or
     does not end.

@@ -1,7 +1,7 @@
-"""Faults planted in a real job of two ranks: does qsync name them, and is it silent over a clean job?
+"""Plant faults in a real job of two ranks, and check qsync's diagnoses and false alarms.
 
-`job`       what is trained, and what a fault may change of it
-`faults`    what is planted, and what must be named
+`job`       the trained job, and the parts that a fault may change
+`faults`    the faults, and their expected diagnoses
 `training`  one rank of the job
-`runs`      start the ranks under torchrun, and read what qsync said
+`runs`      start the ranks under torchrun, and read qsync's output
 """

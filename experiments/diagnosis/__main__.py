@@ -1,9 +1,9 @@
-"""Why slow, on real jobs: faults that are planted and what qsync names, and the alarms of a clean job.
+"""Plant faults in real jobs and judge qsync's diagnoses; count false alarms of a clean job.
 
     python -m qsync.experiments.diagnosis --out FOLDER --clean-minutes 30
 
-Every fault is a job of its own and a piece. Clean minutes add up over pieces, so an interrupted run
-continues. `--publish` writes the table into `docs/results/diagnosis.md`.
+Every fault is a separate job and piece. Clean minutes add up over pieces, so an interrupted run continues.
+`--publish` writes the table into `docs/results/diagnosis.md`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Plant faults in a job of two ranks, and judge what qsync says; an interrupted run continues."""
+    """Plant faults in a job of two ranks, and judge qsync's diagnoses; an interrupted run continues."""
     for name in only or ():
         if name not in FAULTS:
             raise QSyncError(f"there is no fault {name!r}; choose from {', '.join(FAULTS)}")
@@ -73,7 +73,7 @@ def main(
 
 
 def _clean(experiment: Experiment, work: Path, minutes: float, tiny: bool) -> list[dict[str, Any]]:
-    """Return the pieces of a clean job that make up these minutes; those in the folder count."""
+    """Return pieces of a clean job for these minutes in total, counting those in the folder."""
     found: list[dict[str, Any]] = []
     while (left := minutes - sum(one["seconds"] for one in found) / 60.0) > 0.0:
         seconds = 60.0 * min(left, _PIECE_MINUTES)

@@ -1,4 +1,4 @@
-"""Faults that are planted in a running job, and what must be named: a rank and a phase, or a sentence."""
+"""Faults to plant in a running job, each with its expected diagnosis: rank and phase, or a sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qsync.experiments.diagnosis.job import Training
 from qsync.records.precision import Precision
 from qsync.runtime.wrapping import plan_of, swap_plan
 
-LONG_S = 60.0  # not for ever: the job ends even if nobody ends it
+LONG_S = 60.0  # not forever: the job ends even if nobody ends it
 
 
 def prepare_nothing(job: Training) -> None:
@@ -31,7 +31,7 @@ def prepare_nothing(job: Training) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank, or of all where `rank` is None.
+    """A fault of one rank, or of all if `rank` is None.
 
     The monitor must blame that rank and one of `phases`; or another rank must print a sentence that names
     that rank and matches `sentence`.
@@ -46,7 +46,7 @@ class Fault:
 
     @property
     def expected(self) -> str:
-        """Return what must be named, in words."""
+        """Describe the expected diagnosis."""
         rank = "any rank" if self.rank is None else f"rank {self.rank}"
         return f"{rank}: {self.sentence or ' or '.join(self.phases)}"
 
@@ -85,7 +85,7 @@ def _slow_optimizer(job: Training) -> None:
 
 
 def _burn(job: Training) -> None:
-    """Share this rank's core with another process, which ends with this one."""
+    """Load this rank's core with another process that ends with this one."""
     code = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
     job.held.append(subprocess.Popen([sys.executable, "-I", "-S", "-c", code]))
 
@@ -102,7 +102,7 @@ def _share_core(job: Training) -> None:
 
 
 def _hook_link(job: Training) -> None:
-    """Let every all-reduce pass a hook, which a fault may delay."""
+    """Make every all-reduce call a hook that a fault may delay."""
 
     def late(found: torch.futures.Future[Any]) -> torch.Tensor:
         if job.held:

@@ -1,4 +1,4 @@
-"""The job that a fault is planted in, and what a fault may change of it."""
+"""The training job for planted faults, and the parts that a fault may change."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 @dataclass
 class Training:
-    """What a fault may change: `between` runs after every optimizer step, `rows.before` before a batch."""
+    """A job's changeable state: `between` runs after every optimizer step, `rows.before` before a batch."""
 
     rank: int
     rows: Rows
-    model: torch.nn.Module  # DDP
+    model: torch.nn.Module  # the model in DDP
     optimizer: torch.optim.Optimizer
     between: Callable[[], object] = nothing
-    step_s: float = 0.0  # predicted
+    step_s: float = 0.0  # predicted seconds
     first_core: int = 0
-    held: list[Any] = field(default_factory=list)  # what a fault keeps alive
+    held: list[Any] = field(default_factory=list)  # objects that a fault keeps alive
 
     @property
     def trained(self) -> torch.nn.Module:
-        """The model inside DDP."""
+        """Return the model inside DDP."""
         return wrapped_module(self.model)
 
     def step(self, batch: torch.Tensor) -> None:
-        """Take one step."""
+        """Run one training step."""
         self.optimizer.zero_grad()
         loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""The job under torchrun, an agent a rank as on two hosts, and what qsync said of it."""
+"""Run the job under torchrun, one agent per rank as on two hosts; collect qsync's output."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from qsync.records.json_files import read_json
 from qsync.replayer.explanation.phases import TOLERANCE
 
 _NUM_RANKS = 2
-_TIMEOUT_S = 3.0  # after which a rank that is silent or does not move is named
+_TIMEOUT_S = 3.0  # seconds after which a silent or stuck rank is reported
 _LIMIT_S = 240.0
 
 
 def run(folder: Path, fault: str = "", *, seconds: float = 0.0, tiny: bool = False) -> Any:
-    """Run the job once, with a fault or clean; return what rank 0 wrote and what the ranks printed.
+    """Run the job once, with or without a fault; return rank 0's result and the ranks' output.
 
-    A job with a fault is ended once qsync says anything of it.
+    A faulty job is ended once qsync reports anything.
     """
     planted = FAULTS.get(fault)
     work = folder / (fault or "clean")
@@ -56,7 +56,7 @@ def run(folder: Path, fault: str = "", *, seconds: float = 0.0, tiny: bool = Fal
     try:
         while any(agent.poll() is None for agent in agents):
             if time.monotonic() > limit_s:
-                raise QSyncError(f"the job with {fault or 'no fault'} did not end; look into {work}")
+                raise QSyncError(f"the job with {fault or 'no fault'} did not end; see the logs in {work}")
             if planted is not None and _spoke(planted, work):
                 break
             time.sleep(0.1)
@@ -75,7 +75,7 @@ def _spoke(planted: Fault, work: Path) -> bool:
 
 
 def _end(agents: list[subprocess.Popen[bytes]], work: Path) -> None:
-    """End what still runs: ranks before their agents, which would wait for those that are stopped."""
+    """End running processes: ranks before their agents, which would wait for stopped ranks."""
     for rank, agent in enumerate(agents):
         if agent.poll() is None:
             with contextlib.suppress(OSError, ValueError):
@@ -92,7 +92,7 @@ def _printed(work: Path) -> list[str]:
 
 
 def said(fault: Fault, printed: list[str]) -> str:
-    """Return the sentence in which a rank other than the faulty one names it; empty if there is none."""
+    """Return the sentence in which another rank names the faulty one; empty without one."""
     pattern = re.compile(rf"^(?=.*rank {fault.rank} \().*(?:{fault.sentence}).*$", re.MULTILINE)
     found = [
         match.group()
@@ -108,7 +108,7 @@ def judged(folder: Path, fault: str, *, tiny: bool = False) -> dict[str, Any]:
 
 
 def verdict(fault: Fault, found: dict[str, Any]) -> dict[str, Any]:
-    """Return what qsync said of a planted fault, whether that names it, and alarms before it began."""
+    """Return qsync's diagnosis of a fault, whether it is right, and earlier false alarms."""
     if fault.sentence:
         sentence = said(fault, found["printed"])
         return {"sentence": sentence, "named": bool(sentence), "early": []}
@@ -119,13 +119,13 @@ def verdict(fault: Fault, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def alarms(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the comparisons that found something though other processes took next to nothing."""
+    """Return the comparisons that found a drift although other processes were nearly idle."""
     return [one for one in comparisons if one["drift"] and one["others"] < TOLERANCE]
 
 
 def clean(folder: Path, seconds: float, *, tiny: bool = False) -> dict[str, Any]:
-    """Run the job without a fault for so long; return what the monitor found."""
+    """Run the job without a fault for some time; return the monitor's findings."""
     found = run(folder, seconds=seconds, tiny=tiny)
     if "comparisons" not in found:
-        raise QSyncError(f"the clean job stopped; look into {folder / 'clean'}")
+        raise QSyncError(f"the clean job stopped; see the logs in {folder / 'clean'}")
     return {"seconds": found["seconds"], "comparisons": found["comparisons"]}

@@ -1,4 +1,4 @@
-"""One rank of the job that a fault is planted in: `python -m qsync.experiments.diagnosis.training CONFIG`."""
+"""Run one rank of a faulty job: `python -m qsync.experiments.diagnosis.training CONFIG`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.json_files import write_json
 
 CLASSES = ("train", "infer")
-# The first step is not timed, nor the one after those of a comparison.
+# The first step is not timed, nor the step after a comparison.
 _STEPS_BETWEEN = STEPS_PER_COMPARISON + 1
-_EARLY = 5  # the step after which a fault begins that stops the job
+_EARLY = 5  # step after which a fault that stops the job begins
 
 
 class Comparisons:
-    """What the monitor found at each comparison, and how many cores other processes took before it.
+    """The monitor's findings at each comparison, and the cores used by other processes before it.
 
-    `slow_s` is for how long every comparison has found steps that are slower than predicted, `slowdown` how
-    many times slower the machine was than when it was profiled.
+    `slow_s` is the time for which every comparison found slow steps, `slowdown` the machine's slowdown since
+    profiling.
     """
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
@@ -47,7 +47,7 @@ class Comparisons:
         self._before = self._now()
 
     def add(self, monitor: Monitor) -> None:
-        """Note what was found now."""
+        """Record the current findings."""
         now, drift = self._now(), monitor.drift
         (busy_s, own_s, at_s), self._before = (b - a for a, b in zip(self._before, now, strict=True)), now
         drifted = drift and {"rank": drift.rank, "phase": drift.phase, "sentence": str(drift)}
@@ -72,7 +72,7 @@ def _ticks(fields: list[str]) -> list[float]:
 
 
 def main(config: dict[str, Any]) -> None:
-    """Train with a fault that begins after the first comparison; rank 0 writes what the monitor found."""
+    """Train with a fault that begins after the first comparison; rank 0 writes the findings."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     keep_freed_memory()
@@ -95,10 +95,10 @@ def main(config: dict[str, Any]) -> None:
     fault = FAULTS.get(config["fault"])
     if fault is not None:
         fault.prepare(job)
-    # Rank 0 compares in the first step after those that were timed; a fault begins after that.
+    # Rank 0 compares in the step after the timed ones; a fault begins later.
     begin = _EARLY if fault is not None and fault.sentence else _STEPS_BETWEEN + 1
     monitors[parallel].lasting_s = lasting_s = 0.0 if tiny else LASTING_S
-    # A slow stretch may begin within a comparison, and means are judged by two.
+    # A slow stretch may begin within a comparison, and means need two comparisons.
     num_faulty = 2 + math.ceil(lasting_s / step_s / _STEPS_BETWEEN)
     num_clean = max(1, int(config["seconds"] / step_s) // _STEPS_BETWEEN)
     num_comparisons = 1 + num_faulty if fault is not None else num_clean
@@ -113,7 +113,7 @@ def main(config: dict[str, Any]) -> None:
             })  # fmt: skip
         if step == begin and fault is not None and fault.rank in (None, rank):
             fault.begin(job)
-    dist.barrier()  # rank 0 reads the CPU time of all ranks until here
+    dist.barrier()  # rank 0 has read all ranks' CPU times by now
 
 
 if __name__ == "__main__":

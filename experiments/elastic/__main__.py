@@ -1,4 +1,4 @@
-"""An elastic job under random events: what must hold, what events cost, and what else they would cost.
+"""Run an elastic job under random events; check its logs and compare the costs with restarts.
 
     python -m qsync.experiments.elastic --out FOLDER
 
@@ -24,7 +24,7 @@ from qsync.experiments.harness.tables import grouped
 
 _PAGE = Page(Path("docs/results/elastic.md"), note="One thread a card.", marker="bars")
 _EVENTS, _FP64_EVENTS, _RESTARTS, _DRIFT_STEPS, _SEED = 100, 10, 6, 120, 0
-_STEPS, _ROUNDS = 150, 3  # without events, in turns with hybrid
+_STEPS, _ROUNDS = 150, 3  # steps and rounds without events, in turns with hybrid
 Job = dict[str, Any]
 
 
@@ -74,7 +74,7 @@ def main(
 
 
 def _run(folder: Path, num_events: int, seed: int, say: Any, **settings: Any) -> Job:
-    """Run the events, and return them with what the logs of the cards show."""
+    """Run the events; return them with the checks of the cards' logs."""
     with Cards(folder, **settings) as cards:
         happened = events.run(cards, num_events, seed, say)
     logs = {name: cards.lines(name) for name in events.NAMES}
@@ -99,7 +99,7 @@ def _said(logs: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _joins(lines: Sequence[Any]) -> list[float]:
-    """Return the seconds from a process's start (torch imported) to the end of its first step that counts."""
+    """Return seconds from a process's start (torch imported) to the end of its first counted step."""
     found, started = [], None
     for line in lines:
         if line.get("event") == "started":
@@ -107,7 +107,7 @@ def _joins(lines: Sequence[Any]) -> list[float]:
         elif started is not None and "digest" in line and not line["behind"]:
             found.append(line["at"] - started)
             started = None
-    return found[1:]  # the first waits for all cards, and for the first plan
+    return found[1:]  # the first waits for all cards and the first plan
 
 
 def _recoveries(happened: Sequence[Any], *kinds: str) -> list[float]:

@@ -1,7 +1,7 @@
-"""One card of an elastic job: `python -m qsync.experiments.elastic.card CONFIG`. It logs every step.
+"""Run one card of an elastic job and log every step: `python -m qsync.experiments.elastic.card CONFIG`.
 
-A line of the log: number of the step, history after it, group, whether the card only healed, its samples,
-digest of weights and optimizer state afterwards, loss, seconds, time, cards. Other lines are events.
+A log line has the step, the history after it, the group, whether the card only healed, its samples, the
+digest of weights and optimizer state, loss, seconds, time and cards. Other lines are events.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_SAMPLES, FEATURES, CLASSES = 1000, 64, 10
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    """Random rows; each comes with its index, so that a card knows what it trained on."""
+    """Random rows with their indices, so that a card knows its samples."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -42,7 +42,7 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 
 def model_of(width: int, dtype: torch.dtype, seed: int) -> nn.Module:
-    """Return the model; cards draw different weights, which the job makes equal."""
+    """Return the model; cards start with different weights, which the job makes equal."""
     torch.manual_seed(seed)
     hidden: list[nn.Module] = []
     for _ in range(3):
@@ -66,24 +66,24 @@ def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 class Slowed:
-    """Makes a card emulate a weaker one: before each pass it sleeps as long as its share of a core lacks.
+    """Slows a card by sleeping before each pass, so that it gets its share of a core.
 
-    Several cards share a core here, so that pausing one (as the harness does) would pause none of the others.
-    While the file `slower` is there, the card is so many times as slow as it says.
+    Cards share cores here, so the harness's pausing does not work. While the file `slower` exists, the card
+    is slower by the factor in it.
     """
 
     def __init__(self, share: float, slower: Path | None = None) -> None:
         self._share, self._slower, self._before_s = share, slower, time.process_time()
 
     def __call__(self, *_: Any) -> None:
-        """Sleep for what the CPU time since the last pass would have taken longer."""
+        """Sleep for the missing share of the CPU time since the last pass."""
         used_s, self._before_s = time.process_time() - self._before_s, time.process_time()
         slower = float(self._slower.read_text()) if self._slower and self._slower.exists() else 1.0
         time.sleep(min(used_s, 2.0) * (slower / self._share - 1))
 
 
 class Log:
-    """Lines of JSON, each written at once."""
+    """A log of JSON lines, each written at once."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -94,7 +94,7 @@ class Log:
 
 
 class _Told(logging.Handler):
-    """Writes what qsync logs into the card's log."""
+    """Logging handler that copies qsync's messages into the card's log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -138,7 +138,8 @@ def main(config: dict[str, Any]) -> None:
         if config["keep_gradients"] and step.number % config["keep_gradients"] == 0:
             _keep_gradients(Path(config["log"]).parent, step.number, model)
         optimizer.step()
-        optimizer.zero_grad()  # after the step, as some loops do: a dropped one must leave nothing to add to
+        # After the step, as in some loops: a dropped step must not leave gradients behind
+        optimizer.zero_grad()
         log.write(
             step=step.number, history=job.state_dict()["history"], group=job.group, behind=step.is_behind,
             samples=indices, digest=digest_of(model, optimizer), loss=float(loss.detach()),
@@ -150,7 +151,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 def _keep_gradients(folder: Path, step: int, model: nn.Module) -> None:
-    """Keep the weights of a step and its gradient, once."""
+    """Save a step's weights and gradient, once."""
     path = folder / f"gradient-{step}.pt"
     if not path.exists():
         kept = [(parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
@@ -160,7 +161,7 @@ def _keep_gradients(folder: Path, step: int, model: nn.Module) -> None:
 
 
 def gradient_errors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[int, float]]:
-    """Yield of every step that was kept how far its gradient is from that of one process, by its norm."""
+    """Yield the relative error of each saved step's gradient against a single process's."""
     from qsync.distributed.shares import SampleOrder
 
     dtype = getattr(torch, config["dtype"])

@@ -1,4 +1,4 @@
-"""What the simulation of churn says of the events that a real job went through."""
+"""Simulate the churn of a real job's events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qsync.replayer.churn import ChurnCosts, ChurnEvent, play
 
 
 def simulate(job: dict[str, Any]) -> dict[str, Any]:
-    """Play a real job's events with its own step times and costs; return both numbers of steps."""
+    """Simulate a real job's events with its own step times and costs; return both step counts."""
     begin, end = job["steps"][0][0], job["steps"][-1][0]
     costs = costs_of(job["events"])
     found: list[ChurnEvent] = []
@@ -44,7 +44,7 @@ def simulate(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def costs_of(happened: list[dict[str, Any]]) -> ChurnCosts:
-    """Return what the events of a job cost, as medians."""
+    """Return the median costs of a job's events."""
 
     def cost(default: float, *kinds: str) -> float:
         seconds = [one["recovered"] - one["at"] for one in happened if one["kind"] in kinds]

@@ -24,7 +24,7 @@ _START_S = 120.0
 
 
 class Cards:
-    """A lighthouse and the cards of one job. Leaving the body ends them all."""
+    """A lighthouse and the cards of one job, as processes that end with the context."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder, self.settings = folder.absolute(), {**DEFAULTS, **settings}
@@ -54,7 +54,7 @@ class Cards:
         return f"127.0.0.1:{self.port}"
 
     def light(self) -> None:
-        """Start the lighthouse, at the port that it had."""
+        """Start the lighthouse on its previous port."""
         command = [sys.executable, "-m", "qsync", "lighthouse", "--json", "--port", str(self.port),
                    "--wait", str(self.settings["timeout_s"]), "--dead-after", "1.0"]  # fmt: skip
         self.lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -76,7 +76,7 @@ class Cards:
         self.lighthouse.stdout.close()
 
     def start(self, name: str) -> None:
-        """Start a card: `train-0`, `infer-1`."""
+        """Start a card such as `train-0` or `infer-1`."""
         kind, _, number = name.rpartition("-")
         config = {
             **self.settings, "card": name, "class": kind, "core": int(number),
@@ -98,7 +98,7 @@ class Cards:
             )  # fmt: skip
 
     def slow(self, name: str, factor: float) -> None:
-        """Let a card be so many times as slow as it was at first."""
+        """Slow a card by a factor."""
         path = self.folder / f"{name}.slower"
         path.with_suffix(".new").write_text(str(factor))
         path.with_suffix(".new").replace(path)
@@ -122,17 +122,17 @@ class Cards:
         return found
 
     def steps(self, name: str) -> list[dict[str, Any]]:
-        """Return the steps that counted, of one card."""
+        """Return one card's counted steps."""
         return [line for line in self.lines(name) if "step" in line and "digest" in line]
 
     def is_running(self, name: str) -> bool:
-        """Return whether a card's process lives."""
+        """Return whether a card's process is running."""
         return name in self.processes and self.processes[name].poll() is None
 
     def wait_for_step(self, names: list[str], since_s: float) -> float:
-        """Return when every one of these cards had taken a step that began after a time.
+        """Wait until all these cards have taken a step that began after a given time; return when.
 
-        Raises QSyncError if that takes too long, which is a hang, or if a card ended.
+        Raises QSyncError for a hang, or if a card ended.
         """
         until = time.time() + _START_S
         while time.time() < until:
@@ -143,15 +143,17 @@ class Cards:
                      if one["at"] - one["seconds"] > since_s and not one["behind"]), None,
                 )  # fmt: skip
                 if found is None and not self.is_running(name):
-                    raise QSyncError(f"{name} ended with {self.processes[name].poll()}: {self.errors(name)}")
+                    raise QSyncError(
+                        f"{name} ended with exit code {self.processes[name].poll()}: {self.errors(name)}"
+                    )
                 ends.append(found)
             if all(end is not None for end in ends):
                 return max(end for end in ends if end is not None)
             time.sleep(0.05)
-        raise QSyncError(f"no step of {', '.join(names)} within {_START_S:g} s")
+        raise QSyncError(f"no step of {', '.join(names)} within {_START_S:g} s; see their logs")
 
     def errors(self, name: str) -> str:
-        """Return the end of what a card wrote to stderr."""
+        """Return the end of a card's stderr."""
         path = self.folder / f"{name}.err"
         return path.read_text(errors="replace")[-600:] if path.exists() else ""
 

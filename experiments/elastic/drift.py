@@ -1,4 +1,4 @@
-"""A card becomes slower and recovers: the job must plan for it once, and go back once."""
+"""Slow a card and let it recover: the job must plan for it once, and return once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _MOST_S = 300.0
 
 
 def measure(folder: Path, steps: int, **settings: Any) -> dict[str, Any]:
-    """Slow a card for so many steps, after as many at full speed and before as many.
-
-    Return what the job logged of it.
-    """
+    """Slow a card for some steps, between equally many at full speed; return the job's log of it."""
     with Cards(folder, **settings) as cards:
         for name in NAMES:
             cards.start(name)

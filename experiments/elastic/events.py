@@ -1,4 +1,4 @@
-"""Random events from a seed, against a running job: each once the job has recovered from the last one."""
+"""Cause random events from a seed in a running job, each after recovery from the last one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from qsync.experiments.elastic.cluster import ASK, FAST, GO, KILL, STOP, WEAK, C
 
 NAMES = [f"{FAST}-0", f"{WEAK}-1", f"{FAST}-2", f"{WEAK}-3"]
 KINDS = {"kill": 4, "stop": 3, "release": 4, "ask": 2, "two": 2, "lighthouse": 1}  # with their weights
-_PAUSE_S = 2.5  # a stopped card stays stopped for
-_LAST_S = 0.4  # of training between a recovery and the next event
+_PAUSE_S = 2.5  # seconds for which a card is stopped
+_LAST_S = 0.4  # seconds of training between a recovery and the next event
 
 
 @dataclass(frozen=True)
 class Happened:
-    """An event, when it began, which cards it took, and when all others had taken a step after it."""
+    """An event: its start, the affected cards, and the time when all others had taken a step."""
 
     kind: str
     cards: tuple[str, ...]
@@ -28,11 +28,11 @@ class Happened:
     recovered: float
     stays: tuple[str, ...]
     gone: float | None = None  # when a released card's loop had ended
-    away_s: float | None = None  # how long a stopped card was
+    away_s: float | None = None  # seconds for which a card was stopped
 
 
 def run(cards: Cards, num_events: int, seed: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Let so many events happen to a job of four cards; every card that goes comes back as an event."""
+    """Cause random events in a job of four cards; every lost card returns as another event."""
     draw = random.Random(seed)
     for name in NAMES:
         cards.start(name)
@@ -64,7 +64,7 @@ def _join(cards: Cards, name: str, away: set[str]) -> Happened:
 
 
 def _happen(cards: Cards, draw: random.Random, away: set[str]) -> Happened:
-    """Do one event to cards that are there; at least one card stays."""
+    """Cause one event among the running cards; at least one card stays."""
     present = _present(away)
     kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
     if len(present) < 2 and kind != "lighthouse":

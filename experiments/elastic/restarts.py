@@ -1,4 +1,4 @@
-"""What a killed rank costs the same job under torchrun, which restarts from the last checkpoint."""
+"""Measure the cost of killed ranks under torchrun, which restarts from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _RECOVERY_S = 240.0
 
 
 def measure(folder: Path, num_events: int, seed: int) -> dict[str, float]:
-    """Kill a random rank so many times; return the seconds of a step, and those lost to an event, as medians.
+    """Kill random ranks; return the median seconds of a step, and those lost per event.
 
-    Lost is the time until the job is further than it was.
+    Lost time ends when the job is further than before the event.
     """
     log, draw, lost = folder / f"{RANKS[0]}.jsonl", random.Random(seed), []
     job = start(folder, DEFAULTS, "--max-restarts=100")
@@ -50,6 +50,8 @@ def _wait(log: Path, step: int, number: int = 0) -> float:
     until = time.monotonic() + _RECOVERY_S
     while _last(log) < step:
         if time.monotonic() > until:
-            raise QSyncError(f"the job under torchrun did not reach step {step} after event {number}")
+            raise QSyncError(
+                f"the job under torchrun did not reach step {step} after event {number}; see its log"
+            )
         time.sleep(0.05)
     return time.monotonic()

@@ -1,4 +1,4 @@
-"""What an asynchronous checkpoint every 20 steps costs on two ranks."""
+"""Measure the cost of an asynchronous checkpoint every 20 steps on two ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from qsync.distributed.agreement import agree
 from qsync.experiments.harness.ranks import Place
 from qsync.experiments.workloads.gpt import Gpt
 
-_STEPS = 20  # from one checkpoint to the next
+_STEPS = 20  # steps between checkpoints
 
 
 def measure(config: dict[str, Any], place: Place) -> dict[str, float]:
-    """Train in rounds of 20 steps with one checkpoint each, or none, in turns; return what the former add."""
+    """Train rounds of 20 steps with and without a checkpoint, in turns; return the difference."""
     torch.manual_seed(0)
     model: Any = DistributedDataParallel(Gpt(num_layers=4, width=256, num_heads=8, context=64, vocab=256))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -49,6 +49,6 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, float]:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-    # The slower rank's.
+    # the slower rank's seconds
     without, saving = (max(agree("gathering rounds", partial(median, seconds[saves]))) for saves in seconds)
     return {"step_s": without / _STEPS, "stall": saving / without - 1}

@@ -1,6 +1,6 @@
-"""A job without events, elastic and in hybrid: step times in turns, and losses bit by bit.
+"""Compare elastic and hybrid training without events: step times in turns, and bitwise losses.
 
-The hybrid job runs the plan of the elastic one on the samples that its cards took.
+The hybrid job uses the elastic job's plan and samples.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from qsync.experiments.elastic.cluster import Cards
 from qsync.experiments.elastic.events import NAMES
 from qsync.experiments.elastic.torchrun import start
 
-_WARM_UP = 80  # steps that are not timed: the next memberships are planned meanwhile
+_WARM_UP = 80  # untimed steps, during which the next memberships are planned
 
 
 def compare(folder: Path, steps: int, rounds: int, **settings: Any) -> dict[str, Any]:
-    """Train so many steps in both ways in turns; return medians of step times, and whether all is equal."""
+    """Train some steps in both ways, in turns; return median step times, and whether losses are equal."""
     seconds: dict[str, list[float]] = {"elastic": [], "hybrid": []}
     equal = []
     for number in range(rounds):

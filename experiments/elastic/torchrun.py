@@ -1,4 +1,4 @@
-"""The same job under torchrun: by `qsync.hybrid` under a plan, or in plain DDP with checkpoints.
+"""Train the same job under torchrun: by `qsync.hybrid` under a plan, or in plain DDP with checkpoints.
 
 Under torchrun, `python -m qsync.experiments.elastic.torchrun CONFIG` is one rank. torchrun ends all ranks
 when one dies, and restarts them from the last checkpoint.
@@ -27,23 +27,23 @@ from qsync.experiments.elastic.events import NAMES
 from qsync.records.plans import Plan
 
 STEPS_PER_CHECKPOINT = 20
-RANKS = sorted(NAMES)  # by rank, as cards are
+RANKS = sorted(NAMES)  # in the order of ranks, as for cards
 
 
 def start(folder: Path, config: dict[str, Any], *options: str) -> subprocess.Popen[bytes]:
-    """Start four ranks that log to a folder, with these options of torchrun."""
+    """Start four ranks with these torchrun options, logging to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
     path.write_text(json.dumps({**config, "out": str(folder.absolute())}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
                *options, "-m", "qsync.experiments.elastic.torchrun", str(path)]  # fmt: skip
-    # Without the second variable ranks that restart at once find addresses of the dead in the agent's store.
+    # Without the second variable, restarted ranks find addresses of dead ranks in the agent's store.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen(command, env=environment)
 
 
 def main(config: dict[str, Any]) -> None:
-    """Train as one rank, from the last checkpoint on."""
+    """Train as one rank, from the last checkpoint."""
     torch.set_num_threads(1)
     out, rank, plan = Path(config["out"]), int(os.environ["RANK"]), config.get("plan")
     (out / f"{rank}.pid").write_text(str(os.getpid()))

@@ -1,7 +1,7 @@
-"""What the logs of an elastic job must show, whatever happened to its cards.
+"""Check the logs of an elastic job after random events.
 
-A step may count twice: where all cards that completed it died before anybody knew. The steps that the final
-state has behind it form one chain, linked by the histories that cards log after each; the others were undone.
+A step may be logged twice, if all cards that completed it died before telling others. The steps behind the
+final state form one chain, linked by the histories logged after each; other steps were undone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Line = dict[str, Any]
 
 
 def chain(logs: Mapping[str, Sequence[Line]]) -> list[list[Line]]:
-    """Return the lines of every step that the final state has behind it, in order.
+    """Return the log lines of all steps behind the final state, in order.
 
-    Raises QSyncError where the chain is broken: a step that is behind the state was never logged.
+    Raises QSyncError for a broken chain: a step that was never logged.
     """
     by_step: dict[int, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for card, lines in logs.items():
@@ -43,9 +43,9 @@ def chain(logs: Mapping[str, Sequence[Line]]) -> list[list[Line]]:
 
 
 def judge(logs: Mapping[str, Sequence[Line]], batch_size: int, num_samples: int, seed: int) -> dict[str, Any]:
-    """Return the numbers of steps whose replicas, batch or samples are wrong, and of samples by epoch.
+    """Count steps with wrong replicas, batches or samples, and check the samples of each epoch.
 
-    The samples of a card that was killed between its step and its log are those that the others leave.
+    A card killed between its step and its log is assumed to have trained the samples that the others did not.
     """
     order, steps = SampleOrder(num_samples, seed), chain(logs)
     wrong: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def judge(logs: Mapping[str, Sequence[Line]], batch_size: int, num_samples: int,
 
 
 def dropped_by_event(logs: Mapping[str, Sequence[Line]], events: Sequence[Line]) -> list[int]:
-    """Return how many steps were dropped after each event, before the next."""
+    """Return the number of dropped steps after each event, before the next."""
     starts = [event["at"] for event in events]
     found: list[set[int]] = [set() for _ in events]
     for lines in logs.values():
@@ -85,7 +85,7 @@ def dropped_by_event(logs: Mapping[str, Sequence[Line]], events: Sequence[Line])
 
 
 def usual_step_s(steps: Sequence[Sequence[Line]]) -> dict[str, float]:
-    """Return the median seconds from one step to the next by the classes of its cards: "infer+train"."""
+    """Return the median seconds between steps, by the classes of the cards: "infer+train"."""
     spans: dict[str, list[float]] = defaultdict(list)
     for before, lines in pairwise(steps):
         spans[_classes(lines[0])].append(_end(lines) - _end(before))
@@ -93,7 +93,7 @@ def usual_step_s(steps: Sequence[Sequence[Line]]) -> dict[str, float]:
 
 
 def lost_seconds(steps: Sequence[Sequence[Line]]) -> tuple[float, float]:
-    """Return the seconds of training, and those lost: beyond the usual steps of each membership."""
+    """Return the seconds of training, and those in excess of the usual steps of each membership."""
     usual, seconds = usual_step_s(steps), _end(steps[-1]) - _end(steps[0])
     return seconds, max(0.0, seconds - sum(usual[_classes(lines[0])] for lines in steps[1:]))
 

@@ -1,10 +1,10 @@
-"""Savings by growing: `python -m qsync.experiments.expansion.compare_growth --out FOLDER`.
+"""Measure savings by growing: `python -m qsync.experiments.expansion.compare_growth --out FOLDER`.
 
 For each workload and seed a small model is trained, expanded and trained on: a byte-level GPT on the source
-of Python's standard library, a ViT on digits. The measure is tokens (images) until the
-held-out loss that the large model ends with from scratch, without and with what the source took.
+of Python's standard library, a ViT on digits. The measure is tokens (images) until the final held-out loss of
+the large model from scratch, without and with the source's own.
 
-Models train on one thread each, `--processes` of them at once.
+Models train on one thread each, `--processes` of them in parallel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, setti
 from qsync.experiments.expansion.training_runs import Method, run, source_path
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
 
-# With the shares of the from-scratch steps that the expanded model is given.
+# With the fraction of from-scratch steps that the expanded model gets.
 METHODS = (Method("expanded", 0.5), Method("expanded", 0.3))
 _PAGE = Page(Path("docs/results/growing.md"), note="One thread a run.")
 
@@ -41,9 +41,9 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:  # fmt: skip
-    """Run what is not there yet, then write figures.json and .md and print the table."""
+    """Train missing runs, then write figures.json and .md and print the table."""
     if seeds < 1 or processes < 1:
-        raise QSyncError("--seeds and --processes must be at least 1")
+        raise QSyncError("--seeds and --processes must be at least 1; correct them")
     settings = [setting(name) for name in dict.fromkeys(workloads)]
     torch.set_num_threads(1)
     experiment = Experiment("expansion", out, fresh=fresh)
@@ -67,7 +67,7 @@ def main(
 
 
 def train_all(experiment: Experiment, tasks: Sequence[Task], processes: int = 1) -> list[dict[str, Any]]:
-    """Return the rows of all tasks, in their order; train those that are not in the folder."""
+    """Return the rows of all tasks in order; train those missing in the folder."""
     named = {name_of(task): (task, experiment.out) for task in tasks}
     for name, ((of, method, seed), out) in named.items():
         if method.start == "source" and not source_path(out, of, seed).exists():
@@ -83,7 +83,7 @@ def name_of(task: Task) -> str:
 
 
 def _trained(task: tuple[Task, Path]) -> dict[str, Any]:
-    """Train one run, in whatever process this is."""
+    """Train one run in the current process."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
     (of, method, seed), out = task

@@ -1,4 +1,4 @@
-"""The report of compare_growth.py: what each method saves, as a table."""
+"""Report of compare_growth.py: a table of each method's savings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from qsync.experiments.harness import bar, grouped, table_of
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
-BAR = 0.30  # of the tokens, to be saved
+BAR = 0.30  # required saving, as a share of the tokens
 
 
 def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float | None:
-    """Return the tokens (images) after which the held-out loss stays at or below `loss`; None if never.
+    """Return tokens (images) until the held-out loss stays at or below `loss`; None if never.
 
-    Between two points of the curve it is taken to be straight. That a noisy curve dips below does not count.
+    The curve is interpolated linearly; a temporary dip does not count.
     """
     if curve[-1]["heldout"] > loss:
         return None
@@ -32,10 +32,10 @@ def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float | None:
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Return how many seeds reach their from-scratch loss, and what is saved, by workload and method.
+    """Return the seeds that reach their from-scratch loss, and the savings, by workload and method.
 
-    Savings are shares of the from-scratch run's tokens (images), seed by seed; `with_source` counts those of
-    the source, too.
+    Savings are shares of the from-scratch run's tokens (images) per seed; `with_source` also counts the
+    source's.
     """
     by_workload = grouped([{**row, "workload": row["setting"]["workload"]} for row in rows], "workload")
     return {workload: _of(own) for workload, own in by_workload.items()}
@@ -55,13 +55,13 @@ def _of(rows: Rows) -> dict[str, Any]:
 
 
 def _saved(row: Row, scratch: Row, source: Row) -> dict[str, float | None]:
-    """Compare one run with the from-scratch run of its seed: what it saves, where it begins and ends.
+    """Compare a run with its seed's from-scratch run: savings, first and final loss.
 
-    `first` is held-out loss above the source's, `final` above the target.
+    `first` is the held-out loss above the source's, `final` above the target.
     """
     target, whole = (scratch["curve"][-1][key] for key in ("heldout", "items"))
     before = source["curve"][-1]
-    # All of the from-scratch run is what it is compared with, also where its loss was there sooner.
+    # The from-scratch run counts in full, even if it reached its loss earlier.
     needed = whole if row is scratch else reached(row["curve"], target)
     found = {
         "first": row["curve"][0]["heldout"] - before["heldout"],
@@ -73,7 +73,7 @@ def _saved(row: Row, scratch: Row, source: Row) -> dict[str, float | None]:
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Return mean, least and most; None unless every seed has one."""
+    """Return mean, minimum and maximum; None unless every seed has a value."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
@@ -81,13 +81,13 @@ def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def says(method: Mapping[str, Any]) -> str:
-    """Return a method in words."""
+    """Describe a method in words."""
     share = "" if method["ratio"] == 1.0 else f", {method['ratio']:.0%} of the steps"
     return ("from scratch" if method["start"] == "scratch" else method["start"]) + share
 
 
 def cells(method: Mapping[str, Any]) -> list[str]:
-    """Return a method's line of the table; savings are means over seeds, with the least and the most."""
+    """Return a method's table row; savings are means over seeds, with minimum and maximum."""
     losses, savings = [f"{method[key]['mean']:+.3f}" for key in ("first", "final")], []
     for key in ("items", "with_source"):
         found = method[key]
@@ -98,7 +98,7 @@ def cells(method: Mapping[str, Any]) -> list[str]:
 
 
 def bars(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tokens or images that the expanded model saves beside the share to be saved."""
+    """Return the bar: the expanded model's saved tokens or images against the required share."""
     return [
         bar(f"{workload}, {name}: share saved", of["items"] and of["items"]["mean"], BAR, at_least=True)
         for workload, found_of in found.items() for name, of in found_of["methods"].items()
@@ -107,7 +107,7 @@ def bars(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """Return what every method saves."""
+    """Return the table of each method's savings."""
     rows = [[workload, *cells(method)] for workload, of in found.items() for method in of["methods"].values()]
     headings = (
         "workload", "", "loss at step 0, above the source's", "final loss, above from scratch",

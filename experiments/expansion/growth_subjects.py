@@ -1,4 +1,4 @@
-"""The models that compare_growth.py grows: a byte-level GPT on source text, a ViT on digits."""
+"""The models of compare_growth.py: a byte-level GPT on source text, a ViT on digits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from qsync.experiments.workloads.subjects import CONTEXT, subject
 from qsync.experiments.workloads.vit import Vit
 from qsync.experiments.workloads.workload import Batch, Workload, seeded
 
-# Batches of the source are of another stream than those of the large model: it sees no text twice.
+# Streams of batches: the large model never sees the source's batches again.
 SOURCE, LARGE = 0, 1
-PATCH = 4  # pixels: 16 patches and the class token
-SHIFT = 2  # pixels that a training image is moved by, at most: 1500 images alone are soon known by heart
+PATCH = 4  # pixels; 16 patches and a class token
+SHIFT = 2  # largest shift of a training image in pixels, as augmentation against memorizing 1500 images
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large a model is. Heads are 32 wide in what is run by default, and copied whole."""
+    """Sizes of a model. Default heads are 32 wide, and copied whole."""
 
     width: int
     layers: int
@@ -32,10 +32,10 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A pair of models to train: `small`, the source, for `source_steps`; `large` for `steps` from scratch.
+    """A pair of models: `small`, the source, trains `source_steps`; `large` trains `steps` from scratch.
 
-    `lr` and `source_lr` are AdamW's maxima, each the best of those that were tried for its own from-scratch
-    run. `batch` is samples a step: sequences of 128 tokens, or images.
+    `lr` and `source_lr` are AdamW's maxima, each tuned for its own from-scratch run. `batch` is samples per
+    step: sequences of 128 tokens, or images.
     """
 
     workload: str
@@ -46,12 +46,12 @@ class Setting:
     source_steps: int
     lr: float
     source_lr: float
-    heldout: int  # held-out batches, `batch` samples each for text, all images otherwise
-    evaluations: int = 20  # in a from-scratch run, at equal distances
+    heldout: int  # held-out batches: `batch` samples each for text, all images otherwise
+    evaluations: int = 20  # evaluations of a from-scratch run, at equal distances
 
     @property
     def items(self) -> int:
-        """Tokens, or images, in a step."""
+        """Return the tokens or images of a step."""
         return self.batch * (CONTEXT if self.workload == "gpt" else 1)
 
 
@@ -77,13 +77,13 @@ def make(of: Setting, sizes: Sizes, seed: int) -> nn.Module:
 
 
 def workload_of(of: Setting) -> Workload:
-    """Return data and loss; `batch(seed, step, SOURCE or LARGE)`, and the model from scratch."""
+    """Return a workload of data (`batch(seed, step, SOURCE or LARGE)`), loss, and the large model."""
     found = replace(subject(of.workload, of.batch), make_model=lambda seed: make(of, of.large, seed))
     return found if of.workload == "gpt" else replace(found, batch=_shifted(found.batch))
 
 
 def _shifted(batch: Callable[[int, int, int], Batch]) -> Callable[[int, int, int], Batch]:
-    """Move images by a few pixels, each by its own draw; fill with the background of the rim."""
+    """Shift each image by a few random pixels; fill with the background."""
 
     def moved(seed: int, step: int, stream: int) -> Batch:
         images, labels = batch(seed, step, stream)

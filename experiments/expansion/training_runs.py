@@ -1,6 +1,6 @@
-"""The runs of compare_growth.py: how a large model begins, and how it trains, with its held-out curve.
+"""The training runs of compare_growth.py: starts of a large model, and held-out curves.
 
-A large model begins from scratch, or from a trained small one. All large models of a workload and seed see
+A large model starts from scratch, or from a trained small one. All large models of a workload and seed see
 the same batches in the same order; the source has its own.
 """
 
@@ -17,21 +17,21 @@ import qsync
 from qsync.experiments.expansion.growth_subjects import LARGE, SOURCE, Setting, make, workload_of
 from qsync.experiments.workloads.workload import Workload, evaluate
 
-WARM_UP, FLOOR = 0.05, 0.02  # of the from-scratch steps, and of the maximum learning rate
+WARM_UP, FLOOR = 0.05, 0.02  # fraction of the from-scratch steps; fraction of the maximum learning rate
 WEIGHT_DECAY, BETAS, CLIP = 0.1, (0.9, 0.95), 1.0
 STARTS = ("source", "scratch", "expanded")  # "source" is the small model itself
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a large model begins (see `STARTS`), and the share of the from-scratch steps that it trains."""
+    """The start of a large model (see `STARTS`), and its fraction of from-scratch steps."""
 
     start: str
     ratio: float = 1.0
 
     @property
     def name(self) -> str:
-        """The method in a word, with its share."""
+        """Return the method's start with its fraction."""
         return self.start if self.ratio == 1.0 else f"{self.start} {self.ratio:g}"
 
 
@@ -48,21 +48,21 @@ def begun(of: Setting, start: str, seed: int, folder: Path) -> nn.Module:
 
 
 def source_path(folder: Path, of: Setting, seed: int) -> Path:
-    """Return where the weights of a source are."""
+    """Return the path of a source's weights."""
     return folder / f"source-{of.workload}-{seed}.pt"
 
 
 def source_of(of: Setting, seed: int, folder: Path) -> nn.Module:
-    """Return the trained source, as its own run left it."""
+    """Return a trained source from its own run's weights."""
     model = make(of, of.small, seed)
     model.load_state_dict(torch.load(source_path(folder, of, seed), weights_only=True))
     return model
 
 
 def run(of: Setting, method: Method, seed: int, folder: Path) -> dict[str, Any]:
-    """Train by one method; return what was measured.
+    """Train by one method; return the measurements.
 
-    In `folder` the run finds the source that it begins with; a source's own run leaves its weights.
+    `folder` holds the weights of sources, which their own runs write.
     """
     workload = workload_of(of)
     model = begun(of, method.start, seed, folder)
@@ -76,7 +76,7 @@ def run(of: Setting, method: Method, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def _train(of: Setting, workload: Workload, model: nn.Module, method: Method, seed: int) -> dict[str, Any]:
-    """Take the method's steps; return the held-out losses in between."""
+    """Run the method's steps; return the held-out losses in between."""
     is_source = method.start == "source"
     scratch_steps = of.source_steps if is_source else of.steps
     lr, stream = (of.source_lr, SOURCE) if is_source else (of.lr, LARGE)

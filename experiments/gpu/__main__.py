@@ -1,12 +1,11 @@
-"""Every claim about GPUs, proved or disproved on one.
+"""Measure every claim about GPUs on one GPU within minutes.
 
     make gpu
     python -m qsync.experiments.gpu --minutes 9 --out gpu-out
     python -m qsync.experiments.gpu --device cpu --tiny      # a dry run of every piece, on a CPU
 
-The pieces run most valuable first, each in processes of its own, until the minutes are over. A run that was
-cut, at any moment, goes on with the pieces that have no result yet; those that failed or were cut are tried
-again after all others.
+Pieces run by value, each in separate processes, until the minutes are over. An interrupted run continues with
+missing pieces; failed or interrupted pieces run again after all others.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run
 from qsync.records.json_files import read_json
 
 _PAGE = Path("docs/results/gpu.md")
-_LEAST_S = 10.0  # that are left for a piece to be begun
+_LEAST_S = 10.0  # seconds that must be left to start a piece
 
 
 def main(
@@ -45,7 +44,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Measure what is missing, most valuable first, and report all there is."""
+    """Measure missing pieces, most valuable first, and report all results."""
     end = time.monotonic() + 60 * minutes
     if publish and device != "cuda":
         raise QSyncError("a dry run has no figure of a GPU to publish; leave --publish out")
@@ -70,7 +69,7 @@ def main(
         wanted = []
     measured = "on a GPU" if device == "cuda" else "a dry run on a CPU: no figure is of a GPU"
     with experiment.progress():
-        # What failed or was cut before comes last: it would take the minutes of every run.
+        # Pieces that failed before come last: they would use up the minutes of every run.
         for piece in sorted(wanted, key=lambda piece: not {"result", "not_run"} & set(found[piece.key])):
             found[piece.key] = _result(experiment, piece, end)
             experiment.note(figures, bars=report.bars(found), measured=measured)
@@ -83,13 +82,13 @@ def main(
 
 
 def _kept(experiment: Experiment, piece: Piece) -> dict[str, Any] | None:
-    """Return what came of a piece in an earlier run; None if it was not run."""
+    """Return a piece's stored result; None if it was not run."""
     kept = experiment.kept(piece.key)
     return kept and kept["result"]
 
 
 def _result(experiment: Experiment, piece: Piece, end: float) -> dict[str, Any]:
-    """Return what a piece found: kept, or measured now; else why it has no result."""
+    """Return a piece's result, stored or measured now, or the reason why there is none."""
     before = _kept(experiment, piece)
     if before is not None and "result" in before:
         return before
@@ -102,25 +101,25 @@ def _result(experiment: Experiment, piece: Piece, end: float) -> dict[str, Any]:
 
 
 def _measured(experiment: Experiment, piece: Piece, most_s: float) -> dict[str, Any]:
-    """Run a piece; return its result, or why it has none."""
-    piece.result.unlink(missing_ok=True)  # of a run that was cut: it would be taken for this one's
+    """Run a piece; return its result, or the reason why there is none."""
+    piece.result.unlink(missing_ok=True)  # of an interrupted run
     before = gpu_states()
     log = experiment.out / "logs" / f"{piece.key.replace(' ', '-').replace('/', '-')}.txt"
     ended = run_within(piece.command, most_s, log)
     if ended.cut:
         return {"cut": ended.why_not}
     read = _read(piece.result)
-    # Tests that fail are a result; pytest's exit code says no more than its file.
+    # Failed tests are a result; pytest's exit code tells no more than its file.
     if read is None or (ended.why_not and piece.group != "tests"):
         return {"failed": ended.why_not or "it wrote no result"}
     if why := report.failure(read):
-        shutil.rmtree(piece.result.parent / "pieces", ignore_errors=True)  # to be measured again
+        shutil.rmtree(piece.result.parent / "pieces", ignore_errors=True)  # measure again
         return {"failed": why}
     return {"result": read, "seconds": ended.seconds, "gpus_before": before, "gpus_after": gpu_states()}
 
 
 def _read(file: Path) -> Any:
-    """Return what a piece wrote, or printed; None if it wrote nothing whole."""
+    """Return a piece's written or printed result; None if incomplete."""
     try:
         if file.suffix == ".txt":
             return {"printed": file.read_text(errors="replace")}
@@ -130,7 +129,7 @@ def _read(file: Path) -> Any:
 
 
 def _tests(file: Path) -> dict[str, Any]:
-    """Return the counts of a run of pytest, and the first line of each failure."""
+    """Return the counts of a pytest run, and each failure's first line."""
     cases = list(ElementTree.parse(file).getroot().iter("testcase"))
     failed = {}
     for case in cases:
@@ -144,14 +143,14 @@ def _tests(file: Path) -> dict[str, Any]:
 
 
 def _check(device: str) -> None:
-    """Raise QSyncError for a device that cannot be measured here, with the reason."""
+    """Raise QSyncError, with the reason, for a device that cannot be measured."""
     if device == "cpu":
         return
     if device != "cuda":
-        raise QSyncError(f"--device is cuda or cpu, found {shortened(device)}")
+        raise QSyncError(f"--device must be cuda or cpu, found {shortened(device)}; choose one")
     try:
         torch.ones(1, device=device).add_(1).item()
-    except (RuntimeError, AssertionError) as error:  # no driver, or no code for this card
+    except (RuntimeError, AssertionError) as error:  # no driver, or no code for this GPU
         why = shortened(str(error).partition("\n")[0], quote=False)
         raise UnsupportedError(
             f"torch {torch.__version__} reaches no GPU ({why}); "

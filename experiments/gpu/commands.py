@@ -1,4 +1,4 @@
-"""A command within seconds: then its group of processes is ended, and what it printed is kept."""
+"""Run a command with a time limit: end its process group then, and keep its output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
-# How a command is ended, and the seconds until the next.
+# Signals that end a command, each with the seconds until the next.
 _GRACES_S = {signal.SIGTERM: 3.0, signal.SIGKILL: 3.0}
 
 
 class Ended(NamedTuple):
-    """How a command ended: in how many seconds, and why it has no result (None if it has one)."""
+    """The end of a command: its seconds, and why it has no result (None if it has one)."""
 
     seconds: float
     why_not: str | None
@@ -24,7 +24,7 @@ class Ended(NamedTuple):
 
 
 def run_within(command: Sequence[str], most_s: float, log: Path) -> Ended:
-    """Run a command, all output to `log`; end it and all that it started after `most_s` seconds."""
+    """Run a command with all output to `log`; end it and its children after `most_s` seconds."""
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     with log.open("wb") as output:
@@ -43,7 +43,7 @@ def run_within(command: Sequence[str], most_s: float, log: Path) -> Ended:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and what it has started: ranks, compilers."""
+    """End a command and its child processes: ranks, compilers."""
     for number, grace_s in _GRACES_S.items():
         try:
             os.killpg(process.pid, number)
@@ -56,7 +56,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(log: Path, code: int) -> str:
-    """Return the last line that a failed command printed; memory that ran out is said so."""
+    """Return a failed command's last line, or a sentence about exhausted memory."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     found = next((line for line in reversed(lines) if any(word in line for word in _OUT_OF_MEMORY)), None)
     said = found or (lines[-1] if lines else "it printed nothing")

@@ -1,4 +1,4 @@
-"""The pieces of evidence, most valuable first: each is a command of its own, with the seconds it may take."""
+"""List the pieces of evidence by value: commands with their time limits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from qsync.experiments.kernels.compare_kernels import SECTIONS
 from qsync.experiments.workloads.families import LARGE
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
-# `both` (tests/support/compiled_and_plain.py) is a fixture with a case on a GPU.
+# `both` (tests/support/compiled_and_plain.py) is a fixture with a GPU case.
 _CUDA_CASES = re.compile(r"mark\.cuda|def test_\w+\([^)]*\bboth\b")
-_PLUGINS_OFF = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns of workers
+_PLUGINS_OFF = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # cacheprovider warns in parallel runs
 _MOST_WORKERS = 8
-# Of the sections of compare_kernels those of layers, in this order; whole steps are pieces of their own.
+# The sections of compare_kernels about layers, in this order; whole steps are separate pieces.
 _LAYERS = ("linear training", "conv training", "attention training", "quantize", "host")
 assert set(_LAYERS) <= set(SECTIONS)
-_SUITE = {"speed": 240, "prediction": 240, "memory": 60}  # parts, with the seconds that each may take
+_SUITE = {"speed": 240, "prediction": 240, "memory": 60}  # parts, with their time limits in seconds
 _QUICK_DEMO = ("--workload", "resnet-small", "--steps", "2")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece: its group and name, its command, the seconds it may take, and the file that it writes."""
+    """One piece: its group, name, command, time limit and result file."""
 
     group: str
     name: str
@@ -37,7 +37,7 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """The name of the piece within the experiment."""
+        """Return the piece's name within the experiment."""
         return f"{self.group} {self.name}"
 
 
@@ -47,7 +47,7 @@ def pieces(out: Path, device: str, tiny: bool) -> list[Piece]:
 
 
 def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
-    # It compiles what the kernels and steps below run; what it prints is its result.
+    # It compiles the kernels that later pieces run; its output is its result.
     doctor = _module("qsync.commands.main", "doctor")
     yield Piece("environment", "doctor", doctor, 240, out / "logs" / "environment-doctor.txt")
     for file in tests():
@@ -72,13 +72,13 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
 
 
 def tests() -> Sequence[Path]:
-    """Return the files of tests that need a GPU; none where the package has no tests beside it."""
+    """Return the test files that need a GPU; none for a package without tests."""
     files = sorted(_TESTS.rglob("test_*.py"))
     return [file for file in files if _CUDA_CASES.search(file.read_text(encoding="utf-8"))]
 
 
 def _workers() -> int:
-    """Return how many processes test at once: a GPU serves several, and each needs a core."""
+    """Return the number of parallel test processes: they share a GPU, and each needs a core."""
     return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
 
 

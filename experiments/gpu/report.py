@@ -1,4 +1,4 @@
-"""The table and bars of what was measured on a GPU; of a piece without a result the reason."""
+"""Table and bars of the GPU measurements, with reasons for missing results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WITHOUT = ("not_run", "cut", "failed")
 
 
 def bars(pieces: Pieces) -> list[Bar]:
-    """Return the promises; that of tests is open while some did not run and none failed."""
+    """Return the bars; the tests' bar is open while some have not run and none failed."""
     tests = [result for _, result in _of(pieces, "tests")]
     failed = sum(len(result["failed"]) for result in tests)
     are_all = tests and all("result" in found for key, found in pieces.items() if key.startswith("tests "))
@@ -28,7 +28,7 @@ def bars(pieces: Pieces) -> list[Bar]:
 
 
 def failure(result: Mapping[str, Any]) -> str | None:
-    """Return why a part of the suite failed; None for all other results."""
+    """Return why a part of the suite failed; None for other results."""
     found = [
         part["failed"]
         for parts in result.get("families", {}).values() for part in parts.values() if "failed" in part
@@ -37,19 +37,19 @@ def failure(result: Mapping[str, Any]) -> str | None:
 
 
 def cards(pieces: Pieces) -> str:
-    """Say on which GPUs the pieces were measured; nothing if that is not known."""
+    """Name the measured GPUs; empty if unknown."""
     states = [state for found in pieces.values() for state in found.get("gpus_before", ())]
     names = dict.fromkeys(f"{gpu['name']} (driver {gpu['driver_version']})" for gpu in states)
     return f"{', '.join(names)}." if names else ""
 
 
 def table(pieces: Pieces) -> Table:
-    """Return what came of each piece."""
+    """Return a table of each piece's result."""
     return table_of("Pieces", ("", "result"), [[key, _state(found)] for key, found in pieces.items()], left=2)
 
 
 def failures(pieces: Pieces) -> list[str]:
-    """Say which tests, kernels and whole steps failed, and why."""
+    """List failed tests, kernels and whole steps, with reasons."""
     kernels = (
         (f"{case['section']} {case['shape']} {name}", why)
         for _, result in _of(pieces, "kernels")
@@ -67,7 +67,7 @@ def failures(pieces: Pieces) -> list[str]:
 
 
 def _of(pieces: Pieces, group: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the result of every piece of a group that has one."""
+    """Yield name and result of every finished piece of a group."""
     for key, found in pieces.items():
         name = key.removeprefix(f"{group} ")
         if name != key and "result" in found:
@@ -75,7 +75,7 @@ def _of(pieces: Pieces, group: str) -> Iterator[tuple[str, Any]]:
 
 
 def _state(found: Mapping[str, Any]) -> str:
-    """Say of a piece what came of it."""
+    """Describe a piece's result."""
     if "result" not in found:
         return next(f"{why.replace('_', ' ')}: {found[why]}" for why in _WITHOUT if why in found)
     result, took = found["result"], f"{found['seconds']:.0f} s"

@@ -1,4 +1,4 @@
-"""Cases: functions that do what users do, what becomes of each, and what its user then reads."""
+"""Cases: functions that mimic users' operations, their outcomes, and the messages that users read."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from qsync.errors import shortened
 from qsync.experiments.harness.tables import table_of
 
 WORKS, REFUSED, WARNS, SILENT = "works", "refused", "warns", "SILENT"
-_SHOWN = 300  # characters of a sentence
+_SHOWN = 300  # characters of a message
 Do = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing that users do, its verdict, and a part of the sentence that they read.
+    """One operation of users, its expected outcome, and a part of the expected message.
 
-    Numbers of it may differ by `tolerance`.
+    Its numbers may differ by `tolerance`.
     """
 
     group: str
@@ -29,22 +29,22 @@ class Case:
     verdict: str = WORKS
     says: str = ""
     tolerance: float = 0.0
-    tested: bool = False  # in the quick round of tests, which does not run all cases
+    tested: bool = False  # run in the quick round of tests, too, which skips most cases
 
     def became(self, verdict: str, sentence: str = "", **found: Any) -> dict[str, Any]:
-        """Return what became of it, beside what should."""
+        """Return the actual outcome beside the expected one."""
         case = {"group": self.group, "name": self.name, "expected": self.verdict, "says": self.says}
         return {**case, "tolerance": self.tolerance, "verdict": verdict, "sentence": sentence, **found}
 
 
 class Cases(list[Case]):
-    """Cases in the order in which they are listed."""
+    """Cases in the order of registration."""
 
     def case(
         self, group: str, name: str, tolerance: float = 0.0, *, refused: str = "", warns: str = "",
         logs: str = "", tested: bool = False,
     ) -> Callable[[Do], Do]:  # fmt: skip
-        """List a function as a case; it works, unless it is `refused` or `warns` with such a sentence."""
+        """Register a function as a case; it must work, unless `refused` or `warns` gives a message."""
         verdict = REFUSED if refused else WARNS if warns else WORKS
 
         def listed(do: Do) -> Do:
@@ -55,7 +55,7 @@ class Cases(list[Case]):
 
 
 def cases_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return what became of every case."""
+    """Return a table of every case's outcome."""
     cells = [
         (row["group"], row["name"], row["verdict"], shortened(row["sentence"], _SHOWN, quote=False))
         for row in rows

@@ -1,4 +1,4 @@
-"""Profiles as if a device were slower, a batch smaller, or casts free: made from measured ones."""
+"""Derive profiles of a slower device, a smaller batch, or free casts from measured ones."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from qsync.records.cluster import Cluster, Link
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.slowdown import slowed
 
-# This machine, and the same machine with every time twice as long: emulated.
+# This machine, and an emulated one with every time twice as long.
 HERE, HALF, SHARE = "train", "infer", 0.5
-# Links are assumptions: gloo between processes of one machine, and 80 Gbit/s between hosts.
+# Assumed links: gloo between processes of one machine, and 80 Gbit/s between hosts.
 GLOO, NETWORK = Link(1e-4, 1.5e9, 0.6), Link(30e-6, 10e9)
 
 
 def of_share(profile: Profile, name: str, share: float) -> Profile:
-    """Return the profile of a rank with this share of the device: every time so much longer. Emulated."""
+    """Return the profile of a rank with this share of the device: times scaled up. Emulated."""
     return replace(slowed(profile, 1 / share), device_class=name, emulated_share=share)
 
 
 def here_and_half(
     profile: Profile, share: float = SHARE, count: int = 1
 ) -> tuple[Cluster, dict[str, Profile]]:
-    """Return so many of this machine beside as many halves (shares) of it, and the profiles of both.
+    """Return a cluster of equally many ranks of this machine and a share of it, with both profiles.
 
-    Both are from the profile of this machine.
+    Both derive from this machine's profile.
     """
     here = torch.device("cpu")
     own = replace(detect_class(here), name=HERE, precisions=offered_precisions(here))
@@ -38,6 +38,6 @@ def here_and_half(
 
 
 def without_casts(profile: Profile) -> Profile:
-    """Return the same profile with every cast free."""
+    """Return the profile with every cast free."""
     fit = dict.fromkeys(profile.cast_fit, (Cost(0.0), Cost(0.0)))
     return replace(profile, casts=dict.fromkeys(profile.casts, Cost(0.0)), cast_fit=fit)

@@ -1,8 +1,8 @@
-"""The run of an experiment: a folder of finished pieces, progress, and `figures.json` with its origin.
+"""Run an experiment: a folder of finished pieces, progress, and `figures.json` with its origin.
 
-Each piece of an experiment (a model, a seed, a part) is written to `FOLDER/pieces/` when it is done. A run
-that was interrupted continues with the pieces that are missing, so one that was finished is only judged and
-drawn again; `--fresh` measures all pieces anew.
+Each piece of an experiment (a model, a seed, a part) is written to `FOLDER/pieces/` when finished. An
+interrupted run continues with missing pieces; a finished run is only judged and drawn again. `--fresh`
+measures all pieces again.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Bar = dict[str, Any]
 
 
 def bar(name: str, measured: Any, limit: Any, *, at_least: bool = False, **more: Any) -> Bar:
-    """Return a promise beside its measurement: at most the limit, at least, or equal to a truth value.
+    """Return a bar: a measurement with its limit (at most, at least, or a truth value).
 
-    `more` is kept beside it: `how`, for one, says in words how it was measured.
+    `more` holds further entries, such as `how` it was measured.
     """
     if isinstance(limit, bool):
         holds: bool | None = measured == limit
@@ -50,7 +50,7 @@ def bar(name: str, measured: Any, limit: Any, *, at_least: bool = False, **more:
 
 
 def bars_table(bars: Sequence[Bar]) -> Table:
-    """Return every promise beside its measurement; those that do not hold stand out."""
+    """Return a table of bars; failed ones stand out."""
     rows = [[one["name"], *map(_shown, (one["measured"], one["limit"])), yes(one["holds"])] for one in bars]
     missed = [number for number, one in enumerate(bars) if one["holds"] is False]
     return table_of("Promises", ("", "found", "limit", "holds"), rows, bold=missed)
@@ -62,9 +62,9 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of the documentation that a finished run is written into, between two markers.
+    """A documentation page that a finished run writes into, between two markers.
 
-    `note` is what is said below the tables.
+    `note` is printed below the tables.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class Page:
     marker: str = "results"
 
     def beside(self) -> Page:
-        """Return the part of the page for a second kind of processor."""
+        """Return the page's section for a second kind of processor."""
         return replace(self, marker="beside")
 
 
@@ -96,23 +96,22 @@ class Experiment:
         self.name, self.out, self.seed, self.fresh = name, folder_of(out), seed, fresh
         self.settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
         self.say: Callable[[str], None] = lambda text: None
-        # Of the code that runs: a commit that is made meanwhile is not what is measured.
+        # The commit of the running code, even if a new commit is made meanwhile.
         self._source = source()
-        # Of the pieces, which may be older than this run, and of another machine.
+        # Commits of pieces, which may come from earlier runs or other machines.
         self._commits: set[str] = set()
         self._machines: set[str] = set()
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[str], None]]:
-        """Show on stderr what is being done; without a terminal only `name ...`."""
+        """Show the current work on stderr; without a terminal only `name ...`."""
         with shown_on_rank_zero(self.name) as self.say:
             yield self.say
 
     def piece(self, name: str, make: Callable[[], Any], **settings: Any) -> Any:
-        """Return a piece's result: from the folder if it was finished before, else from `make`, and keep it.
+        """Return a piece's result from the folder, or from `make`, and store it.
 
-        Raises MismatchError if the piece in the folder was made with other settings, and FormatError if it
-        is malformed.
+        Raises MismatchError for a stored piece with other settings, FormatError for a malformed one.
         """
         kept = self.kept(name, **settings)
         if kept is not None:
@@ -121,7 +120,7 @@ class Experiment:
         return self.keep(name, make(), **settings)
 
     def kept(self, name: str, **settings: Any) -> dict[str, Any] | None:
-        """Return the finished piece, with its settings and commit; None if it is to be measured."""
+        """Return a finished piece with settings and commit; None if it must be measured."""
         path = self._path(name)
         if self.fresh or not path.is_file():
             return None
@@ -131,14 +130,14 @@ class Experiment:
         for key, value in wanted.items():
             if found["settings"].get(key) != value:
                 raise MismatchError(
-                    f"{path} was run with {key} = {found['settings'].get(key)}, not {value}; "
-                    "give another --out, the options of that run, or --fresh"
+                    f"{path} was run with {key} = {found['settings'].get(key)}, not {value}; give another "
+                    "--out, that run's options, or --fresh"
                 )
         self._note_origin(found)
         return found
 
     def keep(self, name: str, result: Any, **settings: Any) -> Any:
-        """Write a finished piece, whole or not at all, and return its result as it will be read back."""
+        """Write a finished piece atomically; return its result as JSON gives it back."""
         content = {"settings": self._settings(settings), **self._provenance(), "result": result}
         with _writing(self._path(name)) as path:
             write_json(path, content)
@@ -152,9 +151,9 @@ class Experiment:
         processes: int = 1,
         settings: Callable[[Any], Mapping[str, Any]] = lambda task: {},
     ) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the result of every task: first those in the folder, then others as they finish.
+        """Yield every task's name and result: first stored ones, then others as they finish.
 
-        `make` runs in so many processes at a time; `settings` are those of a task.
+        `make` runs in parallel processes; `settings` returns a task's settings.
         """
         missing = []
         for name, task in tasks.items():
@@ -176,22 +175,22 @@ class Experiment:
                     name = running[future]
                     self.say(f"{name}: done")
                     yield name, self.keep(name, future.result(), **settings(tasks[name]))
-            finally:  # one failed, or the user stops: what waits for its turn is not run
+            finally:  # after a failure or interruption, drop waiting tasks
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, name: str) -> None:
-        """Measure a piece anew, whatever lies in the folder."""
+        """Measure a piece again, even if it is in the folder."""
         self._path(name).unlink(missing_ok=True)
 
     def check_measured(self) -> None:
-        """Raise QSyncError where no piece was found or measured: a report would be empty."""
+        """Raise QSyncError without any finished piece: a report would be empty."""
         if not self._commits:
             raise QSyncError(f"{self.out} has no finished piece; measure one, or name another --out")
 
     def note(
         self, figures: Mapping[str, Any], *, bars: Iterable[Bar] = (), measured: str | bool = True
     ) -> dict[str, Any]:
-        """Write figures.json with what there is so far; return its content."""
+        """Write figures.json with the results so far; return its content."""
         content: dict[str, Any] = {
             "experiment": self.name, "measured": measured, **self._provenance(), **self.settings,
             "commits_of_pieces": sorted(self._commits),
@@ -210,10 +209,10 @@ class Experiment:
         tables: Sequence[Table] = (),
         page: Page | None = None,
     ) -> dict[str, Any]:
-        """Write figures.json, and tables and bars as .md; print the tables. Return the content.
+        """Write figures.json, tables and bars; print the tables, and return the content.
 
-        `measured` says what was measured and what was simulated. With a `page` the same text goes there.
-        Raises QSyncError, before anything is written, for a page of no piece or of a tiny run.
+        `measured` describes what was measured and what simulated. A `page` gets the same text. Raises
+        QSyncError, before writing, for a page without pieces or of a tiny run.
         """
         if page is not None:
             self.check_measured()
@@ -248,7 +247,7 @@ class Experiment:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[Path]:
-    """Say in one sentence why a file of results cannot be written, as on a full disk."""
+    """Turn an error of writing results, such as a full disk, into one sentence."""
     try:
         yield path
     except OSError as error:
@@ -258,7 +257,7 @@ def _writing(path: Path) -> Iterator[Path]:
 
 
 def _origin(content: Mapping[str, Any], page: Page | None) -> str:
-    """Say where and from what commits figures are, below what a page notes."""
+    """Describe machine and commits of figures, below a page's note."""
     commits = content["commits_of_pieces"] or [content["commit"]]
     machines = content["machines_of_pieces"] or [_machine_named(content["machine"])]
     said = f"{page.note}\n" if page is not None and page.note else ""
@@ -271,7 +270,7 @@ def _machine_named(machine: Mapping[str, Any]) -> str:
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and lines; at 140 columns where there is no terminal."""
+    """Print tables and lines; 140 columns wide without a terminal."""
     console = Console(width=None if sys.stdout.isatty() else 140)
     for part in parts:
         text = isinstance(part, str)
@@ -279,7 +278,7 @@ def show(*parts: Table | str) -> None:
 
 
 def run_command(main: Callable[..., Any]) -> None:
-    """Run a command line: bad input is one sentence and exit code 2; told to end, it ends what it started."""
+    """Run a command line: bad input is one sentence and exit code 2; on SIGTERM end child processes."""
     exit_on_signals()
     try:
         typer.run(main)

@@ -1,21 +1,21 @@
-"""Keeping freed memory in the process: page faults of large buffers cost more than the work done in them."""
+"""Keep freed memory in the process: page faults of large buffers cost more than the computation."""
 
 from __future__ import annotations
 
 import ctypes
 
-# <malloc.h>: what mallopt() calls its parameters.
+# mallopt()'s parameters in <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed buffers for reuse, in this process; False where there is no glibc to ask.
+    """Make glibc keep freed buffers for reuse in this process; return False without glibc.
 
     By default glibc returns buffers of megabytes to the kernel as they are freed, and every step then takes
     thousands of page faults to get them back. Measured in an interleaved loop on one thread of a virtual Zen
     5, torch 2.13, in time of the thread: INT8 conv2d of 16x64x32x32 channels-last 4.3 to 7.7 ms without and
-    3.4 with; FP32 11.0 and 7.0 contiguous. Memory once used stays with the process. Not called by qsync's
-    kernels: whoever owns the process decides, and compares only runs that decided alike.
+    3.4 with; FP32 11.0 and 7.0 contiguous. Used memory stays with the process. qsync's kernels do not call
+    this: the program decides, and compares only equal settings.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return the half width of the mean's 95 % interval (Student's t); of one value it is infinite.
+    """Return the half width of the mean's 95 % interval (Student's t); infinite for one value.
 
     >>> half_width([1.0, 2.0, 3.0])
     """

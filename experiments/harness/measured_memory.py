@@ -1,4 +1,4 @@
-"""Memory of one training step, measured: its peak, and the bytes saved for backward."""
+"""Measure a training step's memory: its peak, and the bytes saved for backward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from qsync.predictor.profiling.allocator_events import allocator_events
 
 
 def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
-    """Return the most bytes of tensors that `step` has live at once beyond those it found.
+    """Return the peak bytes of live tensors during `step`, beyond those before it.
 
-    Counted by the allocator's own events: resident memory of the process mixes in everything else that runs.
+    It counts the allocator's events, because resident memory includes everything else in the process.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -30,10 +30,10 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
 def saved_bytes(
     forward: Callable[[], Any], known: Iterable[torch.Tensor] = (), leave_out: Collection[int] = ()
 ) -> int:
-    """Return the bytes of the storages that autograd saves for backward in `forward`, each counted once.
+    """Return the bytes of the distinct storages that autograd saves in `forward`.
 
-    The storages of `known` (parameters, buffers, the batch) are there anyway and are left out, and so are
-    those at the addresses that `leave_out` holds once `forward` has run.
+    It excludes storages of `known` (parameters, buffers, the batch), and addresses in `leave_out` after
+    `forward`.
     """
     there = {tensor.untyped_storage().data_ptr() for tensor in known}
     kept: dict[int, int] = {}
@@ -45,7 +45,7 @@ def saved_bytes(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()  # held until the count is done, so that no address is used twice
+        result = forward()  # kept alive until counted, so that no address is reused
     num_bytes = sum(size for address, size in kept.items() if address not in leave_out)
     del result
     return num_bytes
@@ -58,6 +58,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def bucket_bytes(model: torch.nn.Module) -> list[int]:
-    """Return the bytes of each bucket of gradients, as DDP holds them after a backward pass."""
+    """Return the bytes of DDP's gradient buckets after a backward pass."""
     storages = [p.grad.untyped_storage() for p in model.parameters() if p.grad is not None]
     return list({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

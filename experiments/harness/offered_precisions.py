@@ -1,4 +1,4 @@
-"""The precisions below FP32 that a comparison on this machine offers."""
+"""Choose the precisions below FP32 for comparisons on this machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from qsync.records.precision import Precision
 
 
 def offered_precisions(device: torch.device) -> tuple[Precision, ...]:
-    """Return those that are profiled by default, with `int8_all` where 16 bits are no faster than FP32.
+    """Return the default precisions, plus `int8_all` if 16 bits are no faster than FP32.
 
-    INT8 in all three products rounds gradients stochastically, so a user has to ask for it. Without fast
-    products of 16 bits it is the only lower precision that may be faster than FP32, and a comparison asks for
-    it unless the device emulates it.
+    `int8_all` rounds gradients stochastically, so users must request it. Without fast 16-bit products it is
+    the only precision that may be faster than FP32, so comparisons include it unless emulated.
     """
     able = default_precisions(detect_class(device))
     if sixteen_bits_pay(device) or Precision.INT8_ALL in emulated_precisions(device):

@@ -1,4 +1,4 @@
-"""Options of command lines that the experiments share."""
+"""Command-line options shared by the experiments."""
 
 from __future__ import annotations
 

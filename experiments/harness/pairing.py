@@ -1,4 +1,4 @@
-"""Timing that survives a drifting machine: every round runs every variant once, and ratios are of one round.
+"""Time variants on a drifting machine: each round runs every variant once, and ratios are per round.
 
 A virtual machine drifts by 5 to 15 % in minutes and stalls in bursts. Two variants timed in the same second
 share both, so their ratio is steadier than either time; the median over rounds drops the bursts.
@@ -15,25 +15,23 @@ from dataclasses import dataclass
 
 import torch
 
-# A sample is as many calls as take this long. Paired call by call, two copies of one call of 5 ms differed by
-# a tenth in every other round (virtual Zen 5): each call found what another variant had left in the caches.
+# Seconds of a sample, and its largest number of calls. Paired call by call, two copies of one 5 ms call
+# differed by a tenth in every other round (virtual Zen 5), because each call found another variant's data in
+# the caches.
 SAMPLE_S, MOST_CALLS = 20e-3, 256
 WARM_UPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Seconds per call of one variant, a figure per round: the i-th of every variant is of the same round.
-
-    `calls` were timed together in each.
-    """
+    """Seconds per call of one variant, one value per round. Each value times `calls` calls together."""
 
     seconds: tuple[float, ...]
     calls: int
 
     @property
     def median_s(self) -> float:
-        """Return the median of the rounds."""
+        """Return the median over rounds."""
         return statistics.median(self.seconds)
 
 
@@ -46,16 +44,16 @@ def measure(
 ) -> dict[str, Samples]:
     """Time the variants in turns.
 
-    Everybody finds the caches of the one before, so who goes first rotates, and every other round goes
-    backwards.
-    Each is called three times beforehand. `ticked` is called after each round. A sample has as many calls as
-    take `sample_s`, which differs between processes: variants with collectives need 0, one call a sample.
+    Caches hold the previous variant's data, so the order rotates, and every other round is reversed. Each
+    variant is called three times before. `ticked` is called after each round. A sample has enough calls for
+    `sample_s` seconds, a number that differs between processes: variants with collectives need 0 (one call
+    per sample).
     """
     names = list(variants)
     calls = {name: _calls(variants[name], device, sample_s) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
-    gc.disable()  # a collection would fall on whoever happens to run
+    gc.disable()  # a collection would hit one variant by chance
     try:
         for number in range(rounds):
             start = number % max(len(names), 1)
@@ -69,12 +67,12 @@ def measure(
 
 
 def ratios(slower: Samples, faster: Samples) -> list[float]:
-    """Return how many times as long `slower` took, round by round."""
+    """Return how many times as long `slower` takes, per round."""
     return [a / b for a, b in zip(slower.seconds, faster.seconds, strict=True)]
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """First quartile, median and third quartile; one value is all three."""
+    """Return first quartile, median and third quartile; a single value is all three."""
     return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
 
 
@@ -85,7 +83,7 @@ def _calls(run: Callable[[], object], device: torch.device, sample_s: float) -> 
 
 
 def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Return the seconds of so many calls."""
+    """Return the seconds of several calls."""
     synchronize(device)
     begun = time.perf_counter()
     for _ in range(calls):
@@ -95,6 +93,6 @@ def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was started on a GPU."""
+    """Wait for the GPU's work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

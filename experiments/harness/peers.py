@@ -14,7 +14,7 @@ Run = Callable[..., Any]
 
 
 def under_autocast(run: Run, device: torch.device) -> Run:
-    """Return the call under torch.autocast in BF16; its cache of weight casts lives for one call."""
+    """Return the call under torch.autocast in BF16; weight casts are cached within one call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device.type, torch.bfloat16):
@@ -24,15 +24,15 @@ def under_autocast(run: Run, device: torch.device) -> Run:
 
 
 def compiled(run: Run) -> Run:
-    """Compile the call with Inductor, for this shape only: symbolic shapes make slower code."""
+    """Compile the call with Inductor for fixed shapes: symbolic ones make slower code."""
     import torch._inductor.config
 
-    torch._inductor.config.compile_threads = 1  # no pool of compilers beside what is measured
+    torch._inductor.config.compile_threads = 1  # no pool of compilers beside the measurement
     return torch.compile(run, dynamic=False)
 
 
 def peers(device: torch.device, inductor: bool) -> dict[str, Callable[[Run], Run]]:
-    """Return how each peer runs a call, by its name."""
+    """Return each peer's way to run a call, by name."""
     found: dict[str, Callable[[Run], Run]] = {"autocast": lambda run: under_autocast(run, device)}
     if inductor:
         found["inductor fp32"] = compiled
@@ -42,7 +42,7 @@ def peers(device: torch.device, inductor: bool) -> dict[str, Callable[[Run], Run
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Silence what importing transformers warns of: binaries for other devices, and names to come."""
+    """Silence transformers' import warnings about other devices and deprecated names."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Plans that all ranks of a job run, and steps of a model under one: timed, and the bytes at their peak."""
+"""Run a model's training steps under plans of rank 0: timed, with peak bytes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from qsync.experiments.harness.measured_memory import bucket_bytes, state_bytes,
 
 
 def plans_of_first_rank(make: Callable[[], Mapping[str, Plan]]) -> dict[str, Plan]:
-    """Make plans on rank 0, and return them by name on every rank."""
+    """Create plans on rank 0, and return them by name on every rank."""
     made = from_rank_zero("planning", lambda: {name: plan.to_json() for name, plan in make().items()})
     return {name: Plan.from_json(plan) for name, plan in made.items()}
 
 
 class PlannedSteps:
-    """A model in training on this rank, as a plan says: precisions, samples, passes, recomputed blocks.
+    """A model trained on this rank under a plan: precisions, samples, passes, recomputed blocks.
 
-    Shares of more than the batch repeat its samples.
+    A share larger than the batch repeats its samples.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PlannedSteps:
         return time.perf_counter() - begun
 
     def peak_bytes(self) -> int:
-        """Return the bytes at the peak of one step: those that stay, and those of the step."""
+        """Return the peak bytes of one step: persistent ones, and the step's own."""
         self._step()
         comes_and_goes = step_peak_bytes(self._step, torch.device("cpu"))
         tensors = [*self._ddp.parameters(), *self._ddp.buffers(), *self._batch[:1]]

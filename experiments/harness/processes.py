@@ -1,4 +1,4 @@
-"""A function in a fresh interpreter, processes that end together, and the peak memory of this process."""
+"""Run a function in a fresh interpreter; end processes together; read this process's peak memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 from qsync.child_processes import environment
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-# The last lines of a script that trains on gloo. Threads of gloo that still hold tensors abort an interpreter
-# that ends before them (pytorch#179291): all that Python does at its end is done, then the process ends.
+# Last lines of a script that trains on gloo. Threads of gloo that hold tensors abort an ending interpreter
+# (pytorch#179291): so run Python's exit handlers, then end the process.
 END_BEFORE_GLOO = """
 import atexit, os, sys, threading
 threading._shutdown()
@@ -28,7 +28,7 @@ os._exit(0)
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function of a module returns, as JSON, in an interpreter of its own."""
+    """Call a module's function in a fresh interpreter; return its result, as JSON."""
     code = (
         f"import json, sys; from {module_of(function)} import {function.__name__} as run; "
         "print(json.dumps(run(*json.loads(sys.argv[1]))))"
@@ -39,9 +39,9 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def end_with_parent(parent: str = "") -> None:
-    """Let the system kill this process when the one that started it is gone, however that ended.
+    """Make the system kill this process when its parent dies.
 
-    Ends it now if that is gone already: if `parent` is no part of its command line.
+    End now if the parent is already gone: if `parent` is not in its command line.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent.encode() not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
@@ -55,6 +55,6 @@ def module_of(function: Callable[..., Any]) -> str:
 
 
 def peak_resident_bytes() -> int:
-    """Return this process's own peak. getrusage's remembers the process that this one was started from."""
+    """Return this process's own peak memory; getrusage's includes its parent's."""
     status = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Where figures come from: the machine, the versions of packages, and the commit of this source tree."""
+"""Record the origin of figures: machine, package versions, and commit of this source tree."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _PACKAGES = ("torch", "transformers", "apache-tvm", "numpy", "scipy")
 
 
 def folder_of(out: Path) -> Path:
-    """Return the folder of results. Raises FormatError for one that cannot be written."""
+    """Return the folder of results. Raises FormatError if it is not writable."""
     check_folder("--out", out)
     return out
 
 
 def provenance(seed: int | None = None) -> dict[str, Any]:
-    """Return what every result file says of its origin, beside its `source`."""
+    """Return the origin that every result file states, without its `source`."""
     return {"machine": machine(), "versions": versions(), "seed": seed}
 
 
 def source() -> dict[str, Any]:
-    """Return the commit of this source tree, and whether tracked files differ from it, as they are now."""
+    """Return the commit of this source tree, and whether tracked files differ from it."""
     return {"commit": commit(), "uncommitted_changes": uncommitted_changes()}
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of qsync, Python and the packages that compute here; None if not installed."""
+    """Return versions of qsync, Python and the numeric packages; None if not installed."""
     found: dict[str, str | None] = {"qsync": qsync.__version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -43,12 +43,12 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str:
-    """Return the commit of this source tree, `unknown` outside of a repository or without git."""
+    """Return the commit of this source tree; `unknown` outside of a repository or without git."""
     return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
 
 
 def uncommitted_changes() -> bool | None:
-    """Return whether tracked files differ from the commit; None outside of a repository or without git."""
+    """Return whether tracked files differ from the commit; None without a repository or git."""
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return None if changes is None else bool(changes.strip())
 

@@ -1,4 +1,4 @@
-"""One rank of an experiment: its device, its share of a core, its place in the job."""
+"""Place the ranks of an experiment: devices, shares of cores, and processes."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.provenance import folder_of
 from qsync.records.json_files import read_json, write_json
 
-# Device classes of two unequal ranks, and the fast rank with the machine to itself.
+# Device classes of two unequal ranks, and of the fast rank with the machine to itself.
 FAST, WEAK, ALONE = "train", "infer", "alone"
-# On a machine with one kind of device, the rank that plays the inference device.
+# The rank that emulates the inference device on a machine with one kind of device.
 WEAK_RANK = 1
-BUCKET_CAP_MB = 8.0  # smaller than DDP's 25: less is left to reduce when the last gradient is ready
+BUCKET_CAP_MB = 8.0  # MB; smaller than DDP's 25, so less is left to reduce after the last gradient
 BUCKET_CAP_BYTES = int(BUCKET_CAP_MB * 2**20)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs: its device, what pauses it if it is emulated, and its class if that has a name."""
+    """A rank's device, its throttle if emulated, and its class name if set."""
 
     device: torch.device
     throttle: Throttle | None = None
     device_class: str | None = None
 
     def measured_share(self) -> float | None:
-        """Return the share of its core that this rank really gets; None if its speed is its own."""
+        """Return the share of its core that this rank really gets; None if not emulated."""
         return busy_share(2.0) if self.throttle else None
 
 
 @contextlib.contextmanager
 def placed(weak_share: float | None) -> Iterator[Place]:
-    """Give this rank its device: a different one where the machine has any, else an emulated one.
+    """Give this rank a device: of different kinds if the machine has them, else an emulated one.
 
     Real: GPUs of different kinds (one rank each), or one kind of GPU with the second rank on the CPU.
-    Emulated: each rank on one core, and the weak one paused and resumed so that it gets `weak_share` of it.
-    None asks for the CPU at full speed on every rank, on whichever core.
+    Emulated: each rank on one core, with the weak one paused to get `weak_share` of it. `weak_share` None
+    means full CPU speed on every rank, on any core.
     """
     rank = int(os.environ["LOCAL_RANK"])
     kinds, name = gpus(), WEAK if rank == WEAK_RANK else FAST
@@ -70,7 +70,7 @@ def placed(weak_share: float | None) -> Iterator[Place]:
     torch.set_num_threads(1)
     if weak_share is not None:
         pin_to_core(rank)
-        keep_freed_memory()  # in every run alike: page faults would cost each a few per cent, and unevenly
+        keep_freed_memory()  # in every run: page faults would cost each some per cent, unevenly
     share = weak_share if weak_share and rank == WEAK_RANK else 1.0
     with Throttle(share) as throttle:
         yield Place(torch.device("cpu"), throttle if share < 1 else None, name)
@@ -84,10 +84,10 @@ def run_on_ranks(
     num_ranks: int = 2,
     timeout_s: float = 300.0,
 ) -> Any:
-    """Run `work(config, place)` on so many ranks of this machine; return what rank 0 returned, as JSON.
+    """Run `work(config, place)` on several ranks of this machine; return rank 0's result, as JSON.
 
-    With a `weak_share` in the configuration the second rank is the weak one (see `placed`). Raises
-    QSyncError for a share or an `out` that cannot be used, before anything starts, and when a rank failed.
+    With a `weak_share` in the configuration the second rank is weak (see `placed`). Raises QSyncError for an
+    invalid share or `out`, before anything starts, and if a rank fails.
     """
     share = config.get("weak_share", 1.0)
     if not 0 < share <= 1:
@@ -105,8 +105,8 @@ def run_on_ranks(
             "--log-dir", folder, "--no-python", sys.executable, "-m", "qsync.experiments.harness.ranks",
             json.dumps(task),
         ]  # fmt: skip
-        # One thread a rank: each has one core. Kineto would announce every memory measurement on stderr. What
-        # ranks that are killed leave in temporary folders goes with this one; Inductor's cache stays.
+        # One thread a rank: each has one core. Kineto would log every memory measurement on stderr. Files of
+        # killed ranks are removed with this temporary folder; Inductor's cache stays.
         variables = environment(
             OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="5", TMPDIR=folder, TORCHINDUCTOR_CACHE_DIR=cache_dir()
         )
@@ -117,7 +117,7 @@ def run_on_ranks(
 
 
 def _exit_code(command: list[str], variables: Mapping[str, str]) -> int:
-    """Run torchrun; an interruption reaches this process alone, which ends torchrun and so the ranks."""
+    """Run torchrun; only this process gets an interruption, and ends torchrun and the ranks."""
     process = subprocess.Popen(
         command, env=variables, start_new_session=True, preexec_fn=processes.end_with_parent
     )
@@ -129,11 +129,11 @@ def _exit_code(command: list[str], variables: Mapping[str, str]) -> int:
 
 
 def main() -> None:
-    """Run one rank of `run_on_ranks`, whose task is the JSON in argv; a QSyncError is exit code 2."""
+    """Run one rank of `run_on_ranks`, with its task as JSON in argv; a QSyncError is exit code 2."""
     processes.end_with_parent("torch.distributed.run")
     task: dict[str, Any] = json.loads(sys.argv[1])
     share, is_first = task["config"].get("weak_share"), os.environ["RANK"] == "0"
-    # gloo as soon as one rank is on a CPU
+    # gloo if any rank is on a CPU
     os.environ.setdefault("QSYNC_BACKEND", "nccl" if share and len(set(gpus())) > 1 else "gloo")
     try:
         with placed(share) as place:
@@ -143,8 +143,8 @@ def main() -> None:
                 write_json(task["result"], {"result": found})
     except QSyncError as error:
         if not is_first:
-            # torchrun ends all ranks as soon as one is gone: rank 0 may say it alone. One that does not know
-            # of it is not gone by now.
+            # torchrun ends all ranks as soon as one exits, so let rank 0 print first. A rank that knows no
+            # error is still running.
             time.sleep(1.0)
         print(f"qsync {task['command']}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -152,7 +152,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def process_group_of_one() -> Iterator[None]:
-    """Form a process group of this process alone, unless there is one: DDP with nobody to wait for."""
+    """Form a process group of this process alone, unless there is one: DDP without peers."""
     if dist.is_initialized():
         yield
         return

@@ -1,4 +1,4 @@
-"""Rows of text as tables: for the terminal, and as Markdown."""
+"""Format rows of text as tables for the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Row = Sequence[str]
 def table_of(
     title: str, headings: Row, rows: Iterable[Row], *, left: int = 1, bold: Sequence[int] = ()
 ) -> Table:
-    """Return a table for the terminal whose first `left` columns are aligned to the left.
+    """Return a terminal table with its first `left` columns left-aligned.
 
-    `bold` are the numbers of the rows that stand out.
+    `bold` lists the indices of emphasized rows.
     """
     shown = Table(title=title, box=box.SIMPLE_HEAD, show_header=any(headings))
     for number, heading in enumerate(headings):
@@ -31,7 +31,7 @@ def table_of(
 
 
 def as_markdown(table: Table) -> str:
-    """Return a terminal's table in Markdown, its title above it."""
+    """Return a terminal table in Markdown, below its title."""
     rows = zip(
         *([str(cell).replace("|", "\\|") for cell in column.cells] for column in table.columns), strict=True
     )
@@ -40,7 +40,7 @@ def as_markdown(table: Table) -> str:
 
 
 def markdown_table(headings: Row, rows: Iterable[Row]) -> list[str]:
-    """Return the lines of the same table in Markdown."""
+    """Return a table's lines in Markdown."""
     return [
         f"| {' | '.join(headings)} |",
         "|---" * len(headings) + "|",
@@ -51,7 +51,7 @@ def markdown_table(headings: Row, rows: Iterable[Row]) -> list[str]:
 def write_between(texts: Mapping[Path, str], name: str) -> None:
     """Replace the text between two markers of each page, `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 
-    Raises QSyncError, before any is written, for a page without them.
+    Raises QSyncError, before any page is written, for a page without the markers.
     """
     written = {page: _between(page, name, text) for page, text in texts.items()}
     for page, content in written.items():
@@ -72,7 +72,7 @@ def _between(page: Path, name: str, text: str) -> str:
 
 
 def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[Any, list[Any]]:
-    """Return rows by the values of these keys, in the order in which they come; by the value if it is one."""
+    """Group rows by the values of these keys, in order of occurrence; a single key's value is unwrapped."""
     found: dict[Any, list[Any]] = {}
     for row in rows:
         values = tuple(row[key] for key in keys)
@@ -81,11 +81,11 @@ def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[Any, list[Any
 
 
 def yes(holds: bool | None) -> str:
-    """Return a verdict in words; what does not hold is in capitals."""
+    """Format a truth value as a word, a failure in capitals."""
     return "-" if holds is None else "yes" if holds else "NO"
 
 
 def milliseconds(seconds: float) -> str:
-    """Return three digits and the unit."""
+    """Format seconds as milliseconds with three digits."""
     value = 1e3 * seconds
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"

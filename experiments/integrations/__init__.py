@@ -1,1 +1,1 @@
-"""Training loops of other libraries around planned models, on two real ranks: cases and waiting."""
+"""Test other libraries' training loops on planned models, on two real ranks: cases and waiting."""

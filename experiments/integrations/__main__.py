@@ -1,4 +1,4 @@
-"""Training loops of other libraries around planned models: every case, and waiting with LengthSampler.
+"""Test other libraries' training loops on planned models, and waiting with LengthSampler.
 
     python -m qsync.experiments.integrations --out FOLDER
 
@@ -19,7 +19,7 @@ from qsync.experiments.integrations import run_cases, sampler_waiting
 from qsync.experiments.integrations.cases import BF16_TOLERANCE, NORM_TOLERANCE
 
 _PAGE = Page(Path("docs/results/integrations.md"), note="Two ranks, gloo.", marker="cases")
-_WEAK_SHARE, _ROUNDS = 0.5, 3  # of the sampler
+_WEAK_SHARE, _ROUNDS = 0.5, 3  # for the sampler
 
 
 def main(
@@ -64,7 +64,7 @@ def main(
 
 
 def _norm_bars(exact: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a bar for each group of cases: its largest difference of a gradient norm from plain DDP's."""
+    """Return a bar per group of cases: the largest difference of a gradient norm from plain DDP's."""
     groups = dict.fromkeys(row["group"] for row in exact)
     return [
         bar(f"gradient norms, {group}: from plain DDP's", _largest([r for r in exact if r["group"] == group]),

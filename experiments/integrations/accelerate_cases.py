@@ -1,4 +1,4 @@
-"""Accelerate's loop around planned models."""
+"""Cases of Accelerate's training loop on planned models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GROUP = "Accelerate"
 
 
 def prepared(arm: Arm, accelerator: Accelerator, **options: Any) -> tuple[Any, Any, Any]:
-    """Return what `accelerator.prepare` makes of a model, its optimizer and its loader."""
+    """Return the results of `accelerator.prepare` for a model, its optimizer and its loader."""
     model = net() if arm.is_plain else arm.hybrid(net(), batch(), loss_of, **options)
     found: tuple[Any, Any, Any] = accelerator.prepare(model, sgd(model), DataLoader(rows(), 4))
     return found
@@ -47,7 +47,7 @@ def loop(
     steps: int = 6,
     clip: float | None = None,
 ) -> list[float]:
-    """Train as Accelerate's documentation says, and return the gradient norms."""
+    """Train as in Accelerate's documentation; return the gradient norms."""
     norms = []
     for one in itertools.islice(loader, steps):
         with accelerator.accumulate(model):
@@ -101,7 +101,7 @@ def _(arm: Arm) -> Outcome:
 
 
 def _plan(passes: int) -> Plan:
-    """Return a plan of shares: twelve samples on rank 0 and four on rank 1, in passes."""
+    """Return a plan of unequal shares: twelve samples on rank 0 and four on rank 1, in passes."""
     graph = qsync.capture(net(), batch()[0])
     assignment = {op.name: qsync.Precision.FP32 for op in graph.adjustable}
     classes = {f"class{rank}": ClassPlan(assignment) for rank in (0, 1)}

@@ -1,7 +1,7 @@
-"""Cases: training loops that users write, each run in plain DDP and by qsync, on two ranks.
+"""Cases of users' training loops, each run in plain DDP and by qsync, on two ranks.
 
 A case is a function of an `Arm`, which wraps its model: in plain DDP, or by qsync in one precision. It
-returns the gradient norms that its user would see, and the trained model.
+returns the gradient norms and the trained model.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from qsync.distributed.agreement import agree
 from qsync.experiments.harness.cases import REFUSED, SILENT, WARNS, WORKS, Case, Cases
 from qsync.runtime import coverage
 
-# Norms in an FP32 plan are those of plain DDP up to this. In the base bf16 they are those of torch.autocast,
-# whose attention is another kernel, up to the second. Those in INT8 differ by no more than the third.
+# Relative tolerances of gradient norms: FP32 plan against plain DDP, base bf16 against torch.autocast (whose
+# attention is another kernel), and INT8.
 NORM_TOLERANCE, BF16_TOLERANCE, LARGEST_DIFFERENCE = 1e-6, 2e-3, 0.2
 _EVERYTHING = {"lower_all": True, "precisions": ["fp32", "bf16", "int8"]}
-# Options of a plan in BF16, which differs from those of all arms.
+# Options of a BF16 plan, different from the plans of all arms.
 OTHER_PLAN = {"pins": {"*": "bf16"}, "lower_all": True, "precisions": ["fp32", "bf16"]}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a case saw: gradient norms, other numbers that must agree with plain DDP, and the model."""
+    """A case's outcome: gradient norms, other numbers that must equal plain DDP's, and the model."""
 
     norms: list[float]
     model: nn.Module
@@ -48,34 +48,34 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How a case wraps its model: in plain DDP (no precision), or by qsync with every product in one."""
+    """A case's way to wrap its model: plain DDP (no precision), or qsync with one precision."""
 
     precision: str | None
     folder: Path
 
     @property
     def is_plain(self) -> bool:
-        """Return whether qsync is left out."""
+        """Return whether the arm runs without qsync."""
         return self.precision is None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return arguments of `qsync.hybrid`."""
+        """Return keyword arguments of `qsync.hybrid`."""
         lowered = {"pins": {"*": self.precision}, **_EVERYTHING}
         chosen = {"precisions": ["fp32"], "bitwise": True} if self.precision == "fp32" else lowered
         return {"cache_dir": self.folder.parent / "plans", **chosen}
 
     @property
     def in_bf16(self) -> dict[str, Any]:
-        """Return options with which the FP32 plan is one of the base bf16."""
+        """Return options that turn the FP32 plan into one with base bf16."""
         return {"precisions": ["fp32", "bf16"]} if self.precision == "fp32" else {}
 
     def hybrid(
         self, model: nn.Module, batch: Any, loss_fn: Any = None, *, ddp: bool = True, **options: Any
     ) -> Any:
-        """Return the model in DDP; without `ddp` as a framework takes it.
+        """Return the model in DDP, or unwrapped for a framework if `ddp` is False.
 
-        Of the options plain DDP takes `ddp_options` alone.
+        Plain DDP uses only `ddp_options`.
         """
         if not self.is_plain:
             return qsync.hybrid(model, batch, loss_fn, ddp=ddp, **{**self.options, **options})
@@ -89,12 +89,12 @@ CASES = Cases()
 def case(
     group: str, name: str, tolerance: float = NORM_TOLERANCE, **verdict: Any
 ) -> Callable[[Callable[[Arm], Outcome]], Callable[[Arm], Outcome]]:
-    """List a function as a case, with what `Cases.case` takes."""
+    """Register a function as a case, with the arguments of `Cases.case`."""
     return CASES.case(group, name, tolerance, **verdict)
 
 
 def cases(group: str, outcome: Callable[..., Outcome], given: Mapping[str, Mapping[str, Any]]) -> None:
-    """List a case for each name: `outcome` with these arguments, but for those of `case`."""
+    """Register a case per name: `outcome` with the given arguments, except those of `case`."""
     for name, arguments in given.items():
         own = {key: arguments[key] for key in ("refused", "warns", "tested") if key in arguments}
         rest = {key: value for key, value in arguments.items() if key not in own}
@@ -102,7 +102,7 @@ def cases(group: str, outcome: Callable[..., Outcome], given: Mapping[str, Mappi
 
 
 def judge(case: Case, folder: Path) -> dict[str, Any]:
-    """Run a case in plain DDP, under an FP32 plan and in INT8, and compare; the same on every rank."""
+    """Run a case in plain DDP, under an FP32 plan and in INT8; compare them equally on every rank."""
     arms = [Arm(precision, folder / (precision or "plain")) for precision in (None, "fp32", "int8")]
     for arm in arms if dist.get_rank() == 0 else ():
         shutil.rmtree(arm.folder, ignore_errors=True)
@@ -119,7 +119,7 @@ def judge(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _result(case: Case, arm: Arm) -> Outcome | str:
-    """Return the outcome of a case on all ranks, or the sentence of the first error."""
+    """Return a case's outcome on all ranks, or the sentence of the first error."""
     try:
         found: Outcome | None = case.do(arm)
         sentence = ""
@@ -152,7 +152,7 @@ def difference(one: Outcome, other: Outcome) -> float:
 
 
 def replicas_agree(model: nn.Module) -> bool:
-    """Return whether all ranks hold bitwise the same parameters; those of a sharded model are whole first."""
+    """Return whether all ranks hold bitwise equal parameters, gathered if sharded."""
     whole = [
         getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().double() for p in model.parameters()
     ]
@@ -164,7 +164,7 @@ def replicas_agree(model: nn.Module) -> bool:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Let a case leave nothing behind for the next one."""
+    """Isolate a case from the next one."""
     coverage.say_once.cache_clear()
     torch.manual_seed(dist.get_rank())
     yield
@@ -179,7 +179,7 @@ def _apart() -> Iterator[None]:
 
 @contextmanager
 def _listening(said: list[str]) -> Iterator[None]:
-    """Collect what qsync logs and warns of; what other libraries say is not shown."""
+    """Collect qsync's log records and warnings; suppress those of other libraries."""
     handler = logging.Handler()
     handler.addFilter(lambda record: "the plan saves" not in record.getMessage())  # steps are too short here
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -194,7 +194,7 @@ def _listening(said: list[str]) -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """A small classifier with dropout switched off."""
+    """A small classifier without dropout."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Net(nn.Module):
 
 
 def net(kind: Callable[[], nn.Module] = Net) -> Any:
-    """Return a model, the same each time and on every rank."""
+    """Return the model, equal at every call and on every rank."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return kind()
@@ -217,13 +217,13 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def batch(number: int = 0, size: int = 8) -> Batch:
-    """Return a batch of this rank."""
+    """Return this rank's batch."""
     generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
     return torch.randn(size, 32, generator=generator), torch.randint(0, 8, (size,), generator=generator)
 
 
 def rows() -> TensorDataset:
-    """Return a small set of training data."""
+    """Return a small training set."""
     generator = torch.Generator().manual_seed(3)
     return TensorDataset(
         torch.randn(64, 32, generator=generator), torch.randint(0, 8, (64,), generator=generator)
@@ -244,7 +244,7 @@ def norm(model: Any) -> float:
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
-    """Return an optimizer: of plain steps, so that differences of gradients stay as small as they are."""
+    """Return plain SGD, which does not amplify differences of gradients."""
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
@@ -255,7 +255,7 @@ def trained(
     loss_fn: Callable[[Any, Batch], Any] = loss_of,
     norm_of: Callable[[Any], float] = norm,
 ) -> list[float]:
-    """Train for some steps, and return the gradient norms."""
+    """Train some steps; return the gradient norms."""
     norms, optimizer = [], optimizer or sgd(model)
     for number in range(steps):
         optimizer.zero_grad()
@@ -266,7 +266,7 @@ def trained(
 
 
 def facts(**checks: bool) -> list[float]:
-    """Return what must be true as numbers to compare; raise an error that names what is false."""
+    """Return true facts as numbers to compare; raise an error that names a false one."""
     false = [name for name, holds in checks.items() if not holds]
     if false:
         raise AssertionError(f"not true: {', '.join(false)}")
@@ -274,5 +274,5 @@ def facts(**checks: bool) -> list[float]:
 
 
 def same_state(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether two state dicts hold bitwise the same tensors under the same names."""
+    """Return whether two state dicts hold bitwise equal tensors under equal names."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

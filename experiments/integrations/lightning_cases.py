@@ -1,4 +1,4 @@
-"""Lightning's Trainer around planned models."""
+"""Cases of Lightning's Trainer on planned models."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Note the gradient norm."""
+        """Record the gradient norm."""
         self.norms.append(norm(self))
 
 
@@ -93,7 +93,7 @@ class TwoNetworks(Classifier):
 
 
 class Resting(Classifier):
-    """A LightningModule of which a part stays in evaluation mode."""
+    """A LightningModule with a part that stays in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Manual(Classifier):
         self.automatic_optimization = False
 
     def training_step(self, one: Any, index: int) -> None:
-        """Take a step."""
+        """Run a training step."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(self(one[0]), one[1]))
@@ -163,7 +163,7 @@ def _(arm: Arm) -> Outcome:
 def _resumed(
     arm: Arm, then: Arm, first: Any, more: Any, options: Any = None
 ) -> tuple[Classifier, Classifier]:
-    """Train in one arm, save, and train on in another; return both modules."""
+    """Train in one arm, save, and continue in another; return both modules."""
     loader, (module, again) = DataLoader(rows(), 4), (net(Classifier), net(Classifier))
     path = arm.folder / "made.ckpt"
     made = trainer(arm, **first)

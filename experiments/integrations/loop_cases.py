@@ -1,4 +1,4 @@
-"""Loops of one's own: DDP's options and contexts, accumulation, two networks, copies, checkpoints."""
+"""Cases of custom loops: DDP's options and contexts, accumulation, two networks, copies, checkpoints."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ MODULES = ("loop_cases", "accelerate_cases", "trainer_cases", "lightning_cases",
 
 
 def run(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
-    """Judge the cases of some modules, or of these the `tested` and the refused; all ranks together."""
+    """Judge the cases of some modules, or only `tested` and refused ones; all ranks together."""
     os.environ[PROFILE_S_VARIABLE] = "0"
     modules = [import_module(f"qsync.experiments.integrations.{name}").__name__ for name in config["modules"]]
     own = [case for case in CASES if case.do.__module__ in modules]

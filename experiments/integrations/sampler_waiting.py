@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths on two unequal ranks: how long ranks wait, with and without the sampler."""
+"""Measure waiting of two unequal ranks on sequences of unequal length, with and without the sampler."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from qsync.experiments.integrations.cases import net, replicas_agree
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.replayer.explanation.phases import mean
 
-# A step waits for the rank that is late: without a margin ranks that were predicted to arrive together took
-# 5 % longer than predicted.
+# A step waits for the late rank: without a margin, ranks predicted to arrive together took 5 % longer.
 _MARGIN = 0.05
 
 _SHORTEST, _LONGEST, _BATCH, _VOCABULARY = 32, 512, 16, 256
-_STEPS = 6  # of a round
+_STEPS = 6  # steps per round
 ARMS = ("equal batches", "LengthSampler")
 
 
@@ -45,9 +44,9 @@ def _padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Train on the same steps, handed out in both ways in turns; return seconds and waiting of each."""
+    """Train the same steps, divided in both ways in turns; return seconds and waiting of each."""
     generator = torch.Generator().manual_seed(0)
-    # Most texts are short: lengths are drawn evenly on a logarithmic scale.
+    # Most texts are short: log-uniform lengths.
     drawn = _SHORTEST * (_LONGEST / _SHORTEST) ** torch.rand(config["sequences"], generator=generator)
     rows: Any = [torch.randint(0, _VOCABULARY, (int(n) + 1,), generator=generator) for n in drawn]
     example = _padded([row for row in rows if len(row) > 200][: _BATCH // 2])
@@ -84,13 +83,13 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
 
 
 def _steps(sampler: qsync.LengthSampler, arm: str) -> Iterator[list[list[int]]]:
-    """Yield the sampler's steps; in the first arm equal numbers of sequences, in the order of the rows."""
+    """Yield the sampler's steps; in the first arm with equal numbers of sequences, in row order."""
     for step in sampler.steps():
         whole = sorted(index for own in step for index in own)
         yield [whole[rank :: len(step)] for rank in range(len(step))] if arm == ARMS[0] else step
 
 
 def _summary(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
-    """Return the mean step, and the part of it that each rank is blocked, of all rounds."""
+    """Return the mean step over all rounds, and the blocked fraction of each rank."""
     blocked = [sum(r["blocked_s"] for r in own) / sum(r["period_s"] for r in own) for own in ranks]
     return {"step_s": fmean(r["period_s"] for r in ranks[0]), "blocked": blocked}

@@ -1,4 +1,4 @@
-"""FSDP2, peft and torch.distributed.checkpoint around planned models."""
+"""Cases of FSDP2, peft and torch.distributed.checkpoint on planned models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FSDP, _PEFT, _DCP, _SEQUENCE = "FSDP2", "peft", "torch.distributed.checkpoint",
 
 
 def _sharded(model: Any) -> Any:
-    """Shard a model as torchtitan does: its blocks, then itself."""
+    """Shard a model as torchtitan does: blocks first, then the model."""
     for block in (model.body, model.head):
         fully_shard(block)
     return fully_shard(model)
@@ -114,7 +114,7 @@ def _load(arm: Arm, model: Any, optimizer: Any) -> None:
 
 
 def _adapted() -> Any:
-    """Return a model with LoRA adapters whose second factor is not zero: else half their gradients are."""
+    """Return a model with LoRA adapters whose second factor is nonzero, so that no gradients vanish."""
     model = get_peft_model(net(), LoraConfig(r=4, target_modules=["body.0", "body.2"], lora_dropout=0.0))
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -141,7 +141,7 @@ def _(arm: Arm) -> Outcome:
 
 
 class SequenceParallel(nn.Module):
-    """A layer that exchanges its sequence with the other ranks, inside."""
+    """A layer that exchanges its sequence with other ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class SequenceParallel(nn.Module):
 
 
 class WithExchange(Net):
-    """A model with such a layer between others."""
+    """A model with a SequenceParallel layer in the middle."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer around planned models."""
+"""Cases of Hugging Face's Trainer on planned models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VOCABULARY, _LENGTH = 64, 12
 
 
 def gpt() -> Any:
-    """Return a small GPT, the same each time."""
+    """Return a small GPT, equal at every call."""
     config = GPT2Config(
         vocab_size=_VOCABULARY, n_positions=32, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1, pad_token_id=0,
@@ -44,7 +44,7 @@ def gpt() -> Any:
 
 
 def llama() -> Any:
-    """Return a small Llama, the same each time. The Trainer counts its labels as the loss does: shifted."""
+    """Return a small Llama, equal at every call. The Trainer counts its shifted labels."""
     config = LlamaConfig(
         vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=2, max_position_embeddings=32,
@@ -53,7 +53,7 @@ def llama() -> Any:
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of tokens, of which other numbers count in each."""
+    """Token sequences with different numbers of counted labels."""
 
     def __len__(self) -> int:
         return 48
@@ -65,18 +65,18 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Norms(TrainerCallback):
-    """The gradient norms of a Trainer's steps."""
+    """Callback that records the gradient norms of a Trainer's steps."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Note the norm."""
+        """Record the norm."""
         self.norms.append(norm(model))
 
 
 def arguments(arm: Arm, arguments_kind: Any = TrainingArguments, **options: Any) -> Any:
-    """Return arguments of a short run."""
+    """Return the arguments of a short run."""
     given = {
         "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 0.05, "optim": "sgd",
         "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "save_strategy": "no", **options,
@@ -90,7 +90,7 @@ def arguments(arm: Arm, arguments_kind: Any = TrainingArguments, **options: Any)
 def trainer(
     arm: Arm, kind: Any = transformers.Trainer, data: Any = None, options: Any = None, **given: Any
 ) -> tuple[Any, list[float]]:  # fmt: skip
-    """Return a Trainer, the library's or qsync's, and the list that will hold its gradient norms."""
+    """Return a Trainer, the library's or qsync's, and the list for its gradient norms."""
     seen, data = Norms(), data if data is not None else Rows()
     own: dict[str, Any] = {}
     if not arm.is_plain:
@@ -170,7 +170,7 @@ def _(arm: Arm) -> Outcome:
 
 
 class _Once(IterableDataset[dict[str, torch.Tensor]]):
-    """Rows that can be read once, as from a socket."""
+    """Rows that can be read only once, as from a socket."""
 
     def __init__(self) -> None:
         self._rows = iter([Rows()[index] for index in range(48)])

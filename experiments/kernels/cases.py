@@ -1,10 +1,9 @@
-"""The single layers of compare_kernels.py: every alternative for a call, bars.
+"""Single-layer cases of compare_kernels.py: every way to run a call, with bars.
 
-A layer stands in FP32 surroundings: its input, weight and bias are FP32, casts of them are part of the call,
-and so are casts of their gradients back to FP32. Its result is FP32, but for the variants whose result is
-BF16 (`bf16`, torch.autocast, and those called `... bf16 out`): their gradient then arrives in BF16 as well. A
-bar against FP32 is judged on FP32 results where the variant has them, a bar against torch.autocast on BF16
-results: equal terms.
+A layer has FP32 input, weight and bias; the call includes their casts, and casts of their gradients back to
+FP32. Results are FP32, except in the variants `bf16`, torch.autocast and `... bf16 out`, whose gradients
+arrive in BF16 as well. For equal terms, bars against FP32 use FP32 results if the variant has them, and bars
+against torch.autocast use BF16 results.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A promise: `variant` is `limit` times as fast as `against`, or (`at_most`) at most as slow."""
+    """A bar: `variant` is at least `limit` times as fast as `against`, or (`at_most`) at most as slow."""
 
     variant: str
     against: str
@@ -46,9 +45,9 @@ class Bar:
 
 @dataclass(slots=True)
 class Case:
-    """One call and every alternative to run it.
+    """One call and every way to run it.
 
-    `unavailable` says why an alternative is missing, `failed` why one of ours does not run that should.
+    `unavailable` gives reasons for missing variants, `failed` for failures of qsync's own.
     """
 
     section: str
@@ -60,10 +59,10 @@ class Case:
     failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, make: Callable[[], Run], *, theirs: bool = False) -> None:
-        """Add a variant that runs here; one that does not is named with the reason.
+        """Add a variant, or the reason why it does not run here.
 
-        A precision that the device lacks is a reason, and of a peer (`theirs`) any failure is. A failure of
-        ours is kept as such. Without the baseline there is no case: its failure is raised.
+        Reasons are a missing precision, or any failure of a peer (`theirs`). A failure of qsync's is recorded
+        as such. A failure of the baseline is raised.
         """
         try:
             run = make()
@@ -93,13 +92,13 @@ class Bench:
         return select(self.device)
 
     def random(self, *shape: int) -> Tensor:
-        """Return normal numbers that depend on the shape and the seed only."""
+        """Return normal random numbers that depend only on shape and seed."""
         generator = torch.Generator().manual_seed(self.seed + math.prod(shape))
         return torch.randn(*shape, generator=generator).to(self.device)
 
 
 class Layer:
-    """One operator of a model on FP32 operands, and every alternative to compute it."""
+    """One operator of a model on FP32 operands, and every way to compute it."""
 
     def __init__(
         self,
@@ -114,11 +113,11 @@ class Layer:
         self.operands = [operand.requires_grad_() for operand in operands]
         with torch.no_grad():
             y = target(*operands, **options)
-        gradient = torch.empty_like(y).copy_(bench.random(*y.shape))  # in the memory format of the result
+        gradient = torch.empty_like(y).copy_(bench.random(*y.shape))  # in the result's memory format
         self.gradients = {torch.float32: gradient, torch.bfloat16: gradient.bfloat16()}
 
     def eager(self, *operands: Tensor) -> Tensor:
-        """Run the call as it stands in a model."""
+        """Run the call in eager torch."""
         return self.target(*operands, **self.options)
 
     def cast(self, index: int, precision: Precision) -> Any:
@@ -140,12 +139,12 @@ class Layer:
         return call
 
     def training(self, call: Callable[[], Tensor]) -> Run:
-        """Return the call and its backward pass: gradients of all operands."""
+        """Return the call with its backward pass: gradients of all operands."""
         return lambda: torch.autograd.grad(y := call(), self.operands, self.gradients[y.dtype])
 
 
 def linear(bench: Bench, shape: tuple[int, ...]) -> Layer:
-    """Make a linear layer: X (M, K), W (N, K), b (N)."""
+    """Create a linear layer: X (M, K), W (N, K), b (N)."""
     rows, inputs, outputs = shape
     weight = bench.random(outputs, inputs) * inputs**-0.5
     operands = [bench.random(rows, inputs), weight, bench.random(outputs)]
@@ -153,7 +152,7 @@ def linear(bench: Bench, shape: tuple[int, ...]) -> Layer:
 
 
 def conv2d(bench: Bench, shape: tuple[int, ...]) -> Layer:
-    """Make a convolution: as many channels out as in, the same size, no bias, channels_last."""
+    """Create a convolution with equal channels and sizes, no bias, channels-last."""
     batch, channels, side, kernel = shape
     weight = bench.random(channels, channels, kernel, kernel) * (channels * kernel * kernel) ** -0.5
     operands = [bench.random(batch, channels, side, side), weight]
@@ -163,13 +162,13 @@ def conv2d(bench: Bench, shape: tuple[int, ...]) -> Layer:
 
 
 def attention(bench: Bench, shape: tuple[int, ...]) -> Layer:
-    """Make attention without a mask: queries, keys and values (batch, heads, length, width)."""
+    """Create attention without a mask: queries, keys and values (batch, heads, length, width)."""
     operands = list(bench.random(3, *shape).unbind())
     return Layer(bench, "attention", "x".join(map(str, shape)), F.scaled_dot_product_attention, operands)
 
 
 def quantize_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
-    """Compare a layer's FP32 input -> INT8 codes and scales with a copy of the same tensor."""
+    """Compare quantizing a layer's FP32 input (codes and scales) with copying the tensor."""
     x, type_name, bench = layer.operands[0].detach(), operand_type(layer.kind, 0, Precision.INT8), layer.bench
     sides = "x".join(map(str, x.shape))
     case = Case(section, f"{sides}, rows" if layer.kind == "linear" else sides, "clone", bars)
@@ -179,7 +178,7 @@ def quantize_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
 
 
 def training_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
-    """Compare forward and backward, every cast included: the weight's as well."""
+    """Compare forward and backward including every cast, also of the weight."""
     case = Case(section, layer.shape, "fp32", bars)
     eager = layer.training(lambda: layer.eager(*layer.operands))
     case.add("fp32", lambda: eager)
@@ -192,7 +191,7 @@ def training_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
 
 
 def precisions_of(kind: str, device: str) -> list[tuple[Precision, str]]:
-    """Return the precisions to measure an operator in, with the type of the result.
+    """Return an operator's precisions to measure, with the type of the result.
 
     A CPU may emulate FP16, and has neither TF32 nor FP8.
     """

@@ -3,9 +3,8 @@
     python -m qsync.experiments.kernels.compare_kernels --out FOLDER
 
 Measured on one thread, paired: each round runs every variant once in rotating order, and a ratio is the
-median of the rounds' own ratios. Users get what is measured: `backend.select(device).kernel` and `.cast`.
-Peers are torch eager, torch.autocast and torch.compile (Inductor). Whole steps are measured by
-qsync.experiments.unseen.
+median over rounds. It measures the user's path: `backend.select(device).kernel` and `.cast`. Peers are torch
+eager, torch.autocast and torch.compile (Inductor). qsync.experiments.unseen measures whole steps.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ QUICK_ROUNDS = 3
 INT8_BF16 = "int8" + BF16_OUT
 # The sections, with their bars.
 BARS: dict[str, tuple[Bar, ...]] = {
-    "quantize": (Bar("int8", "clone", 2.0, at_most=True),),  # of linear layers' inputs
+    "quantize": (Bar("int8", "clone", 2.0, at_most=True),),  # for linear layers' inputs
     "linear training": (
         Bar("bf16", "fp32", 2.0), Bar("bf16", "autocast", 1.0), Bar("int8", "fp32", 2.25),
         Bar(INT8_BF16, "autocast", 1.1), Bar("int8_all", "fp32", 3.0),
@@ -90,7 +89,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure the sections, case by case; return the content of figures.json.
 
-    `cases` makes other cases (smaller, for tests).
+    `cases` supplies other cases (smaller ones, for tests).
     """
     settings, seed = experiment.settings, experiment.seed or 0
     device, rounds = torch.device(settings["device"]), settings["rounds"]
@@ -113,7 +112,7 @@ def run(
 
 
 def _broken(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return that the bar of a kernel that failed does not hold, with the reason; other bars as they are."""
+    """Mark the bar of a failed kernel as failed, with the reason; leave other bars."""
     return {"holds": False, "why": row["why"]} if row.get("failed") else {}
 
 
@@ -126,7 +125,7 @@ def _measured(make: Callable[[], Case], rounds: int, device: torch.device) -> di
 
 
 def standard_cases(bench: Bench, section: str, *, shapes: int | None = None) -> Iterator[Callable[[], Case]]:
-    """Yield the cases of a section, each to be made when its turn comes; of each layer so many shapes."""
+    """Yield a section's cases, created on demand, with a number of shapes per layer."""
     if section == "host":
         yield partial(host_overhead.host_case, bench)
         return
@@ -137,7 +136,7 @@ def standard_cases(bench: Bench, section: str, *, shapes: int | None = None) -> 
 
 
 def layer_case(bench: Bench, section: str, kind: str, shape: tuple[int, ...]) -> Case:
-    """Make the case of one layer in a section, with its bars; `kind` is linear, conv or attention."""
+    """Create one layer's case in a section, with its bars; `kind` is linear, conv or attention."""
     layer, bars = _LAYERS[kind][0](bench, shape), BARS[section]
     if section == "quantize":
         return kernel_cases.quantize_case(layer, section, bars if layer.kind == "linear" else ())
@@ -145,7 +144,7 @@ def layer_case(bench: Bench, section: str, kind: str, shape: tuple[int, ...]) ->
 
 
 def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
-    """Return a row for each bar of a case: measured ratio, its quartiles."""
+    """Return a row per bar of a case: measured ratio and quartiles."""
     rows = []
     for one in case.bars:
         row: dict[str, Any] = {
@@ -166,7 +165,7 @@ def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]
 
 
 def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
-    """Return everything measured of a case: every variant's time, and its speed against the baseline."""
+    """Return all measurements of a case: every variant's time, and speed against the baseline."""
     variants = {}
     for name, found in samples.items():
         speedups = ratios(samples[case.baseline], found)
@@ -182,7 +181,7 @@ def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
 
 
 def table(cases: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the speed of every variant against the baseline, a row a case."""
+    """Return a table of every variant's speed against the baseline, a row per case."""
     variants = dict.fromkeys(name for case in cases for name in case["variants"] if name != case["baseline"])
     rows = []
     for case in cases:
@@ -194,7 +193,7 @@ def table(cases: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remarks(content: Mapping[str, Any]) -> list[str]:
-    """Say what could not be measured or failed."""
+    """List what was not measured or failed."""
     cases = content["cases"]
     missing = {name: why for case in cases for name, why in case["unavailable"].items()}
     return [

@@ -1,6 +1,6 @@
-"""What a node costs beside its arithmetic: a model of tiny operators, whose step is Python's and autograd's.
+"""Measure a node's overhead with a model of tiny operators, whose step is Python and autograd.
 
-Every operator runs in the precision asked for, though all of them are faster in FP32 at this size.
+Operators run in the requested precision, although FP32 would be faster at this size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.fc, self.norm, self.act = nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the input and the activated, normed product."""
+        """Return the sum of the input and the activated, normalized product."""
         activated: Tensor = self.act(self.norm(self.fc(x)))
         return x + activated
 

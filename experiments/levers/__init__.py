@@ -1,1 +1,1 @@
-"""Levers, predicted and measured: `measured_levers`."""
+"""Measure levers against their predictions: `measured_levers`."""

@@ -1,10 +1,10 @@
-"""Levers on two real unequal ranks, predicted and measured.
+"""Measure levers on two real unequal ranks against their predictions.
 
     python -m qsync.experiments.levers.measured_levers --out FOLDER
 
-The weak rank is emulated. Each plan takes its turns in one run: FP32 with one lever at a time, then
-precisions without levers and with searched ones, at one target step. With `--tight` the weak rank has little
-memory instead: precisions without levers, and with as many blocks saving less as a search finds.
+The weak rank is emulated. Plans take turns in one run: FP32 with one lever at a time, then precisions without
+levers and with searched ones, at one target step. `--tight` gives the weak rank little memory instead:
+precisions without levers, and with a searched number of blocks saving less.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from qsync.replayer import Recapture, profiles_under_levers
 from qsync.replayer.levers.recomputation import blocks
 
 PRECISIONS = ("fp32", "bf16", "int8")
-# Steps of each plan in its turn, and how many of them are left out at its begin.
+# Steps of each plan per turn, and the first ones that are not counted.
 STEPS, WARM = 9, 3
-# How much longer than the least step, where what is compared is variance.
+# Slack over the least step, relative, where variance is compared.
 SLACK = 0.15
-# With little memory: the part of what FP32 needs at the least, and how much longer its step may be.
+# With little memory: fraction of FP32's minimum, and slack of the step.
 TIGHT, TIGHT_SLACK = 0.95, 0.1
 
 
@@ -50,7 +50,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Run the plans, keep what was measured, and print it as docs/results/levers.md has it."""
+    """Run the plans, store the measurements, and print the table of docs/results/levers.md."""
     config = {"model": "gpt", "turns": 2, "trials": 30, "weak_share": 0.5, "tight": tight}
     experiment = Experiment("levers", out, settings=config, fresh=fresh)
     name = "tight" if tight else "levers"
@@ -60,7 +60,7 @@ def main(
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table: steps and memory peaks, predicted and measured, and the variance each plan adds."""
+    """Return the table: steps and memory peaks, predicted and measured, and each plan's variance."""
 
     def mebibytes(row: Mapping[str, Any], what: str) -> str:
         return " / ".join(f"{num_bytes / 2**20:.1f}" for num_bytes in row[f"{what}_bytes"])
@@ -76,7 +76,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
-    """Return a row for each plan: seconds of a step and bytes at its peak, predicted and measured."""
+    """Return a row per plan: seconds of a step and peak bytes, predicted and measured."""
     share, rank = place.measured_share(), dist.get_rank()
     name = WEAK if rank else FAST
     model, batch, loss_fn = parts_of(config["model"], rank)
@@ -118,9 +118,9 @@ def _basis(step: job.TrainingStep, rank: job.Rank, save_less: bool = False) -> B
 
 
 def _plans(basis: Basis, other: Recapture, trials: int) -> dict[str, Plan]:
-    """Return plans in FP32 with one lever each, then with precisions: without levers, and as searched."""
+    """Return plans in FP32 with one lever each, then plans of precisions without and with levers."""
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
-    captured, slow = basis.graph.batch_shapes[0][0], 1e3  # so long a target is always reached
+    captured, slow = basis.graph.batch_shapes[0][0], 1e3  # a target this long is always reached
 
     def fp32(levers: Mapping[str, ClassLevers]) -> Plan:
         profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, Levers(levers), other)
@@ -143,10 +143,10 @@ def _plans(basis: Basis, other: Recapture, trials: int) -> dict[str, Plan]:
 
 
 def _tight_plans(basis: Basis, trials: int) -> dict[str, Plan]:
-    """Return plans for little memory on the weak rank.
+    """Return plans for a weak rank with little memory.
 
-    In FP32 as torch saves, and with two blocks saving less; then in less memory than FP32 needs however much
-    saves less, with a tenth more time than its step: precisions alone, and as searched.
+    Two are in FP32: as torch saves, and with two blocks saving less. Two have less memory than FP32 can do
+    with, and a tenth more time: only precisions, and searched levers.
     """
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
 

@@ -1,5 +1,5 @@
-"""Predicted bytes against measured ones.
+"""Measure the memory model's errors.
 
 `memory_error`    the experiment, and the margin of every plan
-`memory_runs`     models in training under plans, on one rank and on two
+`memory_runs`     training models under plans, on one rank and on two
 """

@@ -1,13 +1,12 @@
-"""How wrong the memory model is: `python -m qsync.experiments.memory.memory_error --out FOLDER` measures it.
+"""Measure the memory model's errors: `python -m qsync.experiments.memory.memory_error --out FOLDER`.
 
-Plans of every model run as training runs them: in DDP, gradients in its buckets, AdamW. Autograd's own hooks
-count the bytes saved for backward, the allocator's own events the peak; beside them stands the prediction
-from the graph alone.
+Plans of every model run as in training: in DDP with gradients as bucket views, with AdamW. Autograd's hooks
+count the bytes saved for backward, and the allocator's events the peak; the prediction uses only the graph.
 
-    margin      random plans (precisions and operators that save less drawn at random). The most by which the
-                prediction was ever too small, twice, is the margin of every plan
-    two ranks   random plans of a seed of its own, different ones on two real ranks, judged by the margin
-    accepted    plans that `qsync.plan` accepts under tight budgets, run on the two ranks
+    margin      random plans (precisions and operators that save less drawn at random). Twice the largest
+    underprediction is the margin of every plan two ranks   random plans of another seed, different on two
+    real ranks, judged by the margin accepted    plans that `qsync.plan` accepts under tight budgets, run on
+    the two ranks
 
 `--state` writes the margin beside the model, and the figures into docs/results/memory.md.
 """
@@ -39,11 +38,11 @@ MARGIN, ACCEPTED, REFUSED = "margin", "accepted", "refused"
 PREDICTED = Path(peak.__file__).with_name("memory_error.json")
 _PAGE = Page(Path("docs/results/memory.md"), note="One thread.", marker="memory")
 SAVED_BAR, PEAK_BAR = 0.01, 0.05
-PLANS, RANK_PLANS = 30, 6  # random ones of each model, and on each of two ranks
+PLANS, RANK_PLANS = 30, 6  # random plans of each model, and on each of two ranks
 HEADINGS = (
     "", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "of its budget", "holds",
 )  # fmt: skip
-# What is predicted of each: bytes saved, and the peak, by the model alone and with a profile's residuals.
+# Predicted quantities: bytes saved, and the peak, by the model alone and with a profile's residuals.
 _MEASURED = {"saved": "saved_bytes", "peak": "peak_bytes", "profiled": "peak_bytes"}
 _PREDICTED = {
     "saved": "predicted_saved_bytes", "peak": "predicted_peak_bytes", "profiled": "profiled_peak_bytes",
@@ -56,7 +55,7 @@ def main(
     state: Annotated[bool, typer.Option(help="Write the margin beside the memory model.")] = False,
     fresh: Fresh = False,
 ) -> None:
-    """Measure, print a table, write figures, and on demand the margin."""
+    """Measure, print a table, write figures, and on request the margin."""
     torch.set_num_threads(1)
     experiment = Experiment("memory error", out, seed=SEED, fresh=fresh)
     with experiment.progress():
@@ -86,7 +85,7 @@ def _state(content: Mapping[str, Any]) -> None:
 
 
 def random_plans(name: str, num: int) -> list[dict[str, Any]]:
-    """Return a row for each of so many random plans of a model on one rank."""
+    """Return a row per random plan of a model on one rank."""
     with process_group_of_one():
         trained = make(name)
         return [
@@ -105,7 +104,7 @@ def make(name: str) -> Trained:
 
 
 def _bars(part: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the worst errors of some plans, and how many went over their budget, beside the limits."""
+    """Return plans' worst errors and numbers over budget, beside the limits."""
     worst = {
         what: max(abs(entry[what]["lowest"]), abs(entry[what]["highest"]))
         for what in _MEASURED
@@ -121,7 +120,7 @@ def _bars(part: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary(rows: Rows) -> dict[str, dict[str, Any]]:
-    """Return the errors by part and model, and of all models together; the seeds, how many were refused."""
+    """Return errors by part and model, and in total; the seeds, and the number of refused plans."""
     by_part = grouped(rows, "part")
     refused = [row["model"] for row in by_part.pop(REFUSED, []) if row["rank"] == 0]
     found: dict[str, dict[str, Any]] = {
@@ -137,7 +136,7 @@ def summary(rows: Rows) -> dict[str, dict[str, Any]]:
 
 
 def judged(rows: Rows) -> list[dict[str, Any]]:
-    """Return the rows with the budget that each prediction and the margin of their worst one make."""
+    """Return the rows with budgets from each prediction and the margin of their worst one."""
     worst, found = worst_underprediction(rows), []
     for row in rows:
         comes_and_goes = row["predicted_peak_bytes"] - row["throughout_bytes"]
@@ -147,7 +146,7 @@ def judged(rows: Rows) -> list[dict[str, Any]]:
 
 
 def errors(rows: Rows) -> dict[str, Any]:
-    """Return the signed errors of saved and peak bytes, and the largest part of a budget that was used.
+    """Return signed relative errors of saved and peak bytes, and the largest used part of a budget.
 
     An error is predicted / measured - 1.
     """
@@ -164,9 +163,9 @@ def errors(rows: Rows) -> dict[str, Any]:
 
 
 def worst_underprediction(rows: Rows) -> float:
-    """Return the largest part of a step's temporary bytes that the prediction missed.
+    """Return the largest underprediction, relative to a step's temporary bytes.
 
-    Taken over all plans that the margin is made from.
+    It covers all plans that determine the margin.
     """
     missed: list[float] = [
         (row["peak_bytes"] - row["predicted_peak_bytes"])
@@ -178,7 +177,7 @@ def worst_underprediction(rows: Rows) -> float:
 
 
 def holds(entry: Mapping[str, Any]) -> bool:
-    """Return whether errors are within the bars, and no plan went over its budget."""
+    """Return whether errors are within the bars, and no plan exceeded its budget."""
     return all(one["holds"] for one in _bars("", entry))
 
 
@@ -190,7 +189,7 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def cells_of(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Return one row of text."""
+    """Format one row."""
     cells = [name, str(entry["plans"])]
     for what in ("saved", "peak"):
         cells += _cells(entry[what])

@@ -1,8 +1,8 @@
-"""Models in training under plans, and the bytes that each takes: the runs of memory_error.py.
+"""Train models under plans and measure their memory: the runs of memory_error.py.
 
 On one rank, and on two real ones: random plans, a different one on each, and plans accepted under budgets. A
-rank of a job takes memory that a process alone does not: buckets as DDP builds and rebuilds them between
-ranks, all-reduces in flight while backward goes on, buffers broadcast before forward.
+rank of a job needs memory that a single process does not: buckets as DDP builds and rebuilds them between
+ranks, all-reduces in flight during backward, buffers broadcast before forward.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from qsync.runtime import choosers, planned_forward
 from qsync.runtime.choosers import Chooser
 
 SEED = 0
-DROPPING = "bert-dropout"  # Hugging Face's, with a mask, and dropout in attention as elsewhere
+DROPPING = "bert-dropout"  # Hugging Face's BERT with a mask, and dropout also in attention
 MODELS = (*NAMES, DROPPING)
 TINY = "tiny"  # a GPT for tests
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
 
-# Budgets, as parts of what FP32 needs at its peak.
+# Budgets, as fractions of FP32's peak.
 SHARES = (0.95, 0.85, 0.75, 0.95)
-SENSITIVITIES = 4  # the first is the model's, the others are made up of it, so that plans differ
-# So much longer than the least a step may take: it is memory that shall decide, not time.
+SENSITIVITIES = 4  # number of sensitivities: the model's own, and made-up ones, so that plans differ
+# Time limit relative to the least step: memory must decide, not time.
 SLACK = 2.0
-# Where memory binds, the exact solver proves little and would take all the time it is given.
+# Seconds: with tight memory the exact solver proves little and would use any limit.
 PLANNING_S = 1.0
-# No rank waits in vain here, but one may be stopped for long while others measure times.
+# Seconds; no rank waits in vain here, but other measurements may stop one for long.
 TIMEOUT_S = 7200.0
 
 
@@ -73,7 +73,7 @@ class Choice:
 
 
 class Trained:
-    """One model in training in DDP on this rank, under whatever plan is chosen for it."""
+    """One model in DDP training on this rank, under a changeable plan."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class Trained:
         self.optimizer = make_optimizer(1e-3)(list(model.parameters()))
         self._chosen = Choice({})
         self._residuals = MemoryResiduals()
-        self.buckets: list[int] = []  # bytes of each, as the last step had them
-        for _ in range(2):  # the first step traces, and DDP builds its buckets anew after it
+        self.buckets: list[int] = []  # bytes of each, in the last step
+        for _ in range(2):  # the first step traces, and DDP rebuilds its buckets after it
             self.step()
         self.graph: OpGraph = self.program.graph
 
     def step(self) -> None:
-        """Take one training step."""
+        """Run one training step."""
         loss = self.loss_fn(self.ddp(self.batch[0]), self.batch[1])
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -103,7 +103,7 @@ class Trained:
         self.optimizer.zero_grad(set_to_none=True)
 
     def measure_residuals(self) -> None:
-        """Measure what a profile of all precisions states beyond the memory model."""
+        """Measure a profile's memory residuals in all precisions."""
 
         def assignments() -> Iterator[Chooser]:
             for precision in PRECISIONS:
@@ -128,7 +128,7 @@ class Trained:
         return state_bytes(self.optimizer)
 
     def measure(self, choice: Choice) -> dict[str, int]:
-        """Return the bytes that this plan saves for backward, and at its peak; predicted and measured.
+        """Return this plan's saved and peak bytes, predicted and measured.
 
         With several ranks every rank calls it at once, each with its own plan.
         """
@@ -137,7 +137,7 @@ class Trained:
         known = [*self._inputs, *self.model.parameters(), *self.model.buffers()]
         saved = saved_bytes(lambda: self.model(self.batch[0]), known, leave_out=copies.addresses)
         self._choose(choice, None)
-        self.step()  # its end lets go of the copies of weights, so that the next one is seen to make them
+        self.step()  # its end frees copies of weights, so that the next step makes them again
         measured = self._throughout() + step_peak_bytes(self.step, next(self.model.parameters()).device)
         found, profiled = (self.predicted(residuals).at_peak() for residuals in (None, self._residuals))
         return {
@@ -152,7 +152,7 @@ class Trained:
         }
 
     def predicted(self, residuals: MemoryResiduals | None = None) -> peak.StepMemory:
-        """Return the prediction of the step, for a rank of several: by the memory model, and residuals."""
+        """Return the predicted step of one of several ranks, by the memory model and residuals."""
         chosen, sixteen_bit = self._chosen, self.program.kernels.sixteen_bit
         lowered = lower(self.graph, chosen.assignment, sixteen_bit, chosen.saving_less)
         device = self.program.device.type
@@ -165,17 +165,17 @@ class Trained:
         self.program.choose(choosers.following(choice.assignment), observer, lambda graph: choice.saving_less)
 
     def _throughout(self) -> int:
-        """Return the bytes that stay between steps; the gradients are DDP's buckets."""
+        """Return the bytes that stay between steps; gradients are DDP's buckets."""
         tensors = [*self.model.parameters(), *self.model.buffers(), *self._inputs]
         return sum(self.buckets) + self.optimizer_bytes + sum(tensor.nbytes for tensor in tensors)
 
 
 class _Copies:
-    """An Observer that knows the copies of weights, which are no activations."""
+    """An Observer that records the copies of weights, which are not activations."""
 
     def __init__(self) -> None:
         self.addresses: set[int] = set()
-        self._held: list[Any] = []  # an address freed might be used again
+        self._held: list[Any] = []  # kept alive, because a freed address might be reused
 
     def began(self) -> None:
         pass
@@ -188,7 +188,7 @@ class _Copies:
 
 
 def parts_of(name: str, rank: int = 0) -> tuple[nn.Module, Batch, Callable[..., torch.Tensor]]:
-    """Return a model, a batch of this rank's, and the loss. Raises QSyncError for an unknown name."""
+    """Return a model, this rank's batch and the loss. Raises QSyncError for an unknown name."""
     workload = subject("gpt" if name in (DROPPING, TINY) else name)
     inputs, targets = workload.batch(SEED, 0, rank)
     if name == TINY:
@@ -206,7 +206,7 @@ def loss_of(loss_fn: Callable[..., torch.Tensor]) -> Callable[[nn.Module, Any], 
 
 
 class _Dropping(nn.Module):
-    """A BERT classifier of bytes, whose spaces are padding."""
+    """A byte-level BERT classifier that treats spaces as padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class _Dropping(nn.Module):
 
 
 def drawn(graph: OpGraph, number: int, seed: int = SEED) -> Choice:
-    """Draw a random plan; shares of precisions are drawn as well, so that some plans are nearly pure."""
+    """Draw a random plan with random shares of precisions, so that some plans are nearly uniform."""
     draw = random.Random(f"{seed} {number}")
     weights = [draw.expovariate(1.0) for _ in PRECISIONS]
     share = draw.choice((0.0, 0.3, 0.6, 1.0))
@@ -236,10 +236,10 @@ def drawn(graph: OpGraph, number: int, seed: int = SEED) -> Choice:
 
 
 def run_ranks(models: Sequence[str], num_plans: int, seed: int) -> list[dict[str, Any]]:
-    """Return a row for each plan of each model on each of two ranks, from processes that torchrun starts.
+    """Run plans of each model on two ranks under torchrun; return a row per plan and rank.
 
-    Rows of random plans have the bytes of `Trained.measure`; of accepted ones also their budget. Raises
-    QSyncError when a rank failed.
+    Rows have the bytes of `Trained.measure`; those of accepted plans also their budget. Raises QSyncError if
+    a rank fails.
     """
     config = {"models": list(models), "num_plans": num_plans, "seed": seed}
     rows: list[dict[str, Any]] = run_on_ranks(measured, config, command="memory", timeout_s=TIMEOUT_S)
@@ -259,7 +259,7 @@ def measured(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
 
 
 def rows_of(name: str, num_plans: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield what this rank measures of one model, in step with the other."""
+    """Yield this rank's measurements of one model, in step with the other rank."""
     rank = dist.get_rank()
     planned = accepted(name, rank)
     torch._dynamo.reset()
@@ -279,16 +279,16 @@ def rows_of(name: str, num_plans: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def accepted(name: str, rank: int) -> list[list[Any] | None]:
-    """Return plans that `qsync.plan` accepts when each class may have a part of what FP32 takes.
+    """Return plans that `qsync.plan` accepts for budgets below FP32's memory.
 
-    For each plan the budget and the assignment of every class, in rank order; None where it accepts none. Two
-    classes, profiled one on each rank; the plans are rank 0's.
+    Each entry has every class's budget and assignment, in rank order; None if no plan is accepted. Each rank
+    profiles one of two classes; rank 0 plans.
     """
     torch._dynamo.reset()
     model, batch, loss_fn = parts_of(name, rank)
     loss = loss_of(loss_fn)
     own = replace(detect_class(torch.device("cpu")), name=(FAST, WEAK)[rank])
-    # Emulated or not: memory decides here.
+    # Emulated precisions count, too: memory decides here.
     precisions = [p for p in own.precisions if p not in (Precision.FP16, Precision.INT8_ALL)]
     profile = agree("profiling", lambda: qsync.profile(
         model, batch, loss, device_class=own, precisions=precisions, rounds=1,

@@ -1,9 +1,9 @@
-r"""Every way to train on the ranks of a job, as they are: nothing is emulated.
+r"""Train on a job's real ranks in every way there is; nothing is emulated.
 
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
         -m qsync.experiments.mixed --model gpt --out FOLDER
 
-Started alike on every host. Rank 0 prints the table, and writes the folder on its host.
+Start it equally on every host. Rank 0 prints the table, and writes the folder on its host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qsync.experiments.mixed.launch import configured
 from qsync.experiments.mixed.rank import run
 from qsync.experiments.mixed.report import closing_lines, table
 
-_GRACE_S = 1.0  # torchrun ends all ranks as soon as one is gone: the first may say why
+_GRACE_S = 1.0  # seconds; torchrun ends all ranks once one exits, so let the first print its error
 
 
 def main(

@@ -1,4 +1,4 @@
-"""`qsync demo`: the comparison on this machine, on two ranks, the second one emulated."""
+"""`qsync demo`: compare all ways to train on two ranks of this machine, the second emulated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qsync.records.base import bases_of, check_base, parse_base
 
 
 def known_base(base: str) -> Precision:
-    """Return the base of a demo; UnsupportedError for one that this machine's fast rank lacks."""
+    """Return a demo's base. Raises UnsupportedError for one that this machine's fast rank lacks."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known = bases_of(device.type, backend.select(device).precisions())
     found = parse_base(base)
@@ -35,11 +35,11 @@ def configured(
     base: str,
     turns_a_round: int = 2,
 ) -> dict[str, Any]:
-    """Return what every rank is told. Raises QSyncError for a workload, data, base or number of no use."""
-    # The first step of a turn starts with all ranks aligned and is not a period: one step measures nothing.
+    """Return the configuration of every rank. Raises QSyncError for invalid options."""
+    # A turn's first step starts with all ranks aligned and is not timed: one step measures nothing.
     for name, value, least in (("--seeds", seeds, 1), ("--steps", steps, 2), ("--rounds", rounds, 1)):
         if value is not None and value < least:
-            raise QSyncError(f"{name} must be at least {least}, found {value}")
+            raise QSyncError(f"{name} must be at least {least}, found {value}; give a larger number")
     demo_workload(workload, data)
     return {
         "workload": workload, "data": str(Path(data).absolute()) if data else None, "out": str(out),
@@ -61,12 +61,11 @@ def run_demo(
     base: str = "fp32",
     turns_a_round: int = 2,
 ) -> dict[str, Any]:
-    """Train the same model in every way on two ranks of this machine; return the content of figures.json.
+    """Train a model in every way on two ranks of this machine; return figures.json's content.
 
-    `base` is what the fast rank runs in. `rounds` of the profile are taken before training, and one every
-    `turns_a_round` turns of the ways. Everything is written to `out`, each file whole or not at all. Raises
-    QSyncError, before anything starts, for a workload, data, share, base or number that cannot be used, and
-    when a rank failed.
+    `base` is the fast rank's precision. Profiling runs `rounds` before training, and one every
+    `turns_a_round` turns. Files in `out` are written atomically. Raises QSyncError for invalid options,
+    before anything starts, and if a rank fails.
     """
     config = configured(
         workload=workload, data=data, out=out, seeds=seeds, seed=seed, steps=steps, rounds=rounds, base=base,

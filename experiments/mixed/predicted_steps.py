@@ -1,4 +1,4 @@
-"""Every way to train with what replay predicts of it: before training, and again from the whole profile."""
+"""Predict every way to train by replay: before training, and again from the complete profile."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from qsync.replayer import Recapture, Timeline, profiles_under_levers, replay
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """One way to train: its plan, the cluster that it uses, and its step as replayed."""
+    """One way to train: its plan, its cluster, and its replayed step."""
 
     plan: Plan
     cluster: Cluster
     timeline: Timeline
 
     def summary(self, graph: OpGraph, again: Timeline) -> dict[str, Any]:
-        """Return the predicted part of a way's entry; `again` is replayed from the whole run's profile."""
+        """Return the predicted part of a way's entry; `again` uses the complete run's profile."""
         return {
             "predicted_step_s": again.step_s,
             "planned_step_s": self.timeline.step_s,
@@ -41,7 +41,7 @@ def predicted_ways(
     alone: Profile | None = None,
     **options: Any,
 ) -> dict[str, Predicted]:
-    """Plan and replay every way; intervals are of `num_steps` steps of each, in turns, after the profile.
+    """Plan and replay every way; intervals hold for `num_steps` interleaved steps of each.
 
     `options` are those of `ways`.
     """
@@ -53,9 +53,9 @@ def predicted_ways(
 
 
 def replayed(plan: Plan, basis: Basis, other: Recapture | None, alone: Profile | None) -> Predicted:
-    """Replay a plan from the profiles with as many samples as it gives each class.
+    """Replay a plan with each class's planned number of samples.
 
-    One class on its own has the profile that was measured `alone`, if there is one.
+    A cluster of one class uses the profile measured `alone`, if there is one.
     """
     profiles, name = basis.profiles, next(iter(plan.classes))
     cluster = basis.cluster if len(plan.classes) > 1 else alone_of(basis.cluster, name)

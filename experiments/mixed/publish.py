@@ -2,8 +2,8 @@
 
     python -m qsync.experiments.mixed.publish demo-out
 
-README.md gets the verdict and what was measured then, docs/results/demo.md the table, docs/figures/ the
-pictures, and docs/results/demo.json keeps the figures. All of it belongs to a checkout of the source.
+README.md gets the verdict and the measurements, docs/results/demo.md the table, docs/figures/ the pictures,
+and docs/results/demo.json the figures. It needs a checkout of the source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qsync.records.json_files import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 README, PAGE = "README.md", "docs/results/demo.md"
-# What README says of each way.
+# README's words for each way.
 _MEASURED = {
     DDP: "in plain DDP", LB_BSP: "with shares by speed", WEAK_16: "with the weak rank in 16 bits",
     QSYNC_SHARE: "under qsync's plan",
@@ -42,7 +42,8 @@ def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wr
     content = read_json(folder / "figures.json")
     kept = {
         **content,
-        "description": re.sub(r" \(/[^)]*\)", "", content["description"]),  # the path of this machine's text
+        # Removes the path of this machine's text
+        "description": re.sub(r" \(/[^)]*\)", "", content["description"]),
         "runs": {
             name: {key: value for key, value in run.items() if key != "training_losses"}
             for name, run in content["runs"].items()
@@ -56,7 +57,7 @@ def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wr
 
 
 def verdict(content: Mapping[str, Any]) -> str:
-    """Return what was said before the demo trained, and what was then measured, in Markdown."""
+    """Return the verdict before the demo, and the measurements after it, in Markdown."""
     runs = content["runs"]
     rates = {name: samples_to_alone(run, runs[ALONE]) or 0.0 for name, run in runs.items()}
     measured = [(name, text) for name, text in _MEASURED.items() if name in rates]
@@ -76,7 +77,7 @@ def verdict(content: Mapping[str, Any]) -> str:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return where the demo was measured, and its table, in Markdown."""
+    """Return the demo's machine and table, in Markdown."""
     own = shown(content["runs"])
     rows = [
         [f"**{title}**" if name == own else title, *figures]
@@ -110,7 +111,7 @@ def _weak(content: Mapping[str, Any]) -> str:
 
 
 def _within_intervals(runs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Say how many steps lie in the interval of their prediction; nothing of a demo that kept none."""
+    """Format how many steps lie in their predicted interval; empty without stored intervals."""
     widths, found = [], []
     for run in runs:
         if run.get("planned_interval_s"):

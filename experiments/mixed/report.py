@@ -1,4 +1,4 @@
-"""What came of the ways to train: figures.json with its bars, the plan, a trace, pictures, and one table."""
+"""Report the ways to train: figures.json with bars, the plan, a trace, pictures, and one table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from qsync.replayer.chrome_trace import write_trace
 HEADINGS = (
     "", "samples/s", "step", "predicted", "planned", "samples", "waiting", "lowered", "variance", "loss",
 )  # fmt: skip
-_EQUAL = 0.01  # rates that differ by no more are equal: steps on one machine repeat to about that
+_EQUAL = 0.01  # rates within this relative difference are equal: steps on one machine repeat to about that
 SLOWER = "ways that are faster than the plan"
 NOISIER = "uniform choices as fast as the plan that add less variance"
 UNSAID = "plans below the strong cards alone that the verdict did not foresee"
@@ -34,7 +34,7 @@ WORST_ERROR = "|predicted / measured - 1| of the step of the plan"
 
 
 def shown(found: Mapping[str, Any]) -> str:
-    """Return the way that is qsync's best: with shares, or with equal batches where there are no others."""
+    """Return qsync's best way: with shares, or with equal batches if there are no shares."""
     return QSYNC_SHARE if QSYNC_SHARE in found else QSYNC
 
 
@@ -45,7 +45,7 @@ def assemble(
     seeds: list[dict[str, dict[str, Any]]],
     header: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the content of figures.json, from predictions and from what each seed's runs measured."""
+    """Return the content of figures.json, from predictions and each seed's measurements."""
 
     def by_rank(key: str, combine: Callable[..., float], of: list[dict[str, Any]]) -> dict[str, float]:
         return {rank: combine(result[key][rank] for result in of) for rank in of[0][key]}
@@ -86,10 +86,10 @@ def assemble(
 
 
 def bars(runs: Mapping[str, Mapping[str, Any]], leave_out: Sequence[str]) -> list[Bar]:
-    """Return the promises: no way is faster, none as fast adds less variance, and the step is as predicted.
+    """Return the bars: no way is faster, no equally fast one adds less variance, steps are as predicted.
 
-    One way is faster than another if three turns in four say so, by more than a hundredth. `leave_out` are
-    the classes that the verdict advised to leave out.
+    A way is faster if three turns in four show more than one per cent. `leave_out` lists the classes that the
+    verdict excludes.
     """
     plan = runs[shown(runs)]
     others = {name: run for name, run in runs.items() if run is not plan}
@@ -113,7 +113,7 @@ def _rate(run: Mapping[str, Any], key: str) -> float:
 
 
 def _gains(run: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float]:
-    """Return how many times the samples per second of another way: third quartile of turns, and median."""
+    """Return another way's relative samples per second: third quartile over turns, and median."""
     samples = run["samples_a_step"] / other["samples_a_step"]
     found = [samples * b / a for a, b in zip(run["turns_s"], other["turns_s"], strict=True)]
     _, median, high = quartiles(found)
@@ -121,7 +121,7 @@ def _gains(run: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, flo
 
 
 def heldout_difference(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the held-out loss of the plan minus that of FP32 DDP: mean, standard error over seeds."""
+    """Return the plan's held-out loss minus FP32 DDP's: mean, and standard error over seeds."""
     pairs = zip(runs[shown(runs)]["heldout_losses"], runs[DDP]["heldout_losses"], strict=True)
     differences = [plan - full for plan, full in pairs]
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
@@ -135,7 +135,7 @@ def write(
     basis: Basis,
     other: Recapture | None,
 ) -> None:
-    """Write figures.json, trace.json, the pictures and the page, each whole or not at all."""
+    """Write figures.json, trace.json, the pictures and the page, each atomically."""
     weak = {c.name for c in basis.cluster.classes if c.emulated_share}
     entry = predicted[shown(predicted)]
     profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, entry.plan.levers, other)
@@ -150,12 +150,12 @@ def write(
     )
     memory.steps(peaks(basis.graph, entry.plan, profiles, basis.cluster), out / "memory.png")
     write_json(out / "figures.json", content)
-    if find_spec("plotly") is not None:  # a machine with a GPU may have no more than torch
+    if find_spec("plotly") is not None:  # a GPU machine may have only torch installed
         page.write(out / "report.html", entry.plan, basis, page.Measured.of_demo(content))
 
 
 def table(content: Mapping[str, Any]) -> Table:
-    """Return the one table that the demo prints."""
+    """Return the table that the demo prints."""
     note = "; weak ranks are emulated" if content["emulated"] else ""
     size = f"{content['num_parameters'] / 1e6:.1f} M parameters, {content['steps']} steps"
     own = [number for number, name in enumerate(content["runs"]) if name == shown(content["runs"])]
@@ -165,13 +165,13 @@ def table(content: Mapping[str, Any]) -> Table:
 
 
 def cells(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows of the table: steps as measured, predicted ones by their error."""
+    """Return the table's rows: measured steps, and the errors of predicted ones."""
     alone = content["runs"][ALONE]
     return [[run["title"], *_row(run, alone)] for run in content["runs"].values()]
 
 
 def samples_to_alone(run: Mapping[str, Any], alone: Mapping[str, Any]) -> float | None:
-    """Return the samples per second of a way over those of the strongest class alone."""
+    """Return a way's samples per second relative to the strongest class alone."""
     if not (run["measured_step_s"] and alone["measured_step_s"]):
         return None
     return _rate(run, "measured_step_s") / _rate(alone, "measured_step_s")
@@ -192,7 +192,7 @@ def _row(run: Mapping[str, Any], alone: Mapping[str, Any]) -> list[str]:
 
 
 def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
-    """Say in words what the table means, and where the files are."""
+    """Describe the table's meaning in words, and list the files."""
     runs = content["runs"]
     alone, ddp, plan = runs[ALONE], runs[DDP], runs[shown(runs)]
     lines = list(content["verdict"])

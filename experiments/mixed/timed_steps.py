@@ -1,4 +1,4 @@
-"""Training steps that are timed as they run: period, and how long this rank was blocked by the others."""
+"""Time training steps as they run: periods, and blocked time of this rank."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from qsync.runtime import choosers, planned_forward
 
 @dataclass(slots=True)
 class Runner:
-    """One way to train on one rank: a model, alone or in DDP, with its optimizer.
+    """Trains in one way on one rank: a model, alone or in DDP, with its optimizer.
 
-    `periods_s` holds the time from one step's last reduced gradient to the next step's, `turns_s` the median
-    of each turn, `blocked_s` how long each backward pass lasted after its own last gradient was there.
+    `periods_s` holds the times between the last reduced gradients of successive steps, `turns_s` each turn's
+    median, `blocked_s` the time from this rank's last gradient to the end of backward.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Runner:
     seed: int
     rank: int
     device: torch.device
-    shares: Sequence[int] = ()  # of the batch of all, by rank; none where each rank takes its own batch
+    shares: Sequence[int] = ()  # shares of the global batch by rank; empty if each rank has its own batch
     passes: int = 1
     optimizer: torch.optim.Optimizer = field(init=False)
     step: int = 0
@@ -60,7 +60,7 @@ class Runner:
         self._last_gradient = time.perf_counter()
 
     def train(self, num_steps: int) -> None:
-        """Take steps; the first of them starts with all ranks aligned and is not a period."""
+        """Run steps; the first starts with all ranks aligned and is not timed."""
         reduced: float | None = None
         begun = len(self.periods_s)
         for _ in range(num_steps):
@@ -85,7 +85,7 @@ class Runner:
         return loss.detach()
 
     def _batch(self) -> Batch:
-        """Return this rank's part of what all ranks see in a step; the first rank has the first samples."""
+        """Return this rank's part of the step's global batch; the first rank has the first samples."""
         if not self.shares:
             return self.workload.batch(self.seed, self.step, self.rank)
         begin = sum(self.shares[: self.rank])
@@ -94,7 +94,7 @@ class Runner:
         return inputs, targets
 
     def warm_up(self) -> None:
-        """Take two steps and undo them: put weights and buffers back, drop optimizer state and samples."""
+        """Run two steps and undo them: restore weights and buffers, drop optimizer state and samples."""
         with self._undone():
             self.train(2)
         self.optimizer = self._new_optimizer()
@@ -103,7 +103,7 @@ class Runner:
             samples.clear()
 
     def outcome(self) -> dict[str, Any]:
-        """Return what this rank knows of a run that is over; one more step measures memory, and is undone."""
+        """Return this rank's results of a finished run; one more step, undone later, measures memory."""
         digest = hashlib.sha256()
         for value in self.model.parameters():
             digest.update(value.detach().cpu().contiguous().numpy().tobytes())
@@ -116,7 +116,7 @@ class Runner:
         }  # fmt: skip
 
     def _persistent_bytes(self) -> int:
-        """Return the bytes that stay: parameters, buffers, gradients (DDP's buckets), optimizer state."""
+        """Return the persistent bytes: parameters, buffers, gradients (DDP's buckets), optimizer state."""
         parameters = list(self.model.parameters())
         held = sum(t.nbytes for t in [*parameters, *self.model.buffers()]) + state_bytes(self.optimizer)
         return held + sum(p.nbytes for p in parameters if p.requires_grad)
@@ -126,7 +126,7 @@ class Runner:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Put weights and buffers back after the body."""
+        """Restore weights and buffers after the context."""
         saved = {name: value.clone() for name, value in self.model.state_dict().items()}
         yield
         self.model.load_state_dict(saved)
@@ -148,9 +148,9 @@ def attached_runner(
     classes: Sequence[str],
     group: dist.ProcessGroup | None,
 ) -> Runner | None:
-    """Return this rank's side of a way to train; None if the plan lacks its class.
+    """Return this rank's runner of a way; None if the plan lacks its class.
 
-    `classes` are those of all ranks; `group` has the ranks of the strongest one.
+    `classes` lists all ranks' classes; `group` has the ranks of the strongest class.
     """
     rank = dist.get_rank()
     if classes[rank] not in plan.classes:

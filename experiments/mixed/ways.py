@@ -1,4 +1,4 @@
-"""The ways to train on unequal ranks, each as a plan with its predicted step. Pure."""
+"""Build the ways to train on unequal ranks, each as a plan with its predicted step. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEAK_16, WEAK_INT8, WEAK_INT8_ALL, ALL_16, ALL_INT8 = UNIFORM = (
     "weak_16", "weak_int8", "weak_int8_all", "all_16", "all_int8",
 )  # fmt: skip
 QSYNC, QSYNC_SHARE = "qsync", "qsync_share"
-# What a reader sees of each, in this order.
+# Titles for readers, in this order.
 TITLES: Mapping[str, str] = {
     ALONE: "without the weak cards",
     DDP: "plain DDP",
@@ -36,7 +36,7 @@ TITLES: Mapping[str, str] = {
     QSYNC: "qsync, equal batches",
     QSYNC_SHARE: "qsync",
 }
-LEVERS = (SHARE, ACCUMULATE)  # those of a loader with a ShareSampler
+LEVERS = (SHARE, ACCUMULATE)  # the levers of a loader with a ShareSampler
 
 
 def ways(
@@ -49,13 +49,13 @@ def ways(
     alone: Profile | None = None,
     least_samples: int = 1,
 ) -> dict[str, Plan]:
-    """Return each way as a plan. A uniform choice that nothing was profiled in is left out: it would be DDP.
+    """Return each way as a plan; uniform choices without any profiled operator are left out.
 
-    `other` is the model captured with another number of samples; without it, or where a rank has one sample,
-    there are no shares. `strong` is the class that computes least, or the one given; `alone` is its profile
-    while the others wait. 16 bits are BF16, or FP16 where that is missing; a class without a precision takes
-    the next one up. LB-BSP takes the shares whose predicted step is least, with nothing lowered. qsync is the
-    plan of `qsync.hybrid` with a loader of a ShareSampler; with equal batches, that without one.
+    `other` is the model's graph captured with another number of samples; without it, or with one sample per
+    rank, there are no shares. `strong` is the fastest class by default; `alone` is its profile while the
+    others wait. 16 bits mean BF16, or FP16 if that is missing; a class without a precision uses the next
+    higher one. LB-BSP uses the shares with the least predicted step, and lowers nothing. qsync is
+    `qsync.hybrid`'s plan with a ShareSampler; with equal batches, the plan without one.
     """
     cluster, at = basis.cluster, (basis.graph, basis.profiles)
     given: dict[str, Any] = {"base": base, "bucket_cap_bytes": bucket_cap_bytes}
@@ -72,7 +72,7 @@ def ways(
         QSYNC: allocate(*at, basis.sensitivity, cluster, **given),
     }
     if other is not None and basis.graph.batch_shapes[0][0] > 1:
-        with suppress(InfeasibleError):  # the equal batches of a plan fit, and no shares in the base do
+        with suppress(InfeasibleError):  # a plan with equal batches fits, but no shares in the base do
             shares = BatchShares(basis, other, LEVERS, given, least_samples).best(lower=False).levers
             profiles = profiles_under_levers(*at, cluster, shares, other)
             found[LB_BSP] = uniform(basis.graph, profiles, cluster, {}, **kept)
@@ -110,18 +110,18 @@ def _uniform_choices(
 
 
 def strongest_of(plain: Plan) -> str:
-    """Return the class that computes least in plain DDP."""
+    """Return the class with the least compute in plain DDP."""
     compute_s = {name: own.predicted.compute_s for name, own in plain.classes.items() if own.predicted}
     return min(compute_s, key=lambda name: compute_s[name])
 
 
 def alone_of(cluster: Cluster, name: str) -> Cluster:
-    """Return the cluster of one class."""
+    """Return a cluster of one class."""
     return replace(cluster, classes=(cluster[name],))
 
 
 def _sixteen_bits(cluster: Cluster, name: str) -> Precision:
-    """Return BF16, FP16 on a class without it, or the next precision up where there is neither."""
+    """Return BF16, FP16 on a class without it, or the next higher precision without both."""
     own = next((p for p in (Precision.BF16, Precision.FP16) if p in cluster[name].precisions), None)
     return own or next_up(cluster, name, Precision.BF16)
 
@@ -133,12 +133,12 @@ def _has_int8_all(profile: Profile) -> bool:
 
 
 def samples_of(plan: Plan, samples: int) -> dict[str, int]:
-    """Return the samples that each rank of a class takes; so many were profiled."""
+    """Return the samples of each rank of a class; default: the profiled number."""
     return {name: plan.levers_of(name).samples or samples for name in plan.classes}
 
 
 def first_alike(way: str, plans: Mapping[str, Plan]) -> str:
-    """Return the first way whose plan runs as this one does: the same precisions, samples and passes."""
+    """Return the first way with the same precisions, samples and passes as this one."""
 
     def runs(plan: Plan) -> Any:
         equal = plan.batch[0][0] if plan.batch else 0
@@ -152,14 +152,14 @@ def first_alike(way: str, plans: Mapping[str, Plan]) -> str:
 
 
 def rate(plan: Plan, cluster: Cluster, samples: int, step_s: float | None = None) -> float:
-    """Return the samples per second of a plan: all classes' that it has, by its predicted or this step."""
+    """Return a plan's samples per second over its classes, by its predicted or a given step."""
     taken = samples_of(plan, samples)
     total = sum(c.count * taken[c.name] for c in cluster.classes if c.name in taken)
     return total / (step_s or plan.step_s or 0.0)
 
 
 def lowered_fractions(graph: OpGraph, plan: Plan, cluster: Cluster) -> dict[str, float]:
-    """Return which part of all adjustable operators, and of their FLOPs, is below the base, on all ranks."""
+    """Return the fractions of adjustable operators, and of their FLOPs, below the base on all ranks."""
     flops = {op.name: op.flops for op in graph.adjustable}
     chosen = [
         (cluster[name].count, flops[op], op in own.lowered)

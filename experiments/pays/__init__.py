@@ -1,4 +1,4 @@
-"""Does a weaker card pay? Verdicts from data sheets on common piles of cards and common models.
+"""Judge from data sheets whether weaker cards pay, for common cards and models.
 
 `__main__`  the verdicts, and the page about them
 """

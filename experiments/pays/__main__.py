@@ -1,6 +1,6 @@
-"""Does it pay? `python -m qsync.experiments.pays --out FOLDER` judges piles of cards by their data sheets.
+"""Judge sets of cards from data sheets: `python -m qsync.experiments.pays --out FOLDER`.
 
-Everything is simulated, as `qsync plan --cards` does it, but the steps of an H100 that bars compare with.
+Everything is simulated as in `qsync plan --cards`, except the H100 steps used in bars.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qsync.records.verdict import PLAN
 PILES = ("A100:4,T4:8", "A100:1,T4:1", "H100:8,L4:8", "V100:4,T4:4", "RTX4090:1,RTX3090:1",
          "A6000:2,RTX3090:2", "L40S:4,A10G:4", "H100:1,A100:1")  # fmt: skip
 LINK, MOST_S, MOST_ERROR = "100Gb", 60.0, 0.25
-# A configuration (what it leaves out is transformers' default), samples per card, tokens of a sample.
+# A configuration (on top of transformers' defaults), samples per card, tokens per sample.
 MODELS: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "BERT-base": ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}, 64, 128),
     "GPT-2 medium": (
@@ -45,14 +45,14 @@ MODELS: dict[str, tuple[dict[str, Any], int, int | None]] = {
          "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}, 2, 1024,
     ),
 }  # fmt: skip
-# Seconds of steps that an H100 took (docs/results/gpu.md), by model and base; samples and tokens of each.
+# Measured seconds of an H100's steps (docs/results/gpu.md), by model and base; samples and tokens of each.
 H100_S = {("BERT-base", "fp32"): 0.0625, ("BERT-base", "bf16"): 0.0433,
           ("GPT-2 medium", "fp32"): 0.244, ("GPT-2 medium", "bf16"): 0.0764}  # fmt: skip
 H100_BATCH = {"BERT-base": (32, 128), "GPT-2 medium": (8, 512)}
 
 
 def main(out: Out = Path("pays"), publish: Publish = False, fresh: Fresh = False) -> None:
-    """Judge every pile for every model, and compare with measured steps; an interrupted run continues."""
+    """Judge every set of cards for every model, and compare with measured steps."""
     experiment = Experiment("pays", out, settings={"link": LINK}, fresh=fresh)
     graphs = cache(partial(_captured, out))
     with experiment.progress():
@@ -83,7 +83,7 @@ def main(out: Out = Path("pays"), publish: Publish = False, fresh: Fresh = False
 
 
 def _captured(out: Path, model: str, samples: int, length: int | None) -> tuple[Any, float]:
-    """Return a model's two graphs, and the CPU seconds that these took."""
+    """Return a model's two graphs, and their CPU seconds."""
     path = write_json(out / "configs" / f"{model}.json", MODELS[model][0])
     begun = time.process_time()
     return graphs_of(f"{PREFIX}{path}", samples, length), time.process_time() - begun

@@ -1,8 +1,8 @@
-"""The limits that qsync promises to keep: `python -m qsync.experiments.prediction.limits --out FOLDER`.
+"""Measure qsync's promised limits: `python -m qsync.experiments.prediction.limits --out FOLDER`.
 
-Everything here is measured but for what replay and planning are timed on: profiles are SYNTHETIC, cards are
-SIMULATED from their data sheets at the rates of such, and sensitivities are made up. Only the size of these
-matters to how long replay takes, and to planning how much cards and operators differ.
+Times are measured; the inputs of replay and planning are not: profiles are SYNTHETIC, cards are SIMULATED
+from data sheets, and sensitivities are made up. Replay's time depends only on their size, and planning's on
+the differences between cards and operators.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ REPLAYS, CHANGES, RANKS = 20, 400, 10
 CLASSES = ("first", "second", "third", "fourth")
 LINK = Link(1e-4, 1e9, 0.6, num_ranks=2)
 SHEETS = ("T4", "V100", "L4", "A100")
-SLACK, DECADES = 0.1, 0.3  # of plans, and of made-up sensitivities
+SLACK, DECADES = 0.1, 0.3  # slack of plans, and decades of made-up sensitivities
 LLAMA = "Llama-3-70B"
-# The models that are planned, with the ranks of each of four cards.
+# The planned models, with the ranks of each of four cards.
 MODELS: Mapping[str, tuple[Callable[[], Meta], int]] = {
     "BERT-large": (bert_large, 1), "ResNet-101": (resnet_101, 1), LLAMA: (llama_70b, 2500),
 }  # fmt: skip
@@ -70,7 +70,7 @@ def main(out: Out = Path("limits"), publish: Publish = False, fresh: Fresh = Fal
 
 
 def import_time() -> list[Bar]:
-    """Measure how long `import qsync` takes in a fresh interpreter."""
+    """Measure the time of `import qsync` in a fresh interpreter."""
     code = "import time; t = time.perf_counter(); import qsync; print(time.perf_counter() - t)"
     command = [sys.executable, "-c", code]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(STARTS)]
@@ -80,7 +80,7 @@ def import_time() -> list[Bar]:
 
 
 def large_models() -> list[Bar]:
-    """Measure how long capturing and planning large models takes, and how much memory; each in a process."""
+    """Measure time and memory of capturing and planning large models, each in a process."""
     found = {name: in_fresh_process(captured_and_planned, name) for name in MODELS}
     bars = [
         bar(f"capture, {LLAMA}, s", found[LLAMA]["capture_s"], 30.0, how="meta device, one fresh process"),
@@ -98,7 +98,7 @@ def large_models() -> list[Bar]:
 
 
 def captured_and_planned(name: str) -> dict[str, Any]:
-    """Capture one of `MODELS` and plan it, checked; for a fresh process, whose peak memory is read."""
+    """Capture and plan one of `MODELS`, with checks; for a fresh process, whose peak memory is read."""
     import scipy.optimize  # noqa: F401  half a second that is not planning's
 
     make, count = MODELS[name]
@@ -120,9 +120,9 @@ def captured_and_planned(name: str) -> dict[str, Any]:
 
 
 def simulated_cards(graph: OpGraph, count: int) -> tuple[Cluster, dict[str, Profile]]:
-    """Return so many cards of each data sheet, at the shares of their peaks that synthetic costs reach.
+    """Return simulated cards of each data sheet, at the synthetic costs' fraction of peak.
 
-    Memory is no part of this: Llama-3-70B fits on none of them.
+    Memory is ignored, because Llama-3-70B fits on none of them.
     """
     base = synthetic_profile(graph, "base", 1.0)
     costs = CostModel(samples_of(graph, base))
@@ -135,9 +135,9 @@ def simulated_cards(graph: OpGraph, count: int) -> tuple[Cluster, dict[str, Prof
 
 
 def replay_time(num_layers: int = 80) -> list[Bar]:
-    """Measure how long replay of a new plan takes for Llama-3-70B's sizes, and one operator's change.
+    """Measure replay's time for a new plan of Llama-3-70B's size, and for one operator's change.
 
-    Tables of the graph and of profiles are made in the first replay, which is not counted.
+    The first replay builds tables of graph and profiles, and is not counted.
     """
     graph, draw = qsync.capture(*llama_70b(num_layers)), random.Random(SEED)
     cluster = Cluster(tuple(DeviceClass(n, "cpu", RANKS, 1 << 50, PRECISIONS) for n in CLASSES), LINK)

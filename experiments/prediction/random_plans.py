@@ -1,9 +1,8 @@
-"""Random plans on real ranks: the steps that replay predicts beside those that are measured.
+"""Compare predicted and measured steps of random plans on real ranks.
 
-Measurements take turns, so that a drift of the machine falls on all of them alike. A turn measures the link
-and then, in a new random order, every step of the profile's round and a few steps of every plan. The drift of
-each rank is estimated from all its times together (qsync.predictor.profiling.machine_drift) and divided out
-of every time.
+Measurements take turns, so that the machine's drift affects all equally. A turn measures the link and then,
+in random order, every step of the profile's round and a few steps of every plan. Each rank's drift is
+estimated from all its times (qsync.predictor.profiling.machine_drift) and divided out.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from qsync.replayer.explanation.phases import Phases
 from qsync.runtime import choosers, planned_forward
 
 Assignment = Mapping[str, Precision]
-_STEPS = 3  # of a plan that count in one turn
-_WARM_UP_STEPS = 2  # the first after another assignment does not count, and the one before begins no period
+_STEPS = 3  # counted steps of a plan per turn
+_WARM_UP_STEPS = 2  # uncounted: the first after a switch, and one more, because a period needs a step before
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRun:
-    """A plan (class -> operator -> precision) that was replayed and run: seconds of its step."""
+    """A plan (class -> operator -> precision) with its predicted and measured step."""
 
     assignments: Mapping[str, Mapping[str, str]]
     predicted_s: float
-    interval_s: Sequence[float] | None  # in which nine steps of ten are predicted
+    interval_s: Sequence[float] | None  # nine of ten steps are predicted to lie in it
     measured_s: float
 
     @property
@@ -66,9 +65,9 @@ class PlanRun:
 
 
 def run_family(name: str, num_ranks: int, num_plans: int, seed: int = 0, tiny: bool = False) -> list[PlanRun]:
-    """Run random plans of a family on ranks of this machine.
+    """Run random plans of a model family on ranks of this machine.
 
-    Raises QSyncError for an unknown family, and when a rank failed.
+    Raises QSyncError for an unknown family, and if a rank fails.
     """
     family_named(name)
     config = {"family": name, "num_plans": num_plans, "seed": seed, "tiny": tiny, "weak_share": 1.0}
@@ -77,7 +76,7 @@ def run_family(name: str, num_ranks: int, num_plans: int, seed: int = 0, tiny: b
 
 
 def _run_on_rank(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
-    """Run the plans of a family on one rank, with all others."""
+    """Run a family's plans on one rank, together with the other ranks."""
     model, batches = family_named(config["family"]).make(config["tiny"])
     batch = {
         key: value.to(place.device) if isinstance(value, torch.Tensor) else value
@@ -99,9 +98,9 @@ def run_plans(
     turns: int = 3,
     seed: int = 0,
 ) -> list[PlanRun]:
-    """Run random plans on all ranks, in turns with their profile; return the same on every rank.
+    """Run random plans on all ranks, in turns with profiling; return the same result on every rank.
 
-    It trains the model of the step.
+    It trains the step's model.
     """
     graph = job.form_graph(step)
     runner = _Runner(step, rank, options)
@@ -128,10 +127,10 @@ def random_plans(
     num_plans: int,
     seed: int = 0,
 ) -> list[dict[str, Assignment]]:
-    """Draw assignments for every class, operator by operator; the same on every rank. Pure.
+    """Draw random assignments for every class, equal on every rank. Pure.
 
-    `usable` are the precisions of each class. They are drawn with weights that differ from plan to plan and
-    class to class, so that some plans lower little and some nearly everything.
+    `usable` has each class's precisions. Their weights differ between plans and classes, so that some plans
+    lower little and some nearly everything.
     """
     draw = random.Random(seed)
     plans = []
@@ -153,7 +152,7 @@ def random_plans(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One plan in one turn on one rank. `busy_s` is how long a step keeps this rank's device busy."""
+    """One plan's steps in one turn on one rank. `busy_s` is the device's busy time of a step."""
 
     plan: int
     phases: Phases
@@ -162,7 +161,7 @@ class _Turn:
 
 
 class _Runner:
-    """This rank's model, in DDP if there are others, with its profiler."""
+    """Runs this rank's model, in DDP if there are others, with its profiler."""
 
     def __init__(self, step: job.TrainingStep, rank: job.Rank, options: ProfileOptions) -> None:
         self._rank, self._options = rank, options
@@ -180,11 +179,11 @@ class _Runner:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions that this rank is profiled in."""
+        """Return this rank's profiled precisions."""
         return self._profiler.precisions
 
     def take_turn(self, assignments: Sequence[Assignment], order: random.Random) -> None:
-        """Measure the link; then, in random order, run every plan and every step of the profile.
+        """Measure the link; then run every plan and every profiling step in random order.
 
         All ranks begin each run and each step together.
         """
@@ -200,9 +199,9 @@ class _Runner:
                 self._run(k, assignments[k])
 
     def results(self, graph: OpGraph, cluster: Cluster) -> tuple[Cluster, Mapping[str, Profile], list[float]]:
-        """Return cluster and profiles from all turns, and the seconds of every plan's step without the drift.
+        """Return cluster and profiles from all turns, and every plan's step without drift.
 
-        A period is divided by the drift of the rank that the others waited for: the least blocked.
+        A period is divided by the drift of the least blocked rank, which the others waited for.
         """
         samples = self._profiler.profiler.samples()
         samples += [(f"plan {turn.plan}", turn.busy_s, turn.ended_at_s) for turn in self._turns]
@@ -241,7 +240,7 @@ class _Runner:
         busy_s = (time.thread_time() - begun_s) / _STEPS
         self._timer.settle()
         found = phases.mean(self._timer.steps)
-        if self._rank.device.type == "cuda":  # the host's CPU time says nothing of the GPU's
+        if self._rank.device.type == "cuda":  # the host's CPU time tells nothing about the GPU's
             busy_s = found.compute_s
         self._turns.append(_Turn(k, found, busy_s, time.perf_counter()))
 

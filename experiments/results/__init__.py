@@ -1,5 +1,5 @@
-"""Every experiment behind README and docs, run again, and what the papers promise beside what is found.
+"""Rerun every experiment behind README and docs, and compare papers' figures with ours.
 
-commands   which experiments there are, and how each is run
+commands   the experiments and their commands
 papers     figures that the papers state, beside ours
 """

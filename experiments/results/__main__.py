@@ -4,8 +4,8 @@
     python -m qsync.experiments.results --out results --only speedup --only accuracy
     python -m qsync.experiments.results --out results --list
 
-Each experiment has a folder of its own below `--out` and continues there, so hours can be made up of minutes.
-One that is finished is not run again. It runs from the root of a clone, whose pages it writes.
+Each experiment has its own folder below `--out` and continues there after an interruption. Finished ones are
+not run again. Run it from the root of a clone, whose pages it writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from qsync.experiments.results.commands import RERUNS
 from qsync.experiments.results.papers import papers_table, rows_of
 from qsync.records.json_files import read_json, write_json
 
-_PAGE = Path("docs/results/index.md")  # has the papers' table; what is finished is for who runs this
+# Has the papers' table; the list of finished experiments is only printed
+_PAGE = Path("docs/results/index.md")
 _KEPT = Path("docs/results/papers.json")  # the rows of that table
 
 
@@ -37,7 +38,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Run what is not finished, one after the other, and say what there is of each."""
+    """Run unfinished experiments one by one, and list the state of each."""
     for name in only or ():
         if name not in RERUNS:
             raise QSyncError(f"there is no experiment {name!r}; choose from {', '.join(RERUNS)}")
@@ -52,11 +53,11 @@ def main(
         except QSyncError as error:
             failed[name] = str(error)
             show(escape(f"{name}: {error}"))
-    experiment.fresh = False  # what was run now is what there is
+    experiment.fresh = False  # current runs count as finished
     states = {
         name: failed.get(name) or ("finished" if experiment.kept(name) else "not finished") for name in RERUNS
     }
-    # A machine seldom has the hours for all: what was published stays until it is measured again.
+    # A machine seldom has time for all: published rows stay until they are measured again.
     found = rows_of({name: rerun.found(folders[name]) for name, rerun in RERUNS.items()})
     rows = {**(read_json(_KEPT) if _KEPT.is_file() else {}), **found}
     finished = sum(state == "finished" for state in states.values())
@@ -71,7 +72,7 @@ def main(
         write_between({_PAGE: as_markdown(papers_table(rows))}, "results")
     if failed:
         raise QSyncError(
-            f"{', '.join(failed)} did not finish; the lines above say why, and a further run continues"
+            f"{', '.join(failed)} did not finish; see the lines above, and run again to continue"
         )
 
 

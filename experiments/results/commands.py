@@ -1,4 +1,4 @@
-"""The experiments behind README and docs, and the commands that run each and write its page."""
+"""The experiments behind README and docs, with the commands that run each and write its page."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from qsync.errors import QSyncError
 from qsync.records.json_files import read_json
 
-_OUT = "OUT"  # stands for the folder of the experiment
+_OUT = "OUT"  # placeholder for the experiment's folder
 _HERE = "qsync.experiments."
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """How an experiment is run: module and options of each command, and about how many minutes they take.
+    """An experiment's commands (module and options), and their approximate minutes.
 
-    `page` of docs/results is what the commands write.
+    The commands write `page` in docs/results.
     """
 
     minutes: int
@@ -28,16 +28,18 @@ class Rerun:
     commands: tuple[tuple[str, ...], ...]
 
     def run(self, folder: Path) -> bool:
-        """Run the commands, and return True; QSyncError for one that fails, whose finished parts stay."""
+        """Run the commands; return True. Raises QSyncError for a failure; finished parts stay."""
         for module, *options in self.commands:
             given = [option.replace(_OUT, str(folder)) for option in options]
             code = subprocess.run([sys.executable, "-m", module, *given], check=False).returncode
             if code != 0:
-                raise QSyncError(f"python -m {module} {' '.join(given)} ended with exit code {code}")
+                raise QSyncError(
+                    f"python -m {module} {' '.join(given)} ended with exit code {code}; see its output above"
+                )
         return True
 
     def found(self, folder: Path) -> Mapping[str, Any]:
-        """Return the figures in the folder; none where it has no file of them."""
+        """Return the figures in the folder; empty without a file of figures."""
         path = folder / "figures.json"
         content: Mapping[str, Any] = read_json(path) if path.is_file() else {}
         return content
@@ -48,7 +50,7 @@ def _published(module: str, *options: str, out: str = _OUT) -> tuple[str, ...]:
 
 
 _DEMO = (("qsync", "demo", "--out", _OUT), (_HERE + "mixed.publish", _OUT))
-# What takes least comes first: an hour shows most.
+# Fastest first, so that an hour shows most.
 RERUNS: Mapping[str, Rerun] = {
     "demo": Rerun(10, "demo.md", _DEMO),
     "limits": Rerun(5, "prediction.md", (_published("prediction.limits"),)),

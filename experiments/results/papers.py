@@ -1,6 +1,7 @@
-"""What papers state of their systems, beside what the experiments here found, and how the conditions differ.
+"""Compare papers' figures with ours, and state how the conditions differ.
 
-The systems, data and machines differ, so a row shows whether the effect is here too, not which is better.
+The systems, data and machines differ, so a row shows whether the effect is reproduced, not which system is
+better.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from qsync.experiments.speedup.report import STEP_ERROR
 from qsync.replayer.step_noise import percentile
 
 Figures = Mapping[str, Any]
-Row = Mapping[str, Any]  # ours, and the commits and the processor that it is of
+Row = Mapping[str, Any]  # our figure, with its commits and processor
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A figure of a paper, the experiment that has ours, and how to say it.
+    """A paper's figure, the experiment with ours, and its wording.
 
-    `ours` says it of that experiment's figures, or None where they lack it.
+    `ours` formats that experiment's figures, or returns None if they lack it.
     """
 
     paper: str
@@ -38,7 +39,7 @@ class Claim:
 
     @property
     def name(self) -> str:
-        """The name of the claim among all."""
+        """Return the claim's unique name."""
         return f"{self.paper}: {self.what}"
 
 
@@ -56,7 +57,7 @@ def _step_error(figures: Figures) -> str | None:
 
 
 def _accuracy_gain(figures: Figures) -> str | None:
-    """Say by how much a plan's held-out accuracy is above that of the fastest uniform choice, by task."""
+    """Format the gain in held-out accuracy over the fastest uniform choice, by task."""
     gains = []
     for task in figures["tasks"].values():
         uniform = fastest_uniform(task["methods"])
@@ -119,7 +120,7 @@ CLAIMS = (
 
 
 def rows_of(found: Mapping[str, Figures]) -> dict[str, Row]:
-    """Return what the figures say of each claim they have; `found` is by experiment."""
+    """Return our figures for each claim; `found` is by experiment."""
     rows: dict[str, Row] = {}
     for claim in CLAIMS:
         figures = found.get(claim.experiment)
@@ -134,7 +135,7 @@ def rows_of(found: Mapping[str, Figures]) -> dict[str, Row]:
 
 
 def papers_table(rows: Mapping[str, Row]) -> Table:
-    """Return a row a claim, with the processor and the commits of ours; `-` where there are no figures."""
+    """Return a table with a row per claim: processor and commits of ours; `-` without figures."""
     cells = []
     for claim in CLAIMS:
         row = rows.get(claim.name, {"ours": "-", "commits": (), "processor": ""})

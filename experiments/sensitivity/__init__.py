@@ -1,4 +1,4 @@
-"""Indicators against measured gradient errors.
+"""Compare indicators with measured gradient errors.
 
 `indicators`        the experiment
 `baselines`         indicators from the literature

@@ -1,4 +1,4 @@
-"""Indicators from the literature, to compare with: for products in BF16 and INT8.
+"""Indicators from the literature, as baselines, for products in BF16 and INT8.
 
     fisher   sum over operands x of  sum (dL/dx)^2 e^2, e the rounding error of x: the squared first-order
              change of the loss, as NVIDIA's ModelOpt scores layers
@@ -17,8 +17,8 @@ and with G the squared norm of the whole gradient, L the depth of the model and 
 
     depth = wgrad + G [ (L - d)/L  forward / |y|^2  +  d/L  dgrad / |gW'|^2 ],    |gW'|^2 = |g|^2 |W|^2 / N
 
-Of a product of activations the relative variances of its operands add up. An embedding rounds the rows that
-it looks up, and the gradients of all lookups.
+For a product of activations the operands' relative variances add. An embedding rounds the looked-up rows, and
+the gradients of all lookups.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from qsync.predictor.sensitivity.rounding import rounded_to, rounding_error
 from qsync.records.graph import Op
 
 Omega = dict[str, dict[str, float]]
-Score = Callable[[Calibration, int], Omega]  # of one batch
+Score = Callable[[Calibration, int], Omega]  # for one batch
 
-STEP = 3e-3  # of `hessian`, relative to the root mean square of all parameters
-_STEPS = {Precision.BF16: 2.0**-7, Precision.INT8: 1 / 127}  # of each precision at 1
-# Both precisions take the gradient in BF16.
+STEP = 3e-3  # step of `hessian`, relative to the root mean square of all parameters
+_STEPS = {Precision.BF16: 2.0**-7, Precision.INT8: 1 / 127}  # spacing of each precision's numbers at 1
+# Both precisions round the gradient to BF16.
 _GRADIENT = "bf16"
 
 
 @dataclass(slots=True)
 class Seen:
-    """Values of one operator in one step, by place (`RESULT`, or 0, 1, ... for operands), with gradients."""
+    """Values and gradients of one operator in one step, by place (`RESULT`, or operand index)."""
 
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -58,45 +58,45 @@ class Seen:
 
 
 class Watch:
-    """An Observer (see qsync.runtime.rewriting) of all products in one step at a time."""
+    """Observer (see qsync.runtime.rewriting) of all products in one step at a time."""
 
     def __init__(self) -> None:
         self._found: dict[str, Seen] = {}
         self._open = False
 
     def step(self, calibration: Calibration, batch: int) -> tuple[list[tuple[Op, Seen]], float]:
-        """Take one FP32 step; return what was seen of every product, and the squared gradient norm."""
+        """Run one FP32 step; return every product's values, and the squared gradient norm."""
         self._found, self._open = {}, True
         calibration.assign({}, self)
         loss = calibration.forward(batch)
-        self._open = False  # recomputation in backward (checkpoints) is not observed
+        self._open = False  # ignore recomputation in backward (checkpoints)
         gradient = calibration.backward(loss, batch)
         ops = calibration.runner.graph.adjustable
         norm = sum(float(part.square().sum()) for part in gradient)
         return [(op, self._found[op.name]) for op in ops if op.name in self._found], norm
 
     def began(self) -> None:
-        """Do nothing: what is seen has no order."""
+        """Do nothing, because order does not matter."""
 
     def taken(self, op: str, index: int, operand: Any) -> Any:
         """Return a view of the operand with a gradient of its own."""
         if not takes_gradient(operand):
             return operand
-        view = own_view(operand)  # also where a checkpoint recomputes: it must save what forward saved
+        view = own_view(operand)  # also in recomputation, which must save the same tensors as forward
         if self._open and isinstance(operand, torch.nn.Parameter):
             self._found.setdefault(op, Seen()).parameters.append(index)
         self._note(op, index, view)
         return view
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """Note the result of an operator."""
+        """Record an operator's result."""
         if isinstance(node, Run) and takes_gradient(result) and result.requires_grad:
             self._note(node.op, RESULT, result)
 
     def _note(self, op: str, place: int, tensor: torch.Tensor) -> None:
         if self._open:
             seen = self._found.setdefault(op, Seen())
-            seen.values[place] = tensor.detach().clone()  # a later step may write to it
+            seen.values[place] = tensor.detach().clone()  # a later step may overwrite it
             on_gradient(tensor, lambda gradient: seen.gradients.update({place: gradient.detach()}))
 
 
@@ -111,7 +111,7 @@ def fisher(calibration: Calibration, batch: int) -> Omega:
 
 
 def hessian(calibration: Calibration, batch: int) -> Omega:
-    """Score curvature times squared error of parameters; its magnitude is taken after the mean."""
+    """Score curvature times squared error of parameters; take its magnitude after the mean."""
     omega = calibration.zeros(calibration.runner.graph)
     here, _ = Watch().step(calibration, batch)
     with calibration.perturbed(batch, STEP) as eps:
@@ -129,7 +129,7 @@ def hessian(calibration: Calibration, batch: int) -> Omega:
 
 
 def random_scores(calibration: Calibration, batch: int) -> Omega:
-    """Draw u s^2/12 for each operator: u uniform in (0, 1) by the seed, s the step of the precision at 1."""
+    """Draw u s^2/12 per operator: u uniform in (0, 1) by the seed, s the precision's spacing at 1."""
     omega, draw = calibration.zeros(calibration.runner.graph), random.Random(calibration.seed)
     for modes in omega.values():
         factor = 1 - draw.random()
@@ -151,7 +151,7 @@ def depth(calibration: Calibration, batch: int) -> Omega:
 
 
 def _terms(op: Op, seen: Seen, precision: Precision) -> tuple[float, float, float]:
-    """Return forward (over |y|^2), wgrad, and dgrad (over |gW'|^2): see the module's equations."""
+    """Return forward (over |y|^2), wgrad and dgrad (over |gW'|^2) of the module's equations."""
     y, g = seen.values[RESULT], seen.gradients[RESULT]
     y2, g2, v_g = _square(y), _square(g), _variance(g, _GRADIENT)
     if op.kind == "embedding":
@@ -168,7 +168,7 @@ def _terms(op: Op, seen: Seen, precision: Precision) -> tuple[float, float, floa
     v_x, v_w = (_variance(t, rounded_to(op.kind, j, precision)) for j, t in ((at_x, x), (at_w, w)))
     n = w.shape[1] if op.kind == "addmm" else w.shape[0]
     m, k = y.numel() // n, w.numel() // n
-    x2, w2 = _square(x) * m * k / x.numel(), _square(w)  # windows of a convolution read a pixel often
+    x2, w2 = _square(x) * m * k / x.numel(), _square(w)  # windows of a convolution read a pixel several times
     forward = (v_x * m * w2 + v_w * n * x2) / y2
     wgrad = (v_x * k * g2 + v_g * n * x2) * (at_w in seen.gradients)
     return forward, wgrad, v_g * m * n / g2 + v_w * k * n / w2
@@ -184,7 +184,7 @@ def _variance(tensor: torch.Tensor, type_name: str) -> float:
 
 
 def _errors(op: Op, seen: Seen, omega: Omega) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Yield place, precision and rounding error of every operand that a precision rounds."""
+    """Yield place, precision and rounding error of every rounded operand."""
     for place, value in seen.values.items():
         for precision in omega[op.name] if place != RESULT else ():
             if (type_name := rounded_to(op.kind, place, Precision(precision))) != "fp32":
@@ -206,7 +206,7 @@ def sensitivity_by(
     precisions: Sequence[Precision],
     seed: int = 0,
 ) -> Sensitivity:
-    """Return the sensitivity by one of `INDICATORS`: the mean over batches.
+    """Return the sensitivity by an indicator of `INDICATORS`, averaged over batches.
 
     >>> sensitivity_by("depth", model, batches, loss_fn, precisions=[Precision.BF16])
     """
@@ -214,7 +214,7 @@ def sensitivity_by(
         return qsync.sensitivity(model, batches, loss_fn, indicator=name, precisions=precisions, seed=seed)
     with calibrating(model, batches, loss_fn, precisions=precisions, seed=seed) as calibration:
         calibration.assign({})
-        calibration.forward(0)  # the graph is known after it
+        calibration.forward(0)  # makes the graph known
         found = [BASELINES[name](calibration, batch) for batch in range(len(batches))]
         graph = calibration.runner.graph
     omega = {

@@ -1,4 +1,4 @@
-"""The report of indicators.py: means with intervals, and a table."""
+"""Report of indicators.py: means with intervals, and a table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from qsync.experiments.harness.intervals import half_width
 
 Rows = Sequence[Mapping[str, Any]]
 
-# docs/results/sensitivity.md shows the plans of these indicators at every saving, and the plans of all other
-# indicators at the largest saving only.
+# docs/results/sensitivity.md shows these indicators' plans at every saving, and others only at the largest.
 NEAREST = ("empirical", "fisher", "hessian")
 
 
@@ -68,13 +67,13 @@ def to_default(row: Mapping[str, Any], name: str, budget: str) -> float:
 
 
 def mean(values: Iterable[float]) -> dict[str, float | None]:
-    """Return the mean and the half-width of its 95 % interval (Student's t); None for a single value."""
+    """Return the mean and its 95 % interval's half width (Student's t); None for a single value."""
     found = list(values)
     return {"mean": statistics.fmean(found), "half": half_width(found) if len(found) > 1 else None}
 
 
 def geometric(values: Iterable[float]) -> dict[str, float | None]:
-    """Return the geometric mean, and the factor that its 95 % interval reaches up and down."""
+    """Return the geometric mean, and the factor of its 95 % interval."""
     found = mean(math.log(value) for value in values)
     centre, half = found["mean"], found["half"]
     assert centre is not None
@@ -107,7 +106,7 @@ def table(found: Mapping[str, Any]) -> Table:
 
 
 def _of(found: Mapping[str, Any], *keys: str) -> list[Any]:
-    """Return the entry under these keys of every model."""
+    """Return the entry under these keys for every model."""
     cells = list(found.values())
     for key in keys:
         cells = [cell[key] for cell in cells]

@@ -1,14 +1,14 @@
-"""Every indicator against the truth: `python -m qsync.experiments.sensitivity.indicators --out FOLDER`.
+"""Compare every indicator with the truth: `python -m qsync.experiments.sensitivity.indicators --out FOLDER`.
 
 For each model and seed: weights after some FP32 steps, the truth by single flips with the real kernels, and
 from every indicator (1) its rank correlation with the truth, (2) the plan it leads to at equal step time, by
-an exact solver, with that plan's gradient error measured on batches that no indicator saw. Beside it: is the
-joint effect of random plans the sum of the single effects?
+an exact solver, with that plan's gradient error measured on batches that no indicator saw. It also tests
+whether the joint effect of random plans is the sum of single effects.
 
 Gradient errors are measured; step times are simulated: FLOPs over the rates of `RATES`.
 
-The truth takes hours, plans take minutes, so each is a piece of its own: without the pieces called
-`... plans` a folder's sensitivities are judged anew.
+The truth takes hours and plans take minutes, so each is a separate piece: delete the pieces `... plans` to
+judge a folder's sensitivities again.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from qsync.records.precision import PRECISIONS_BY_KIND
 
 PRECISIONS = (Precision.BF16, Precision.INT8)
 _PAGE = Page(Path("docs/results/sensitivity.md"), note="One thread.")
-# Times as fast as FP32, forward and backward together: the table of docs/results/kernels.md, rounded.
+# Speed relative to FP32, forward and backward together, rounded from docs/results/kernels.md.
 RATES = {
     "conv2d": {Precision.BF16: 1.8, Precision.INT8: 1.9},
     "other": {Precision.BF16: 3.6, Precision.INT8: 4.4},
 }
-# Shares of the time between all FP32 and the fastest assignment that a plan has to save.
+# Fractions of the time between all FP32 and the fastest assignment that a plan must save.
 BUDGETS = (0.3, 0.6)
-# Images or sequences per batch, and batches: networks of ReLUs need more of them, because there the truth of
-# one batch depends on which few units an error brings to the other side.
+# Samples per batch, and batches. ReLU networks need more, because in one batch the truth depends on the few
+# units that an error flips.
 BATCHES = {"gpt": (2, 2), "bert": (2, 2), "vit": (8, 3), "resnet": (32, 4), "vgg": (64, 8)}
 
 Assignment = Mapping[str, Precision]
@@ -55,10 +55,9 @@ Omega = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is run: `warm_up` FP32 steps before, `random_plans` for joint effects.
+    """Scale of the experiment: `warm_up` FP32 steps, `random_plans` for joint effects.
 
-    Plans are judged on `unseen` batches: errors differ between batches by up to four decades, so few say
-    little.
+    Plans are judged on many `unseen` batches, because errors differ between batches by up to four decades.
     """
 
     warm_up: int = 40
@@ -77,7 +76,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Judge every indicator, print a table, write the figures."""
+    """Judge every indicator, print a table, and write the figures."""
     subjects = [(name, seed) for seed in range(seeds) for name in models or NAMES]
     experiment = Experiment("indicators", out, settings={"scale": asdict(SCALE)}, fresh=fresh)
     with experiment.progress():
@@ -102,7 +101,7 @@ def main(
 
 
 def _workload(name: str) -> Workload:
-    """Return the model of one piece, in whatever process this is."""
+    """Return the model of one piece, in the current process."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
     return subject(name, BATCHES[name][0])
@@ -169,7 +168,7 @@ def judge_plans(workload: Workload, seed: int, scale: Scale, omega: Mapping[str,
             for name, found in omega.items()
             for saving in BUDGETS
         }
-        # Indicators that agree share a measurement.
+        # Indicators with equal plans share a measurement.
         keys = {key: tuple(sorted(plan.items())) for key, plan in plans.items()}
         different = {keys[key]: plan for key, plan in plans.items()}
         found = errors_by_batch(calibration, list(different.values()))
@@ -181,7 +180,7 @@ def judge_plans(workload: Workload, seed: int, scale: Scale, omega: Mapping[str,
 
 
 def correlation(found: Sensitivity, truth: Sensitivity, precision: Precision) -> float:
-    """Return Spearman's rank correlation over the operators that have this precision."""
+    """Return Spearman's rank correlation over the operators with this precision."""
     ops = [op for op, modes in truth.omega.items() if precision in modes]
     scores = [found.omega[op][precision] for op in ops]
     if len(set(scores)) == 1:
@@ -190,7 +189,7 @@ def correlation(found: Sensitivity, truth: Sensitivity, precision: Precision) ->
 
 
 def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str, Precision]:
-    """Return the assignment of least added variance that saves this share of the time that can be saved.
+    """Return the assignment of least added variance that saves a fraction of the possible time.
 
     minimise sum omega[o, p] x[o, p]  such that  sum time[o, p] x[o, p] <= T,  one p per operator; exact.
     """
@@ -205,7 +204,7 @@ def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str
         LinearConstraint(one_each, 1, 1), LinearConstraint(times / slowest, -np.inf, target / slowest)
     ]  # fmt: skip
     # The solver stops within 1e-6 of the largest coefficient, and sensitivities span ten decades: solve again
-    # without what is dearer than the plan that was found, until that finds nothing better.
+    # without entries above the found plan's, until nothing improves.
     best, least = None, max(float(omega.max()), 1e-300)
     while True:
         solved = milp(
@@ -217,12 +216,12 @@ def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str
         if taken is None or (best is not None and omega[taken].sum() >= least):
             break
         best, least = taken, max(float(omega[taken].sum()), 1e-300)
-    assert best is not None  # all FP32 saves nothing, and a plan that saves the share exists
+    assert best is not None  # all FP32 saves nothing, but a plan that saves the share exists
     return {name: p for (name, p, _), chosen in zip(choices, best, strict=True) if chosen}
 
 
 def rate(kind: str, precision: Precision) -> float:
-    """Return how many times as fast as FP32 a precision is."""
+    """Return a precision's speed relative to FP32."""
     return 1.0 if precision is Precision.FP32 else RATES.get(kind, RATES["other"])[precision]
 
 

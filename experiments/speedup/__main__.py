@@ -1,4 +1,4 @@
-"""How many more samples per second a weak card brings, by every way to use it.
+"""Measure the samples per second that a weak card adds, in every way to use it.
 
     python -m qsync.experiments.speedup --out FOLDER
     python -m qsync.experiments.speedup --out FOLDER --model gpt-small
@@ -76,7 +76,7 @@ def _measured(folder: Path, name: str, share: float) -> dict[str, Any]:
 
 
 def _simulated(folder: Path, pair: tuple[str, str]) -> dict[str, Any]:
-    """Replay every way for two GPUs as their data sheets have them."""
+    """Replay every way for two GPUs from their data sheets."""
     model = MeasuredModel.load(folder)
     basis = model.on_cards(pair)
     samples = basis.graph.batch_shapes[0][0]

@@ -1,4 +1,4 @@
-"""Samples per second against the fast card alone: rows, promises, tables, and the picture of the README."""
+"""Report samples per second relative to the fast card alone: rows, bars, tables, README's picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DRAWN = (DDP, LB_BSP, WEAK_16, WEAK_INT8, ALL_16, QSYNC_SHARE)
 
 
 def simulated_row(plan: Plan, cluster: Cluster, samples: int) -> dict[str, Any]:
-    """Return what a way is predicted to take, and what it adds: so many samples were profiled."""
+    """Return a row of a way's predicted step and variance, for the profiled number of samples."""
     return {
         "predicted_s": plan.step_s, "samples_per_s": rate(plan, cluster, samples),
         "added_variance": plan.added_variance, "samples": samples_of(plan, samples),
@@ -40,7 +40,7 @@ def simulated_row(plan: Plan, cluster: Cluster, samples: int) -> dict[str, Any]:
 
 
 def measured_row(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same of a way that two ranks trained in."""
+    """Return a row of a way's measured step and variance on two ranks."""
     step_s = run["measured_step_s"]
     return {
         "predicted_s": run["predicted_step_s"], "planned_s": run["planned_step_s"], "step_s": step_s,
@@ -50,18 +50,18 @@ def measured_row(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def relative(problem: Problem, way: str) -> float:
-    """Return the samples per second of a way over those of one fast card alone."""
+    """Return a way's samples per second relative to one fast card alone."""
     found = problem["ways"]
     return float(found[way]["samples_per_s"] / found[ALONE]["samples_per_s"])
 
 
 def title(problem: Problem) -> str:
-    """Say what a problem is, without its model."""
+    """Describe a problem without its model."""
     return str(problem["pair"] if "pair" in problem else f"{problem['share']:g}, measured")
 
 
 def bars(problems: Sequence[Problem]) -> list[Bar]:
-    """Return the promises of the measured points, together, and how right predicted steps are."""
+    """Return the bars of all measured points, and of the prediction errors."""
     measured = [one for one in problems if "share" in one]
     if not measured:
         return []
@@ -88,7 +88,7 @@ def bars(problems: Sequence[Problem]) -> list[Bar]:
 
 
 def note(bars: Sequence[Bar]) -> str:
-    """Show the picture below the tables, and say where a promise does not hold."""
+    """Show the picture below the tables, and list failed bars."""
     named = [f"{one['name']}: {', '.join(one['which'])}." for one in bars if one.get("which")]
     picture = (
         "![Samples per second by the weak card's speed, for every way to use it](../figures/speedup.png)\n"
@@ -97,7 +97,7 @@ def note(bars: Sequence[Bar]) -> str:
 
 
 def table(problems: Sequence[Problem]) -> Table:
-    """Return samples per second of every way, with the variance that it adds, by model and problem."""
+    """Return a table of every way's samples per second and added variance, by model and problem."""
     found = {(one["model"], title(one)): one for one in problems}
     models, columns = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
     used = [way for way in TITLES if any(way in one["ways"] for one in problems)]
@@ -121,8 +121,8 @@ def _cell(problem: Problem | None, way: str) -> str:
 
 
 def draw(problems: Sequence[Problem], path: Path) -> None:
-    """Draw samples per second by the weak card's speed, a panel a model, and simulated GPUs as bars."""
-    from matplotlib.figure import Figure  # takes long to import
+    """Draw samples per second by the weak card's speed, a panel per model, and simulated GPUs as bars."""
+    from matplotlib.figure import Figure  # slow to import
 
     from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png, strip_axes
 

@@ -1,1 +1,1 @@
-"""What users do to a wrapped model: each case works, or is refused in one sentence."""
+"""Test users' operations on a wrapped model: each works, or is refused in one sentence."""

@@ -1,4 +1,4 @@
-"""Wrapped models as users treat them, and unequal ranks above the base bf16.
+"""Test users' operations on wrapped models, and unequal ranks with base bf16.
 
     python -m qsync.experiments.takeover --out FOLDER
 
@@ -28,7 +28,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Run every case on a plain and a wrapped model, and plans above the base bf16 on two ranks."""
+    """Run every case on a plain and a wrapped model, and plans with base bf16 on two ranks."""
     experiment = Experiment("takeover", out, fresh=fresh)
     torch.set_num_threads(1)
     with experiment.progress():

@@ -1,8 +1,8 @@
-"""Steps of two equal ranks whose plan lowers nothing, beside those of plain DDP or FSDP2, in turns.
+"""Compare steps of two equal ranks under a plan that lowers nothing with plain DDP or FSDP2.
 
     python -m qsync.experiments.takeover.equal_ranks --out FOLDER
 
-Judged by the CPU time of the thread that trains, steadier than wall time where others use the machine.
+Judged by the training thread's CPU time, which is steadier than wall time on a shared machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from qsync.experiments.harness.ranks import Place, run_on_ranks
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.resnet import ResNet
 
-# A step may take so much longer than DDP's: the larger of the two.
+# Allowed excess over DDP's step: relative, or in seconds, whichever is larger.
 MOST_PART, MOST_S = 0.01, 0.2e-3
-_WARM_UPS, _ROUNDS = 5, 200  # steps before, and those that are timed in turns
+_WARM_UPS, _ROUNDS = 5, 200  # warm-up steps, and steps timed in turns
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Subject = tuple[Callable[[], nn.Module], Callable[[], Any], Loss]
@@ -45,7 +45,7 @@ def _image_net() -> nn.Module:
 
 
 def _discriminator(channels: int = 64) -> nn.Module:
-    """Return DCGAN's D, without the sigmoid: images (B, 3, 64, 64) -> logits."""
+    """Return DCGAN's discriminator without the sigmoid: images (B, 3, 64, 64) -> logits."""
     layers: list[nn.Module] = [nn.Conv2d(3, channels, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True)]
     for k in (1, 2, 4):
         layers += [
@@ -62,7 +62,7 @@ def _classified(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _judged(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the loss of a D that is called twice a step: for what is real, and for what is not."""
+    """Return the loss of a discriminator called twice per step: on real and on fake images."""
     real, fake = (model(images) for images in batch)
     judged = functional.binary_cross_entropy_with_logits
     return judged(real, torch.ones_like(real)) + judged(fake, torch.zeros_like(fake))
@@ -90,7 +90,7 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def _shard(model: nn.Module) -> nn.Module:
-    """Shard a model as FSDP2's guide does: its blocks, then the rest."""
+    """Shard a model as in FSDP2's guide: blocks first, then the rest."""
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)
     fully_shard(model)
@@ -98,9 +98,9 @@ def _shard(model: nn.Module) -> nn.Module:
 
 
 def _step(model: nn.Module, batch: Any, loss_of: Loss, alone: bool) -> Callable[[], tuple[float, float]]:
-    """Return one training step, which returns the CPU seconds of this thread and the wall seconds.
+    """Return a function that runs one training step and returns its CPU and wall seconds.
 
-    `alone`: what hangs on all optimizers of the process is taken off meanwhile.
+    `alone` removes global optimizer hooks meanwhile.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -122,7 +122,7 @@ def _step(model: nn.Module, batch: Any, loss_of: Loss, alone: bool) -> Callable[
 
 
 def compare(config: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Time steps of one subject on this rank, in turns: plain, and planned in FP32 alone."""
+    """Time one subject's steps on this rank, in turns: plain, and planned in FP32 only."""
     name = config["name"]
     make, make_batch, loss_of = SUBJECTS[name]
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def main(
     out: Out = Path("equal-ranks"),
     fresh: Fresh = False,
 ) -> None:
-    """Time steps of plain DDP (FSDP2) and of `qsync.hybrid` where nothing is lowered, on two ranks."""
+    """Time steps of plain DDP (FSDP2) and of `qsync.hybrid` without lowering, on two ranks."""
     experiment = Experiment("equal ranks", out, settings={"rounds": _ROUNDS}, fresh=fresh)
     cache = str(experiment.out / "plans")
     found = {}

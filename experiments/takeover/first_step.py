@@ -1,9 +1,9 @@
-"""Seconds until the first step of five training scripts: plain, at qsync's first start, at its second.
+"""Measure seconds until the first step of five scripts: plain, and qsync's first and second start.
 
     python -m qsync.experiments.takeover.first_step --out FOLDER
 
-Each start is a job of two ranks of its own, and they take turns. Kernels are built before; the first start
-finds no plan, the second that of the first. `--publish` writes the promises into `docs/results/takeover.md`.
+Each start is a separate job of two ranks, in turns. Kernels are built before; the first start finds no cached
+plan, the second the first's. `--publish` writes the promises into `docs/results/takeover.md`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from qsync.experiments.clients.start import ObservedRank, run_client
 from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish, bar, run_command
 
 _PAGE = Page(Path("docs/results/takeover.md"), marker="first")
-# What a start may take longer than plain DDP's, until the first step.
+# Allowed seconds beyond plain DDP until the first step: the first start's, and the second's.
 _FIRST_S, _FIRST_STEPS, _SECOND_S = 20.0, 40, 3.0
-_STEPS = 8  # of each start
+_STEPS = 8  # steps of each start
 _PLAIN, _FIRST, _SECOND = STARTS = ("plain", "first", "second")
 _BUILD = "from qsync.backend.build_ahead import build; list(build([]))"
 
@@ -38,7 +38,7 @@ def main(
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
-    """Start every script plain and with qsync, in turns, and compare when their first step ends."""
+    """Start every script plain and with qsync, in turns; compare the ends of their first steps."""
     for name in client or ():
         if name not in CLIENTS:
             raise FormatError(f"there is no script {name}; choose from {', '.join(CLIENTS)}")
@@ -53,7 +53,7 @@ def main(
 
 
 def _measured(client: Client, work: Path) -> dict[str, Any]:
-    """Return the seconds of each kind of start, on the rank that is later."""
+    """Return the seconds of each kind of start, on the later rank."""
     caches = work / "caches"
     environment = {"QSYNC_CACHE_DIR": str(caches), "XDG_CACHE_HOME": str(caches / client.name)}
     subprocess.run([sys.executable, "-c", _BUILD], check=True, env={**os.environ, **environment})
@@ -74,7 +74,7 @@ def _of_start(ranks: list[ObservedRank]) -> dict[str, float]:
 
 
 def bars(found: Mapping[str, Any]) -> list[Bar]:
-    """Return what a start may take beyond plain DDP's, beside what it takes."""
+    """Return the bars: seconds of each start beyond plain DDP's, against the limits."""
     stated = []
     for name, row in found.items():
         limit_s = max(_FIRST_S, _FIRST_STEPS * row[_PLAIN]["step_s"])
@@ -86,7 +86,7 @@ def bars(found: Mapping[str, Any]) -> list[Bar]:
 
 
 def beyond(row: Mapping[str, Any], kind: str) -> float:
-    """Return by how many seconds a start exceeds plain DDP's, until the first step."""
+    """Return the seconds by which a start exceeds plain DDP's, until the first step."""
     return float(row[kind]["first_step_s"] - row[_PLAIN]["first_step_s"])
 
 

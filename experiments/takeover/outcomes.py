@@ -1,4 +1,4 @@
-"""Judge what became of a case: it ran as asked, was refused, warned, or silently did neither."""
+"""Judge a case's outcome: worked, refused, warned, or silently wrong."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from qsync.experiments.harness.cases import REFUSED, SILENT, WARNS, WORKS, Case
 from qsync.experiments.takeover.cases import Outcome
 from qsync.runtime import coverage
 
-# The largest difference from plain FP32 that rounding to INT8 explains, of the norm of all numbers.
+# Largest relative difference from plain FP32, in norm, that rounding to INT8 explains.
 _LARGEST_DIFFERENCE = 0.2
 
 
 def judge(case: Case, precision: str = "int8") -> dict[str, Any]:
-    """Run a case with a plain model and with a wrapped one, and compare.
+    """Run a case with a plain and a wrapped model, and compare.
 
-    Without an error it works if the numbers differ from FP32's by no more than rounding does. Numbers that
-    are bitwise FP32's, and gradients that are wrong, are silent failures, unless a warning says so.
+    It works if the numbers differ from FP32's only by rounding. Bitwise FP32 numbers and wrong gradients are
+    silent failures, unless a warning reports them.
     """
     coverage.say_once.cache_clear()
     torch._dynamo.reset()
@@ -42,7 +42,7 @@ def judge(case: Case, precision: str = "int8") -> dict[str, Any]:
 
 
 def sentence_of(error: Exception) -> str:
-    """Return what a user reads of an error: ours in full, of torch's the part that names what to do."""
+    """Return the part of an error that a user reads: qsync's in full, torch's with the remedy."""
     text = str(error)
     named = re.search(r"it runs qsync's kernels; call qsync\.unwrap\(model\) first", text)
     return named[0] if named and not isinstance(error, qsync.QSyncError) else text

@@ -1,4 +1,4 @@
-"""Two unequal ranks in the base bf16: plans beside the fast rank alone, and beside shares by speed."""
+"""Measure plans of two unequal ranks with base bf16 against the fast rank alone and shares by speed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from qsync.experiments.harness import Bar, Experiment, bar
 from qsync.experiments.mixed.launch import run_demo
 
-# The share of a core that the weak rank has: INT8 makes up for the first, and cannot for the second.
+# Shares of a core of the weak rank: INT8 compensates for the first, but not for the second.
 NEARLY_EQUAL, HALF = 0.85, 0.5
 _STEPS = 40
 
 
 def measured(experiment: Experiment) -> dict[str, Any]:
-    """Return the runs of the demo at both shares."""
+    """Return the demo's runs at both shares."""
     return {
         str(share): experiment.piece(f"weak share {share}", partial(_runs, experiment.out / "demo", share))
         for share in (NEARLY_EQUAL, HALF)
@@ -31,7 +31,7 @@ def _runs(out: Path, share: float) -> dict[str, dict[str, float]]:
 
 
 def bars(found: dict[str, Any]) -> list[Bar]:
-    """Return what the plans promise at both shares."""
+    """Return the bars of plans at both shares."""
     nearly, half = found[str(NEARLY_EQUAL)], found[str(HALF)]
     plan, alone = nearly["qsync"], nearly["alone"]
     return [

@@ -1,5 +1,5 @@
-"""The suite of unseen models: speed beside peers, predicted steps, predicted memory.
+"""Measure a suite of unseen models: speed beside peers, predicted steps, predicted memory.
 
-`family_runs`  what is measured of one family, in a fresh process
+`family_runs`  measurements of one family, in a fresh process
 `report`       bars and tables
 """

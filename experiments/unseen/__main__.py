@@ -1,11 +1,11 @@
-"""The suite of unseen models: every family's speed beside its peers, predicted steps and predicted memory.
+"""Measure the suite of unseen models: speed beside peers, predicted steps and predicted memory.
 
     python -m qsync.experiments.unseen --out FOLDER
 
-Every family is measured in processes of its own, and every part of it is a piece. `--only` also takes the
-larger models that qsync.experiments.gpu measures. Families that are held out
-are measured on request only, and reported apart. `--publish` writes the tables into
-`docs/results/unseen.md`; with `--beside` they go below, as those of a second kind of processor.
+Every family is measured in separate processes, and every part of it is a piece. `--only` also accepts the
+larger models of qsync.experiments.gpu. Held-out families are measured on request only, and reported
+separately. `--publish` writes the tables into `docs/results/unseen.md`; `--beside` writes them below, for a
+second kind of processor.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, LARGE,
 
 _PAGE = Page(Path("docs/results/unseen.md"), note="One thread.")
 _PARTS, _SEED = ("speed", "prediction", "memory"), 0
-_RANKS = "ranks"  # two at once: on request, because it takes two cores
+_RANKS = "ranks"  # two ranks at once, on request only, because they need two cores
 _PARTS_HELP = f"{', '.join(_PARTS)} (all if left out), or {_RANKS}."
-_ROUNDS, _PLANS = 9, 8  # of every step that is timed, and random plans that are predicted; one each if tiny
+_ROUNDS, _PLANS = 9, 8  # rounds of timed steps, and random plans to predict; one each with --tiny
 
 
 def main(
@@ -47,7 +47,7 @@ def main(
     """Measure the suite and judge it; an interrupted run continues."""
     for name in only or ():
         if family_named(name).held_out and not held_out:
-            raise QSyncError(f"{name} is held out; add --held-out, and do not develop by what you see")
+            raise QSyncError(f"{name} is held out; add --held-out, and do not tune on its results")
     for name in part or ():
         if name not in (*_PARTS, _RANKS):
             raise QSyncError(f"there is no part {name!r}; choose from {', '.join((*_PARTS, _RANKS))}")
@@ -76,7 +76,7 @@ def main(
 
 
 def _measured(experiment: Experiment, name: str, parts: Sequence[str], kept: bool) -> dict[str, Any]:
-    """Return what was measured of a family by part; with `kept` nothing that the folder has not."""
+    """Return a family's measurements by part; with `kept` only those in the folder."""
     tiny, device, found = experiment.settings["tiny"], experiment.settings["device"], dict[str, Any]()
     rounds, plans = (1, 1) if tiny else (_ROUNDS, _PLANS)
     runs = {

@@ -1,7 +1,7 @@
-"""What is measured of one family of the suite, each in a fresh process: speeds, predicted steps, memory.
+"""Measure one family of the suite in a fresh process: speeds, predicted steps, memory.
 
 On CPUs all run on one thread. Variants of a step take turns in one process, so that their ratios are free of
-drift. A failure is a result: the sentence that the user would read.
+drift. A failure is also a result: the message that the user would read.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from qsync.experiments.workloads.families import Batch, family_named
 from qsync.runtime import choosers
 
 EAGER, AUTOCAST = "eager", "autocast"
-# The modes of qsync's that are measured, by device.
+# qsync's measured modes, by device.
 MODES = {
     "cpu": ("fp32", "bf16", "int8", "int8_all"),
     "cuda": ("bf16", "int8", "fp8", "int8_all", "tf32"),
 }
-BASE = "base bf16"  # what a user runs who keeps the autocast of the loop
+BASE = "base bf16"  # for users who keep the loop's autocast
 ALL_MODES = (BASE, *dict.fromkeys(mode for of in MODES.values() for mode in of))
 
 
 def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return what the function returns, or `failed` with the first line of its error."""
+    """Return the function's result, or `failed` with the first line of its error."""
 
     @wraps(run)
     def found(*arguments: Any, **options: Any) -> dict[str, Any]:
         try:
             return run(*arguments, **options)
         except Exception as error:
-            traceback.print_exc()  # for the log; the result holds the sentence
+            traceback.print_exc()  # for the log; the result holds only the sentence
             return {"failed": f"{type(error).__name__}: {shortened(error, quote=False)}"}
 
     return found
@@ -57,7 +57,7 @@ def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
 
 def _begin(name: str, tiny: bool, device: str) -> tuple[nn.Module, list[Batch]]:
     torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64  # every variant of a model is one more entry for the same code
+    torch._dynamo.config.recompile_limit = 64  # every variant of a model adds an entry for the same code
     keep_freed_memory()
     model, batches = family_named(name).make(tiny)
     on_device = [
@@ -70,8 +70,8 @@ def _begin(name: str, tiny: bool, device: str) -> tuple[nn.Module, list[Batch]]:
 def speeds(name: str, rounds: int, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
     """Time FP32 eager, torch.autocast, the base bf16 and every mode in turns.
 
-    Of each variant: seconds by round; on GPUs the bytes of a step's peak. Each variant trains a copy of the
-    model; the last ones go where memory ends.
+    Return each variant's seconds by round, and on GPUs a step's peak bytes. Each variant trains a copy of the
+    model; the last ones are dropped if memory runs out.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
     case = Case("", name, EAGER)
@@ -102,7 +102,7 @@ def speeds(name: str, rounds: int, tiny: bool = False, device: str = "cpu") -> d
 
 
 def training_step(model: nn.Module, batches: Sequence[Batch], call: Callable[..., Any] | None = None) -> Run:
-    """Return one training step of the model for each batch, called as `call`."""
+    """Return a training step of the model on each batch, run as `call`."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
     run = model if call is None else call
 
@@ -116,9 +116,9 @@ def training_step(model: nn.Module, batches: Sequence[Batch], call: Callable[...
 
 
 def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str, Samples]:
-    """Time the variants of a case in turns; while memory runs out, without the one that was added last.
+    """Time a case's variants in turns; drop the last added one while memory runs out.
 
-    Each ran when it was added, beside fewer copies. Eager FP32 and torch.autocast stay.
+    Each ran alone when it was added. Eager FP32 and torch.autocast are never dropped.
     """
     while True:
         gc.collect()
@@ -135,13 +135,13 @@ def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str
 
 @_or_failure
 def predicted(name: str, num_ranks: int, num_plans: int, seed: int, tiny: bool = False) -> dict[str, Any]:
-    """Run random plans on ranks; return by how much replay misses each, and what lies in its interval."""
+    """Run random plans on ranks; return replay's errors, and the share within their intervals."""
     runs = run_family(name, num_ranks, num_plans, seed, tiny)
     return {"errors": [run.error for run in runs], "inside": [run.is_inside for run in runs]}
 
 
 class _OfBatch(nn.Module):
-    """A model that takes a whole batch and returns its loss."""
+    """A model that gets a whole batch and returns its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _OfBatch(nn.Module):
 
 @_or_failure
 def memory(name: str, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
-    """Return the bytes of a step in FP32 and in each mode: saved for backward and at the peak, both ways."""
+    """Return saved and peak bytes of a step in FP32 and each mode, predicted and measured."""
     model, batches = _begin(name, tiny, device)
     with process_group_of_one():
         trained = Trained(_OfBatch(model), (batches[0], None), lambda loss, _: loss)

@@ -1,4 +1,4 @@
-"""Bars and the table of the suite, from what was measured of each family."""
+"""Bars and table of the suite, from each family's measurements."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from qsync.experiments.unseen.family_runs import ALL_MODES, AUTOCAST, BASE, EAGE
 from qsync.experiments.workloads.families import LARGE, TRANSFORMER, family_named
 from qsync.replayer.step_noise import percentile
 
-# Times as fast as torch.autocast; INT8 is promised of transformers, INT8 in all products of two nets as well,
-# both on CPUs.
+# Speeds relative to torch.autocast: INT8's bars hold for transformers, those of INT8 in all products also for
+# two nets, both on CPUs.
 BF16_BAR, INT8_BARS = 0.99, {"int8": 1.1, "int8_all": 1.2}
 CONVOLUTION_BARS = {name: {"int8_all": 1.2} for name in ("resnet50", "convnext")}
 # Limits of |error| of a predicted step.
 PREDICTION_BARS = {"median": 0.02, "95th percentile": 0.05, "worst": 0.08}
-MEMORY_BAR = 0.05  # of |error| of a predicted peak
-# Family -> part ("speed", "prediction", "ranks", "memory") -> what was measured.
+MEMORY_BAR = 0.05  # limit of |error| of a predicted peak
+# Family -> part ("speed", "prediction", "ranks", "memory") -> measurements.
 Found = Mapping[str, Mapping[str, Any]]
 
 
 def bars(found: Found) -> list[Bar]:
-    """Return every promise beside its measurement; a mode that failed has no measurement, and fails."""
+    """Return every bar with its measurement; a failed mode has no measurement, and fails."""
     made = []
     for name, parts in found.items():
         if "speed" in parts:
@@ -51,7 +51,7 @@ def bars(found: Found) -> list[Bar]:
 
 
 def times_as_fast(variants: Mapping[str, Any], of: str, against: str = AUTOCAST) -> list[float]:
-    """Return the quartiles of how many times as fast a variant is, round by round; zero where it failed."""
+    """Return quartiles of a variant's relative speed over rounds; zero if it failed."""
     if of not in variants or against not in variants:
         return [0.0] * 3
     pairs = zip(variants[against]["seconds"], variants[of]["seconds"], strict=True)
@@ -59,7 +59,7 @@ def times_as_fast(variants: Mapping[str, Any], of: str, against: str = AUTOCAST)
 
 
 def failures(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Return what failed of a family -> why; that torch.autocast does not run is no failure."""
+    """Return a family's failures -> reasons; failures of torch.autocast do not count."""
     failed = {part: of["failed"] for part, of in parts.items() if "failed" in of}
     speed = parts.get("speed", {"unavailable": {}})
     return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (EAGER, *ALL_MODES)}
@@ -72,7 +72,7 @@ def _sizes(errors: Sequence[float]) -> dict[str, float]:
 
 
 def table(found: Found, suffix: str = "") -> Table:
-    """Return the speed of every family, in eager FP32 and in each mode."""
+    """Return a table of every family's speed, in eager FP32 and in each mode."""
     title = "Whole steps, times as fast as FP32 eager and as autocast (quartiles); measured"
     timed = {name: parts["speed"]["variants"] for name, parts in found.items() if "speed" in parts}
     modes = [mode for mode in ALL_MODES if any(mode in variants for variants in timed.values())]

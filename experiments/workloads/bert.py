@@ -1,4 +1,4 @@
-"""A byte-level BERT, Post-LN (Devlin et al. 2018): bidirectional attention, trained on masked bytes."""
+"""A byte-level Post-LN BERT (Devlin et al. 2018): bidirectional attention, trained on masked bytes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 from qsync.expansion.recipe.recipe import Recipe
 from qsync.experiments.workloads.gpt import Mlp
 
-MASK = 0  # a byte that text does not hold
-NOT_SCORED = -100  # what cross_entropy leaves out
+MASK = 0  # a byte that text does not contain
+NOT_SCORED = -100  # cross_entropy's ignored index
 MASKED_EVERY = 6
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with a linear each for queries, keys and values: (B, T, width), same out."""
+    """Multi-head self-attention with separate linears for queries, keys and values: (B, T, width) -> same."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Compute attention."""
         batch, length, width = x.shape
         heads = (batch, length, self.num_heads, width // self.num_heads)
         q, k, v = (part(x).view(heads).transpose(1, 2) for part in (self.query, self.key, self.value))
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x))."""
+    """A Post-LN transformer layer: norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def __init__(self, width: int, num_heads: int, dropout: float, hidden: int | None = None) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Compute the layer."""
         x = self.norm1(x + self.dropout(self.attention(x)))
         y: torch.Tensor = self.norm2(x + self.dropout(self.mlp(x)))
         return y
 
 
 class Bert(nn.Module):
-    """Tokens (B, T), int64 -> logits (B, T, vocab)."""
+    """The BERT model: tokens (B, T), int64 -> logits (B, T, vocab)."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Bert(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Return the logits."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.norm(self.tokens(tokens) + self.positions(positions))
         for layer in self.layers:
@@ -86,7 +86,7 @@ class Bert(nn.Module):
         y: torch.Tensor = self.head(self.head_norm(self.gelu(self.transform(x))))
         return y
 
-    # Post-LN: multiples of the width alone, and no depth.
+    # Post-LN grows only to multiples of the width, and not in depth.
     recipe = Recipe(
         "byte-level BERT",
         """
@@ -115,7 +115,7 @@ class Bert(nn.Module):
 
 
 def masked(tokens: torch.Tensor, seed: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask one token in `MASKED_EVERY`; return the tokens, and targets with the others not scored."""
+    """Mask one token in `MASKED_EVERY`; return tokens and targets, with other positions ignored."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**63)
     chosen = torch.rand(tokens.shape, generator=generator) < 1 / MASKED_EVERY
     return tokens.masked_fill(chosen, MASK), tokens.masked_fill(~chosen, NOT_SCORED)

@@ -1,8 +1,7 @@
 """The suite of unseen models: families of architectures at realistic widths, with random weights.
 
-Nothing is downloaded: models come from configurations of Hugging Face's, on fixed random batches. One FP32
-step takes 0.2 to 1.5 s on one thread. Two families are held out: a seed chooses them, nobody looks at
-them while developing, and they are reported apart.
+Models come from Hugging Face configurations (no download), on fixed random batches. One FP32 step takes 0.2
+to 1.5 s on one thread. Two randomly chosen families are held out of development, and reported separately.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Batch = dict[str, Any]
 TRANSFORMER, CONVOLUTION, RECURRENT = "transformer", "convolution", "recurrent"
 HELD_OUT_SEED, NUM_HELD_OUT = 2027, 2
 _VOCABULARY, _CLASSES, _SIDE, _BANDS = 8192, 10, 96, 80
-_TINY = 8  # by which widths, lengths and batches of tiny models are divided
+_TINY = 8  # divisor of widths, lengths and batches of tiny models
 _LEAST_WIDTH = 64  # smaller numbers in a configuration are heads, groups, kernels
 _DEPTHS = {
     "depths", "num_layers", "num_decoder_layers", "num_hidden_layers", "n_layers", "n_layer",
@@ -36,7 +35,7 @@ _OWN: dict[str, Callable[..., nn.Module]] = {"UNet": UNet, "LstmLanguageModel": 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the batches of one step hold: so many rows of texts, images, sound.
+    """The contents of one step's batches: rows of texts, images or sound.
 
     `lengths` are of texts, one batch for each; `labels` are "classes", "pixels" (a class for each), "text"
     (the text itself), "target" (another text, `target` long), "captions" (texts are the images') or "none".
@@ -56,7 +55,7 @@ class Inputs:
     def _batch(self, length: int, part: int) -> Batch:
         rows, batch = max(2, self.rows // part), {}
 
-        def text(length: int) -> Tensor:  # 0 to 3 are what configurations keep for themselves
+        def text(length: int) -> Tensor:  # configurations reserve 0 to 3
             return torch.randint(4, _VOCABULARY // part, (rows, length // part))
 
         if length:
@@ -95,7 +94,7 @@ class Family:
         return self.name in HELD_OUT
 
     def make(self, tiny: bool = False) -> tuple[nn.Module, list[Batch]]:
-        """Return the model in training mode, and the batches of one step; convolutions run channels_last."""
+        """Return the model in training mode, and a step's batches; convolutions run channels-last."""
         model = seeded(lambda: self._model(_shrunk(self.sizes) if tiny else self.sizes), 0).train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -126,7 +125,7 @@ def family_named(name: str) -> Family:
 
 
 def _shrunk(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Divide widths, and leave one layer of each stack; images keep their size."""
+    """Divide widths, and keep one layer of each stack; images keep their size."""
 
     def small(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -272,13 +271,13 @@ FAMILIES: dict[str, Family] = {
     )
 }  # fmt: skip
 
-# By a hash of each name: another family in the table leaves these as they are, unless its hash is smaller.
+# Chosen by a hash of each name, so that adding a family rarely changes the choice.
 HELD_OUT = tuple(
     sorted(FAMILIES, key=lambda name: hashlib.sha256(f"{HELD_OUT_SEED} {name}".encode()).hexdigest())
 )[:NUM_HELD_OUT]
 SEEN = tuple(name for name in FAMILIES if name not in HELD_OUT)
 
-# Models for GPUs: as published, with random weights.
+# Models for GPUs: published sizes, with random weights.
 LARGE: dict[str, Family] = {
     family.name: family
     for family in (

@@ -1,4 +1,4 @@
-"""A byte-level GPT, Pre-LN, as in GPT-2: no tokenizer, so any file is training data."""
+"""A byte-level Pre-LN GPT, as GPT-2: without a tokenizer, any file is training data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from qsync.expansion.recipe.recipe import Recipe
 
-# How a block grows (see qsync.Recipe): what its modules read and write.
+# A block's growth (see qsync.Recipe): the spaces that its modules read and write.
 BLOCK = """
 blocks.*.norm1           stream -> normed
 blocks.*.attention.qkv   normed -> query, key, value
@@ -22,7 +22,7 @@ blocks.*.mlp.proj           mlp -> stream
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, causal or over everything: (B, T, width) -> (B, T, width)."""
+    """Multi-head self-attention, causal or full: (B, T, width) -> (B, T, width)."""
 
     def __init__(self, width: int, num_heads: int, causal: bool = True) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Compute attention."""
         batch, length, width = x.shape
         heads = (batch, length, self.num_heads, width // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1))
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linears, `hidden` in between: four times as wide, where nothing else is asked for."""
+    """Two linears with `hidden` units in between, by default four times the width."""
 
     def __init__(self, width: int, hidden: int | None = None) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Mlp(nn.Module):
         self.proj = nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Compute the MLP."""
         y: torch.Tensor = self.proj(self.gelu(self.fc(x)))
         return y
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A Pre-LN transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, width: int, num_heads: int, causal: bool = True, hidden: int | None = None) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class Block(nn.Module):
         self.mlp = Mlp(width, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Compute the block."""
         x = x + self.attention(self.norm1(x))
         y: torch.Tensor = x + self.mlp(self.norm2(x))
         return y
 
 
 class Gpt(nn.Module):
-    """Tokens (B, T), int64 -> logits (B, T, vocab). 10.9 M parameters as it stands."""
+    """The GPT model: tokens (B, T), int64 -> logits (B, T, vocab). 10.9 M parameters by default."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Gpt(nn.Module):
             self.head.weight = self.tokens.weight
 
     def _initialise(self, num_layers: int) -> None:
-        """Initialise as GPT-2: deviation 0.02, over sqrt(2 layers) for writers to the residual stream."""
+        """Initialise as GPT-2: deviation 0.02, divided by sqrt(2 layers) for residual writers."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 deviation = 0.02 / math.sqrt(2 * num_layers) if name.endswith("proj") else 0.02
@@ -107,7 +107,7 @@ class Gpt(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Return the logits."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:

@@ -18,7 +18,7 @@ _BYTES, _CONTEXT, _SEQUENCES, _IMAGES = 256, 128, 4, 16
 
 
 class Logits(nn.Module):
-    """A Hugging Face model that takes one tensor and returns its logits."""
+    """A Hugging Face model that gets one tensor and returns its logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Logits(nn.Module):
 
 
 class ImageLogits(Logits):
-    """An image classifier: grey images are brought to the size and the channels that it takes."""
+    """An image classifier on grey images, resized to its own size and channels."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -45,10 +45,9 @@ class ImageLogits(Logits):
 
 
 def hugging_face_workload(path: Path, data: str | Path | None = None) -> Workload:
-    """Return the model of a `config.json` as a workload, with random weights.
+    """Return a workload of a `config.json`'s model, with random weights.
 
-    Raises QSyncError for a file that is no configuration, and for a model that neither models language nor
-    classifies images.
+    Raises QSyncError for an invalid file, and for a model that neither models language nor classifies images.
     """
     config, kind, task = read_config(path)
     if task is None:
@@ -67,7 +66,7 @@ def hugging_face_workload(path: Path, data: str | Path | None = None) -> Workloa
         return digits_workload(name, lambda: ImageLogits(kind(config)), _IMAGES, about)
     if config.vocab_size < _BYTES:
         raise QSyncError(
-            f"{path} has a vocabulary of {config.vocab_size}; text is read as bytes, so give it {_BYTES} "
+            f"{path} has a vocabulary of {config.vocab_size}; but text is read as bytes; give it {_BYTES} "
             "or more"
         )
     context = min(_CONTEXT, getattr(config, "max_position_embeddings", _CONTEXT) or _CONTEXT)

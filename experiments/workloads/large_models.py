@@ -1,6 +1,6 @@
-"""Models of real sizes that nothing here trains, and SYNTHETIC costs for their graphs.
+"""Graphs of models of real sizes, with SYNTHETIC costs, to time planning and replay.
 
-Only the size of these profiles matters: to how long planning and replay take. Nothing in them is measured.
+Only the profiles' size matters. Nothing in them is measured.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from qsync.records.profiles import Cost, Profile, Sensitivity
 Meta = tuple[torch.nn.Module, dict[str, torch.Tensor]]  # a model and a batch, without storage
 
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
-# Round rates of a server core, for the synthetic profiles: FLOP/s in FP32, bytes/s, and speed against FP32.
+# Round rates of a server core for synthetic profiles: FLOP/s in FP32, bytes/s, and speed relative to FP32.
 _FLOPS_PER_S, _BYTES_PER_S = 1e11, 1e10
 _SPEED = {Precision.FP32: 1.0, Precision.BF16: 2.0, Precision.INT8: 3.0}
-# Variance against BF16.
+# Variance relative to BF16.
 _OMEGA = {"tf32": 0.02, "bf16": 1.0, "fp16": 0.02, "fp8": 40.0, "int8": 8.0}
 
 
 def bert(**sizes: Any) -> torch.nn.Module:
-    """Return a BERT classifier of Hugging Face's, of BERT-base's sizes where none are given."""
+    """Return a Hugging Face BERT classifier, by default of BERT-base's size."""
     from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(BertConfig(**sizes))
@@ -53,7 +53,7 @@ def resnet_101() -> Meta:
 
 
 def llama_70b(num_layers: int = 80) -> Meta:
-    """Return a model of Llama-3-70B's sizes on the meta device, with so many layers, and a batch."""
+    """Return a model of Llama-3-70B's sizes on the meta device, with some layers, and a batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {
@@ -67,7 +67,7 @@ def llama_70b(num_layers: int = 80) -> Meta:
 
 
 def made_up_sensitivity(draw: random.Random, graph: OpGraph, decades: float) -> Sensitivity:
-    """Draw a sensitivity: operators differ by up to four decades, a precision by so many either way."""
+    """Draw a sensitivity: operators differ by up to four decades, and precisions by `DECADES` either way."""
     omega = {}
     for op in graph.adjustable:
         scale = 10 ** draw.uniform(-4, 0)
@@ -80,7 +80,7 @@ def made_up_sensitivity(draw: random.Random, graph: OpGraph, decades: float) -> 
 
 
 def synthetic_profile(graph: OpGraph, name: str, slow: float) -> Profile:
-    """Compute costs from FLOPs and bytes at round rates, `slow` times as long. SYNTHETIC."""
+    """Compute costs from FLOPs and bytes at round rates, times `slow`. SYNTHETIC."""
     ops = {}
     for op in graph.ops:
         modes: Sequence[str] = able(op)
@@ -107,5 +107,5 @@ def _synthetic_cost(op: Op, mode: str, slow: float) -> Cost:
 
 
 def able(op: Op) -> tuple[Precision, ...]:
-    """Return the precisions of an operator that have costs here."""
+    """Return an operator's precisions with synthetic costs."""
     return tuple(p for p in PRECISIONS_BY_KIND.get(op.kind, ()) if p in PRECISIONS)

@@ -10,14 +10,14 @@ from torch import nn
 
 
 class Predicted(NamedTuple):
-    """What the model returns: the cross entropy of the next tokens, and the logits."""
+    """The model's output: the next tokens' cross entropy, and the logits."""
 
     loss: torch.Tensor
     logits: torch.Tensor
 
 
 class LstmLanguageModel(nn.Module):
-    """Tokens (B, T), int64 -> logits (B, T, vocabulary)."""
+    """The LSTM language model: tokens (B, T), int64 -> logits (B, T, vocabulary)."""
 
     def __init__(self, vocab_size: int, width: int, num_layers: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class LstmLanguageModel(nn.Module):
         self.head = nn.Linear(width, vocab_size)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Predicted:
-        """Return the loss of the tokens after each, and the logits."""
+        """Return the loss of the next tokens, and the logits."""
         x, _ = self.lstm(self.tokens(input_ids))
         logits = self.head(F.gelu(self.proj(x)))
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -1,7 +1,7 @@
-"""A small ResNet with BatchNorm, and scikit-learn's digits to train it on: convolutions and batch statistics.
+"""A small ResNet with BatchNorm, and scikit-learn's digits as its training data.
 
-The 8 x 8 digits are brought to 16 x 16: at 8 x 8 the last stage would work on 2 x 2 pixels, and a step would
-be mostly gradient exchange, which no precision of the computation changes.
+The 8 x 8 digits are resized to 16 x 16: otherwise the last stage has 2 x 2 pixels, and a step is mostly
+gradient exchange, which precisions do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HELDOUT_IMAGES = 297  # of 1797
 
 
 def _stage(number: int) -> str:
-    """Return how a stage grows (see qsync.Recipe): its first block reads the stage before."""
+    """Return a stage's growth (see qsync.Recipe): its first block reads the stage before."""
     own, before = f"c{number}", f"c{max(number - 1, 0)}"
     return f"""
     stages.{number}.0.conv1        {before} -> inner{number}
@@ -35,7 +35,7 @@ STAGES = "".join(_stage(number) for number in range(3))
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions around a shortcut (He et al. 2015, figure 2)."""
+    """A residual block of two 3 x 3 convolutions (He et al. 2015, figure 2)."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Compute the block."""
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         y += self.shortcut(x)
@@ -60,7 +60,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images (B, 1, 16, 16) -> logits (B, 10): three stages of two blocks."""
+    """The ResNet: images (B, 1, 16, 16) -> logits (B, 10); three stages of two blocks."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class ResNet(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Return the logits."""
         x = self.relu(self.bn(self.conv(images)))
         y: torch.Tensor = self.head(self.stages(x).mean(dim=(2, 3)))
         return y
 
-    # Three stages, as it stands; the first adds to what the stem wrote.
+    # For the default three stages; the first one adds to the stem's output.
     recipe = Recipe(
         "small ResNet",
         f"""
@@ -110,7 +110,7 @@ class ResNet(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images (N, 1, 16, 16) of mean 0 and deviation 1, and labels (N,), in two parts."""
+    """Train and held-out images (N, 1, 16, 16) of mean 0 and deviation 1, with labels (N,)."""
 
     train_images: torch.Tensor
     train_labels: torch.Tensor
@@ -120,7 +120,7 @@ class Digits:
 
 @cache
 def load_digits() -> Digits:
-    """Return scikit-learn's 1797 digits, 8 x 8, brought to 16 x 16, in the same split for every seed."""
+    """Return scikit-learn's 1797 digits resized to 16 x 16, in the same split for every seed."""
     from sklearn.datasets import load_digits as bundled  # slow to import, and only this workload needs it
 
     images, labels = bundled(return_X_y=True)

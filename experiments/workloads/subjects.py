@@ -1,8 +1,8 @@
 """The models of the demo and of the experiments: GPT, BERT, ViT, ResNet and VGG with BatchNorm, on real data.
 
-The experiments' models are small, so that hundreds of steps fit into minutes on one core, and real in
-structure: residual streams, norms of batches and of layers, attention with and without a mask, strided
-convolutions, pooling. Text is the source of Python's standard library, images are scikit-learn's digits.
+The experiments' models are small, so that hundreds of steps fit into minutes on one core, with realistic
+structures: residual streams, batch and layer norms, attention with and without a mask, strided convolutions,
+pooling. Text is the source of Python's standard library, images are scikit-learn's digits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qsync.integrations.hugging_face import PREFIX
 NAMES = ("gpt", "bert", "vit", "resnet", "vgg")
 DEMO_NAMES = ("gpt", "gpt-small", "bert", "vit", "resnet", "resnet-small", "vgg")
 CONTEXT, DEMO_CONTEXT = 128, 256
-# Models of images, with their usual batch sizes.
+# Image models, with their usual batch sizes.
 _IMAGES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "vit": (Vit, 16),
     "resnet": (lambda: ResNet(channels=(32, 64, 128)), 64),
@@ -56,8 +56,8 @@ def subject(name: str, batch_size: int | None = None) -> Workload:
 def demo_workload(name: str, data: str | Path | None = None) -> Workload:
     """Return the demo's workload of this name, with its data read.
 
-    `data` is a file or folder of text in place of the standard library's source; only the gpt takes it.
-    Raises QSyncError for an unknown name, and for `data` that cannot be used or is given to another model.
+    `data` is a file or folder of text instead of the standard library's source, for gpt only. Raises
+    QSyncError for an unknown name, and for invalid `data`.
     """
     if name.startswith(PREFIX):
         return hugging_face_workload(Path(name.removeprefix(PREFIX)), data)
@@ -68,7 +68,7 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
             data=data,
         )  # fmt: skip
     if name in DEMO_NAMES and data is not None:
-        raise QSyncError(f"the {name} workload trains on data of its own; leave out --data, or choose gpt")
+        raise QSyncError(f"the {name} workload has fixed training data; leave out --data, or choose gpt")
     if name in ("gpt-small", "bert", "vit", "vgg"):
         return replace(subject(name.removesuffix("-small")), name=name)
     if name == "resnet":

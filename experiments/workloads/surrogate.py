@@ -1,7 +1,7 @@
-"""Small nets that are fitted to functions: losses fall until the arithmetic of training stops them.
+"""Fit small nets to noiseless functions: losses fall until limited by arithmetic.
 
-Held-out losses go on falling with the training loss, because there is no noise in what is fitted. So a rank's
-rounding shows in the result, as it does not where a loss ends at the noise of its data.
+Held-out losses keep falling with the training loss, because the functions have no noise. So the effect of
+rounding shows in the final loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qsync.experiments.workloads.workload import Batch, Workload, seeded
 
-_SIZE = 256  # samples of a rank
+_SIZE = 256  # samples per rank
 
 
 class FunctionNet(nn.Module):
@@ -30,7 +30,7 @@ class FunctionNet(nn.Module):
         self.head = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the function is taken to be at x."""
+        """Return the fitted function's value at x."""
         y: Tensor = self.head(self.layers(x))
         return y
 
@@ -49,7 +49,7 @@ class ResidualNet(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the function is taken to be at x."""
+        """Return the fitted function's value at x."""
         x = self.stem(x)
         for layer in self.layers:
             x = x + layer(x)
@@ -76,13 +76,13 @@ def impedance(x: Tensor) -> Tensor:
 
 
 def friedman_workload() -> Workload:
-    """Return layers with GELU that are fitted to Friedman's function."""
+    """Return a workload that fits GELU layers to Friedman's function."""
     make = lambda: FunctionNet(10, 1, 384, 3)  # noqa: E731
     return _fitted("friedman", make, friedman, 10, "net with GELU; Friedman's first function")
 
 
 def impedance_workload() -> Workload:
-    """Return residual layers with LayerNorm that are fitted to the impedance of a circuit."""
+    """Return a workload that fits residual LayerNorm layers to a circuit's impedance."""
     make = lambda: ResidualNet(4, 1, 256, 2)  # noqa: E731
     return _fitted("impedance", make, impedance, 4, "residual net with LayerNorm; impedance of a circuit")
 
@@ -94,7 +94,7 @@ def _fitted(
     inputs: int,
     description: str,
 ) -> Workload:
-    """Return a net that is fitted to a function of [0, 1]^inputs; no sample is drawn twice."""
+    """Return a workload that fits a net to a function of [0, 1]^inputs; samples never repeat."""
 
     def drawn(*key: int) -> Batch:
         draw = np.random.default_rng(key)

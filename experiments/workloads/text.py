@@ -1,7 +1,7 @@
-"""Text to train on, as bytes: the source of the running Python's standard library, or the user's own.
+"""Training text as bytes: the source of Python's standard library, or the user's files.
 
-Nothing is downloaded. Whole files are held out where there are enough of them: windows of one file resemble
-each other, so a split inside files would flatter the held-out loss.
+Whole files are held out if there are enough: windows of one file resemble each other, so a split inside files
+would flatter the held-out loss.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 from qsync.errors import QSyncError
 
-MAX_BYTES = 50_000_000  # beyond this a short run would never see the rest
+MAX_BYTES = 50_000_000  # a short run would never read more
 HELDOUT_EVERY = 20  # one file in twenty, or the last twentieth of the bytes
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Train and held-out text, one byte per element (uint8), with where it came from."""
+    """Train and held-out text, one byte per element (uint8), with its source."""
 
     train: np.ndarray
     heldout: np.ndarray
@@ -32,12 +32,12 @@ class Text:
 
 
 def load_text(data: str | Path | None = None, *, context: int = 256) -> Text:
-    """Train and held-out text: of the standard library's source, or of `data` (a file or a folder).
+    """Load train and held-out text from the standard library's source, or `data` (a file or folder).
 
-    The split depends on relative file names only, so every rank and every run has the same one. A single file
-    gives its last 5 % to the held-out part; so does a folder with too few files to hold some out whole. At
-    most 50 MB are read. Raises QSyncError if `data` is missing, unreadable, empty, or too small for one
-    window of `context` + 1 bytes in each part.
+    The split depends only on relative file names, so it is equal in every rank and run. A single file, or a
+    folder with too few files, gives its last 5 % to the held-out part. At most 50 MB are read. Raises
+    QSyncError if `data` is missing, unreadable, empty, or too small for one window of `context` + 1 bytes in
+    each part.
     """
     if data is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -61,7 +61,7 @@ def windows(text: np.ndarray, starts: Iterable[int], context: int) -> tuple[torc
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """Files below `root`, relative to it, in an order that no file system decides."""
+    """Yield files below `root` by relative path, in an order independent of the file system."""
     found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
     return sorted((path for path in found if skipped.isdisjoint(path.parts)), key=Path.as_posix)
 
@@ -79,7 +79,7 @@ def _split_files(root: Path, names: list[Path], source: str, context: int) -> Te
         if left_bytes <= 0:
             break
     train, heldout = (b"\n".join(part) for part in parts)
-    # Few files, or one that outweighs the others: whole files would make a part far too large or too small.
+    # With few files, or one that dominates, whole files would make the parts too unequal.
     balanced = 0.01 * len(train) < len(heldout) < 0.2 * len(train)
     if not balanced or min(len(train), len(heldout)) <= context:
         return _split_tail(b"\n".join(parts[0] + parts[1]), source, context)
@@ -92,8 +92,8 @@ def _split_tail(content: bytes, source: str, context: int) -> Text:
         raise QSyncError(f"{source} holds no text; give --data at least {needed:,} bytes of it")
     if len(content) < needed:
         raise QSyncError(
-            f"{source} holds {len(content):,} bytes of text, training needs at least {needed:,}; "
-            "give --data more text"
+            f"{source} contains {len(content):,} bytes of text, but training needs at least {needed:,}; "
+            "give --data with more text"
         )
     cut = len(content) - len(content) // HELDOUT_EVERY
     return Text(_array(content[:cut]), _array(content[cut:]), source)
@@ -105,7 +105,7 @@ def _read(path: Path, limit: int) -> bytes:
             return file.read(limit)
     except OSError as error:
         raise QSyncError(
-            f"cannot read {path}: {error.strerror or error}; give --data text you may read"
+            f"cannot read {path}: {error.strerror or error}; give --data with readable text"
         ) from error
 
 

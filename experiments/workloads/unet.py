@@ -1,4 +1,4 @@
-"""A UNet that removes noise (Ho et al. 2020): residual blocks with GroupNorm, attention at the bottom."""
+"""A small denoising UNet (Ho et al. 2020): residual blocks with GroupNorm, attention at the bottom."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ _GROUPS, _NUM_TIMES = 8, 64
 
 
 class Denoised(NamedTuple):
-    """What the model returns: the mean squared error of the noise it finds, and the noise."""
+    """The model's output: the mean squared error of the predicted noise, and the noise."""
 
     loss: torch.Tensor
     noise: torch.Tensor
 
 
 class Residual(nn.Module):
-    """x + conv(conv(x) + time), a GroupNorm and SiLU before each: (B, C, H, W) -> (B, C', H, W)."""
+    """A residual block with time embedding: x + conv(conv(x) + time), GroupNorm and SiLU before each.
+
+    (B, C, H, W) -> (B, C', H, W).
+    """
 
     def __init__(self, inner: int, outer: int, times: int) -> None:
         super().__init__()
@@ -30,14 +33,14 @@ class Residual(nn.Module):
         self.shortcut = nn.Conv2d(inner, outer, 1) if inner != outer else nn.Identity()
 
     def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Compute the block."""
         y = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(times))[:, :, None, None]
         found: torch.Tensor = self.shortcut(x) + self.conv2(F.silu(self.norm2(y)))
         return found
 
 
 class Attention(nn.Module):
-    """Each pixel attends to all others: (B, C, H, W), same out."""
+    """Self-attention over pixels: (B, C, H, W) -> same."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class Attention(nn.Module):
         self.qkv, self.output = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Compute attention."""
         q, k, v = self.qkv(self.norm(x)).flatten(2).transpose(1, 2).chunk(3, dim=-1)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
         found: torch.Tensor = x + self.output(mixed)
@@ -53,7 +56,7 @@ class Attention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Images (B, 3, H, W) -> the noise that is added to them; two halvings and two doublings."""
+    """The UNet: images (B, 3, H, W) -> the added noise; two downsamplings and two upsamplings."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class UNet(nn.Module):
         self.norm, self.last = nn.GroupNorm(_GROUPS, width), nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, pixel_values: torch.Tensor) -> Denoised:
-        """Draw times and noise; return the loss against the noise, and the noise that is found."""
+        """Draw times and noise; return the loss of the predicted noise, and the prediction."""
         times, noise = torch.rand(len(pixel_values)), torch.randn_like(pixel_values)
         rates = torch.exp(torch.linspace(0.0, -math.log(1e4), _NUM_TIMES // 2))
         angles = 1e3 * times[:, None] * rates

@@ -9,7 +9,7 @@ from qsync.expansion.recipe.recipe import Recipe
 
 
 class Vgg(nn.Module):
-    """Images (B, 1, 16, 16) -> logits (B, 10): stages of 3 x 3 convolutions, each halved by max-pooling."""
+    """The VGG: images (B, 1, 16, 16) -> logits (B, 10); stages of 3 x 3 convolutions with max-pooling."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class Vgg(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Return the logits."""
         y: torch.Tensor = self.classifier(self.features(images).flatten(1))
         return y
 
-    # Six convolutions, as it stands, each with channels of its own: c0 to c5.
+    # For the default six convolutions, each with its own channels, c0 to c5.
     recipe = Recipe(
         "small VGG",
         """

@@ -10,7 +10,7 @@ from qsync.experiments.workloads.gpt import BLOCK, Block
 
 
 class Vit(nn.Module):
-    """Images (B, 1, 16, 16) -> logits (B, 10): patches by a strided convolution, a class token, blocks."""
+    """The ViT: images (B, 1, 16, 16) -> logits (B, 10); strided-convolution patches, class token, blocks."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Vit(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Run the module."""
+        """Return the logits."""
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1) + self.positions
         for block in self.blocks:

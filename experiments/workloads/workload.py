@@ -1,7 +1,6 @@
 """A workload: a model, its data and its loss, and training it.
 
-Batches are functions of (seed, step, rank) and of nothing else, so that runs which must see the same data do,
-whatever else they do differently.
+Batches depend only on (seed, step, rank), so that compared runs see the same data.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from qsync.experiments.workloads.resnet import load_digits
 from qsync.experiments.workloads.text import load_text, windows
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # (inputs, targets)
-# Changes text inputs and targets; a function of (inputs, targets, key of the batch).
+# Transforms text inputs and targets: a function of (inputs, targets, batch key).
 Prepare = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], Batch]
 
 
@@ -43,7 +42,7 @@ class Workload:
     description: str
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss of a model on a batch, as `qsync.profile` and others ask for it."""
+        """Return the model's loss on a batch, in the form that `qsync.profile` expects."""
         outputs = model(batch[0])
         return self.loss_fn(getattr(outputs, "logits", outputs), batch[1])
 
@@ -51,7 +50,7 @@ class Workload:
 def evaluate(
     model: nn.Module, workload: Workload, device: str | torch.device = "cpu", num_batches: int = 16
 ) -> float:
-    """Return the mean loss over the first held-out batches, in eval mode; put the model's mode back."""
+    """Return the mean loss over the first held-out batches in eval mode; restore the model's mode."""
     was_training = model.training
     model.eval()
     total, num_targets = 0.0, 0
@@ -67,7 +66,7 @@ def evaluate(
 
 
 def train(model: nn.Module, workload: Workload, seed: int, steps: Iterable[int]) -> None:
-    """Take AdamW steps on the batches of rank 0, as the model runs now."""
+    """Run AdamW steps on rank 0's batches with the model as it is."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)
     for step in steps:
         optimizer.zero_grad()
@@ -76,12 +75,12 @@ def train(model: nn.Module, workload: Workload, seed: int, steps: Iterable[int])
 
 
 def make_optimizer(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return the demo's optimizer as a function of parameters; the profiler times the same."""
+    """Return a factory of the demo's optimizer from parameters; profiling times the same one."""
     return lambda parameters: torch.optim.AdamW(parameters, lr=lr, fused=True)
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a module from this seed; leave the caller's own random state as it was."""
+    """Build a module from this seed without changing the caller's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
@@ -97,7 +96,7 @@ def text_workload(
     data: str | Path | None = None,
     prepare: Prepare = lambda inputs, targets, key: (inputs, targets),
 ) -> Workload:
-    """Return a model of bytes on text; `{source}` in the description becomes where the text is from."""
+    """Return a workload of a byte model on text; `{source}` in its description is filled in."""
     text = load_text(data, context=context)
 
     def batch(seed: int, step: int, rank: int) -> Batch:
@@ -108,11 +107,11 @@ def text_workload(
 
     def heldout(num: int) -> list[Batch]:
         starts = np.linspace(0, len(text.heldout) - context - 1, num * batch_size).astype(int)
-        # Dealt out in turn, so that a few batches already span the whole held-out text.
+        # Interleaved, so that a few batches already span the whole held-out text.
         return [prepare(*windows(text.heldout, starts[i::num], context), (i,)) for i in range(num)]
 
     def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # leaves out targets of -100
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # ignores targets of -100
 
     return Workload(
         name, lambda seed: seeded(make, seed), batch, loss_fn, heldout, 32, 1e-3,
@@ -121,7 +120,7 @@ def text_workload(
 
 
 def digits_workload(name: str, make: Callable[[], nn.Module], batch_size: int, description: str) -> Workload:
-    """Return a model of images on scikit-learn's digits."""
+    """Return a workload of an image model on scikit-learn's digits."""
     digits = load_digits()
 
     def batch(seed: int, step: int, rank: int) -> Batch:

@@ -1,12 +1,12 @@
-"""What a checkpoint folder holds, and whether it is whole.
+"""Read and verify the contents of checkpoint folders.
 
     checkpoint.json        the index: step, versions, plan, all state but tensors; files with their SHA-256
     model.safetensors      the plain state dict
     optimizer.safetensors  its tensors by parameter name
     NAME.safetensors       tensors of the object that was given by this name
 
-Files of a sharded state carry their rank: model-rank0.safetensors. A checkpoint is written in a hidden folder
-beside it and renamed when it is whole.
+Files of a sharded state carry their rank: model-rank0.safetensors. A checkpoint is written to a hidden
+folder, which is renamed once complete.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint: what its index says. `state` is JSON in which tensors are named."""
+    """The index of one checkpoint. `state` is JSON that refers to tensors by name."""
 
     path: Path
     step: int
-    saved: str  # UTC, when it was staged
-    model: str  # its class
+    saved: str  # UTC time at which the state was copied
+    model: str  # the model's class
     num_parameters: int
     num_ranks: int
     versions: Mapping[str, str]
     plan: Plan | None
     profiles: Mapping[str, Profile]
     files: Mapping[str, str]  # name -> SHA-256
-    state: Mapping[str, Any]  # of the model, the optimizer and each other object
-    random: Mapping[str, str]  # by rank
+    state: Mapping[str, Any]  # states of the model, the optimizer and each other object
+    random: Mapping[str, str]  # random states by rank
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Read the index of a checkpoint. FormatError says why it cannot be read."""
+        """Read the index of a checkpoint. Raises FormatError with the reason if it is unreadable."""
         value = read_json(path / INDEX)
         written = value.pop("digest", None)
         body = without_header(value, "checkpoint", VERSION)
@@ -63,7 +63,7 @@ class Checkpoint:
         )
 
     def verify(self) -> None:
-        """Raise FormatError unless the files are those that were written, by their SHA-256."""
+        """Raise FormatError unless every file has the SHA-256 of the index."""
         try:
             there = {file.name: file_digest(file) for file in self.path.glob("*.safetensors")}
         except OSError as error:
@@ -83,7 +83,7 @@ def file_digest(path: Path) -> str:
 
 
 def checkpoints_in(folder: Path) -> tuple[list[Checkpoint], dict[Path, QSyncError]]:
-    """Return the checkpoints of a folder, the newest first, and by path why others cannot be read."""
+    """Return a folder's checkpoints, newest first, and the errors of unreadable ones by path."""
     found, errors = [], {}
     for index in folder.glob(f"[!.]*/{INDEX}"):
         try:
@@ -94,7 +94,7 @@ def checkpoints_in(folder: Path) -> tuple[list[Checkpoint], dict[Path, QSyncErro
 
 
 def find_verified(folder: Path) -> tuple[Checkpoint, dict[Path, QSyncError]]:
-    """Return the checkpoint of a folder, or the newest in it, verified; and by path why others are not whole.
+    """Return the newest intact checkpoint of a folder (or itself), and the errors of others by path.
 
     Raises FormatError if there is none.
     """
@@ -109,6 +109,6 @@ def find_verified(folder: Path) -> tuple[Checkpoint, dict[Path, QSyncError]]:
         except QSyncError as error:
             errors[each.path] = error
     if not (folder / INDEX).is_file() and any(each.path not in errors for each in checkpoints_in(folder)[0]):
-        return find_verified(folder)  # others were written meanwhile, and these removed
+        return find_verified(folder)  # a running job has written new checkpoints and removed these
     none = f"{folder} holds no checkpoint; give a folder that qsync.save or qsync.Checkpoints wrote"
     raise next(iter(errors.values()), FormatError(none))

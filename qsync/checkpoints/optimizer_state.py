@@ -1,4 +1,4 @@
-"""The state of an optimizer by names of parameters: of one, of several in a list, or of a wrapper."""
+"""Save and load optimizer states by parameter names, for one, a list, or a wrapper of optimizers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import torch
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.runtime.wrapping import wrapped_module
 
-_Part = tuple[Mapping[str, Any], list[str]]  # a state by torch's numbers of parameters, and their names
+_Part = tuple[Mapping[str, Any], list[str]]  # an optimizer's state by parameter numbers, and their names
 
 
 class OptimizerState:
-    """The state of an optimizer, with names for torch's numbers of parameters.
+    """An optimizer's state with parameter names in place of torch's numbers.
 
-    Names stand wherever `state_dict` holds what one of torch's optimizers returns (lists, wrappers). All else
-    that `state_dict` holds is kept as it is.
-
-    torch's get_optimizer_state_dict takes a step of an optimizer that has no state yet, with gradients of
-    zero: saving would change what is trained.
+    Every torch optimizer's state inside `state_dict` (lists, wrappers) is translated; the rest is unchanged.
+    torch's get_optimizer_state_dict is not used: it steps an optimizer without state, so saving would change
+    training.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
@@ -28,7 +26,7 @@ class OptimizerState:
         self._is_list = isinstance(optimizer, (list, tuple))
         self.parameters = {plain_key(name): p for name, p in wrapped_module(model).named_parameters()}
         names = {parameter: name for name, parameter in self.parameters.items()}
-        self._parts: list[tuple[Any, list[str]]] = []  # by torch's numbers the names of their parameters
+        self._parts: list[tuple[Any, list[str]]] = []  # optimizers, with parameter names by number
         for part in _with_groups(self._each):
             own = [parameter for group in part.param_groups for parameter in group["params"]]
             if any(parameter not in names for parameter in own):
@@ -36,8 +34,8 @@ class OptimizerState:
             self._parts.append((part, [names[parameter] for parameter in own]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by names."""
-        kinds = [type(getattr(one, "optimizer", one)).__name__ for one in self._each]  # Accelerate wraps
+        """Return the state by parameter names."""
+        kinds = [type(getattr(one, "optimizer", one)).__name__ for one in self._each]  # Accelerate's wrapper
         left = self._numbered_states()
         states = [_mapped(one.state_dict(), lambda state: _named(state, left)) for one in self._each]
         if self._is_list or not _is_state(states[0]):
@@ -49,7 +47,7 @@ class OptimizerState:
         }  # fmt: skip
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise MismatchError for the state of an optimizer of another class or with other groups."""
+        """Raise MismatchError for a saved state of another optimizer class or other parameter groups."""
         own = self.state_dict()
         groups = [
             [sorted(map(str, group)) for state in _states_in(each) for group in _groups(state)]
@@ -62,13 +60,13 @@ class OptimizerState:
             )
 
     def slots_of(self, saved: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
-        """Yield each parameter that a saved state keeps something for, with that."""
+        """Yield each parameter with its entry in a saved optimizer state."""
         for state in _states_in(saved):
             if all(isinstance(name, str) for group in _groups(state) for name in group):
                 yield from ((self.parameters[name], slots) for name, slots in state["state"].items())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that has names; parameters may have another order in their group."""
+        """Load a state by parameter names; the order of parameters within a group may differ."""
         own = {key: state[key] for key in ("state", "param_groups") if key in state}
         whole = state["whole"] if "whole" in state else {**state.get("others", {}), **own}
         parts = self._numbered_states()
@@ -77,7 +75,7 @@ class OptimizerState:
             one.load_state_dict(its)
 
     def _numbered_states(self) -> list[_Part]:
-        """Return the state of each optimizer that numbers its parameters, with their names."""
+        """Return each torch optimizer's state with its parameters' names."""
         states = ((part.state_dict(), names) for part, names in self._parts)
         return [
             (state, names)
@@ -87,7 +85,7 @@ class OptimizerState:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise FormatError for what is neither an optimizer nor a list of optimizers."""
+    """Raise FormatError unless the argument is an optimizer or a list of optimizers."""
     each = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     needed = ("step", "state_dict", "load_state_dict")
     if not each or not all(callable(getattr(one, name, None)) for one in each for name in needed):
@@ -98,12 +96,12 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def plain_key(key: str) -> str:
-    """Return a key of a state dict without what wrappers of parts of the model add."""
+    """Return a state dict key without the prefixes of wrappers (DDP, torch.compile)."""
     return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _with_groups(optimizers: list[Any]) -> list[Any]:
-    """Return the optimizers that have groups of parameters: these, and those that they hold."""
+    """Return the optimizers with parameter groups, among these and those inside wrappers."""
     found: list[Any] = []
     ahead, seen = list(optimizers), dict[int, Any]()
     while ahead:
@@ -121,7 +119,7 @@ def _with_groups(optimizers: list[Any]) -> list[Any]:
 
 
 def _is_state(value: Any) -> bool:
-    """Return whether this is what `state_dict` of one of torch's optimizers returns, or that by names."""
+    """Return whether a value is a torch optimizer's state_dict, by numbers or names."""
     return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
 
 
@@ -130,7 +128,7 @@ def _groups(state: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _states_in(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the states of optimizers in a state, as it is or as JSON."""
+    """Yield the optimizer states inside a state, be it raw or JSON."""
     if _is_state(value):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
@@ -139,7 +137,7 @@ def _states_in(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _mapped(value: Any, change: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Return a state in which the states of optimizers are changed."""
+    """Return a copy of a state with a function applied to its optimizer states."""
     if _is_state(value):
         return change(value)
     if isinstance(value, dict):
@@ -148,10 +146,10 @@ def _mapped(value: Any, change: Callable[[Mapping[str, Any]], Any]) -> Any:
 
 
 def _named(state: Mapping[str, Any], left: list[_Part]) -> Mapping[str, Any]:
-    """Return an optimizer's state by names; that of an optimizer which is not among those left as it is.
+    """Return an optimizer's state by parameter names; unchanged if no known optimizer matches.
 
-    `left` are the states of the optimizers not met so far, with their names. An optimizer is told by what it
-    keeps, and before its first step by its groups.
+    `left` holds the states and names of the optimizers not matched yet. An optimizer is matched by its state,
+    or before its first step by its groups.
     """
     like = [k for k, (own, _) in enumerate(left) if _groups(own) == _groups(state)]
     if not like:
@@ -169,7 +167,7 @@ def _named(state: Mapping[str, Any], left: list[_Part]) -> Mapping[str, Any]:
 
 
 def _numbered(state: Mapping[str, Any], parts: list[_Part]) -> Mapping[str, Any]:
-    """Return an optimizer's state by numbers, of the optimizer here that has its parameters."""
+    """Return an optimizer's state by numbers, for the local optimizer with the same parameters."""
     wanted = {name for group in _groups(state) for name in group}
     own, names = next((part for part in parts if set(part[1]) == wanted), ({}, []))
     if not own:

@@ -1,4 +1,4 @@
-"""Checkpoints of a running job: every N steps, asynchronously, the newest K are kept."""
+"""Save checkpoints of a running job: every N steps, asynchronously, keeping the newest K."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qsync.records.profiles import Profile
 
 logger = logging.getLogger("qsync")
 
-_writing: weakref.WeakSet[Checkpoints] = weakref.WeakSet()  # those that have written in this process
+_writing: weakref.WeakSet[Checkpoints] = weakref.WeakSet()  # the instances that have written in this process
 _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
@@ -33,14 +33,14 @@ class Checkpoints:
     """Save a checkpoint every N optimizer steps while training goes on, and keep the newest K.
 
     `step` copies the state to CPU memory; a thread writes it to `FOLDER/step-NUMBER`. One checkpoint is
-    written at a time: one that is due meanwhile is left out. A checkpoint that cannot be written, on a full
-    disk say, is one warning (logger "qsync"); training goes on, and earlier ones are intact.
+    written at a time; another that is due meanwhile is skipped. A failed write, such as on a full disk, gives
+    one warning (logger "qsync"); training goes on, and earlier checkpoints are intact.
 
     Args:
-        folder: is made if needed; all ranks see it.
+        folder: created if needed; must be visible to all ranks.
         model, optimizer, plan, profiles, **objects: as for `qsync.save`.
         every: the number of steps from one checkpoint to the next.
-        keep: how many to keep of those that this class wrote; others in the folder stay.
+        keep: number of checkpoints to keep; files that this class did not write stay.
 
     Raises:
         FormatError: a number under 1, a folder that is a checkpoint or a file, or a state that cannot be
@@ -73,17 +73,17 @@ class Checkpoints:
         if (self.folder / INDEX).exists() or (self.folder.exists() and not self.folder.is_dir()):
             what = "a checkpoint" if self.folder.is_dir() else "a file"
             raise FormatError(f"{folder} is {what}; give the folder that is to hold the job's checkpoints")
-        self.number = 0  # of optimizer steps so far
+        self.number = 0  # optimizer steps so far
         self._subject = Subject(model, optimizer, plan, profiles, objects)
-        agree_locally("checking what to save", self._subject.state)  # now rather than after `every` steps
+        agree_locally("checking what to save", self._subject.state)  # fail now, not after `every` steps
         self._thread: threading.Thread | None = None
         self._saving: Save | None = None
         self._warned: set[str] = set()
 
     def resume(self, *, random_state: bool = True) -> int:
-        """Load the newest checkpoint that is whole, if there is any; return the number of steps so far.
+        """Load the newest intact checkpoint, if any; return the number of steps so far.
 
-        Raises the errors of `qsync.load`, and MismatchError where ranks see different checkpoints.
+        Raises the errors of `qsync.load`, and MismatchError if ranks see different checkpoints.
         """
         found, errors = checkpoints_in(self.folder)
         names = [one.path.name for one in found] + sorted(path.name for path in errors)
@@ -94,11 +94,11 @@ class Checkpoints:
         return self.number
 
     def step(self, number: int | None = None, *, writes: bool = True) -> None:
-        """Count an optimizer step, and begin a checkpoint if one is due. Every rank calls it.
+        """Count an optimizer step, and start a checkpoint if one is due. Call it on every rank.
 
         Args:
-            number: of steps so far, instead of one more than at the last call.
-            writes: False where another process, with no torch.distributed between them, writes.
+            number: steps so far, instead of one more than at the last call.
+            writes: False if another process writes, without torch.distributed between them.
         """
         if number is not None:
             check_step(number)
@@ -109,7 +109,7 @@ class Checkpoints:
         is_busy = self._thread is not None and self._thread.is_alive()
         saving = Save(target, self._subject, self.number, is_wanted=not is_busy)
         if saving.is_wanted:
-            self.finish()  # where rank 0 is not busy, the others are about to end
+            self.finish()  # rank 0 is idle, so the other ranks are about to finish, too
             saving.stage()
             self._saving = saving
             self._thread = threading.Thread(
@@ -121,15 +121,15 @@ class Checkpoints:
             self._warn(saving, "late", f"step {self.number} is not saved: the one before is being written")
 
     def _target(self) -> Path:
-        """Return the name of this step's checkpoint: with a number where training resumed from before it."""
+        """Return the folder name for this step; numbered if training resumed from before an existing one."""
         target, again = self.folder / f"step-{self.number:08d}", 2
-        with contextlib.suppress(OSError):  # a folder out of reach: writing says so
+        with contextlib.suppress(OSError):  # an unreachable folder: writing raises the error
             while target.exists():
                 target, again = self.folder / f"step-{self.number:08d}-{again}", again + 1
         return target
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is there."""
+        """Wait until the current checkpoint is written."""
         if self._thread is not None:
             self._thread.join()
 
@@ -142,13 +142,13 @@ class Checkpoints:
         self.finish()
 
     def _end(self) -> None:
-        """Finish what is being written, but wait for no rank that may be gone: this process ends."""
+        """Finish the current write at process exit, without waiting for ranks that may be dead."""
         if self._saving is not None:
             self._saving.is_ending = True
         self.finish()
 
     def _write(self, saving: Save) -> None:
-        """Write a checkpoint and remove old ones; warn where that fails."""
+        """Write a checkpoint and remove old ones; warn on failure."""
         try:
             saving.write()
             self._warned.discard("failed")
@@ -158,18 +158,18 @@ class Checkpoints:
             self._warn(saving, "failed", shortened(error, 400))
 
     def _warn(self, saving: Save, kind: str, why: str) -> None:
-        """Warn on rank 0, once of each kind; of failures again after a success."""
+        """Warn on rank 0, once per kind of failure; again after a success."""
         if saving.is_first and kind not in self._warned:
             self._warned.add(kind)
             logger.warning("qsync: %s; training goes on, and earlier checkpoints are intact", why)
 
     def _prune(self, newest: Path) -> None:
-        """Remove all but the newest of its own, and what killed processes left before this one."""
+        """Remove this job's older checkpoints, and partial folders that killed processes left."""
         own = [one.path for one in checkpoints_in(self.folder)[0] if _OWN_NAME.fullmatch(one.path.name)]
         for old in own[self.keep :]:
-            with contextlib.suppress(OSError):  # renamed first: no half of it is taken for a checkpoint
+            with contextlib.suppress(OSError):  # renamed first: a half-deleted folder is no checkpoint
                 shutil.rmtree(old.rename(old.with_name(f".{old.name}{PARTIAL}")))
-        with contextlib.suppress(FileNotFoundError):  # another process has pruned it already
+        with contextlib.suppress(FileNotFoundError):  # another process has already removed it
             remove_partials(self.folder, "step-*", before=newest.stat().st_mtime)
 
 

@@ -1,4 +1,4 @@
-"""Read checkpoints, onto any number of ranks: each reads what it holds of the state, without collectives."""
+"""Load checkpoints on any number of ranks; each reads its part, without collectives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from qsync.records.json_files import check_kind
 
 logger = logging.getLogger("qsync")
 
-_MOST_TRIES = 5  # while another process removes checkpoints
+_MOST_TRIES = 5  # retries while another process removes checkpoints
 
 
 def load(
@@ -42,24 +42,24 @@ def load(
     random_state: bool = True,
     **objects: Any,
 ) -> Checkpoint:
-    """Load a checkpoint into a model, its optimizer and other objects. Every rank calls it.
+    """Load a checkpoint into a model, its optimizer and other objects. Call it on every rank.
 
-    The number of ranks, their devices, the plan and the sharding may differ from when it was saved. All files
-    are verified before anything is changed. What is not given is not loaded.
+    The number of ranks, their devices, the plan and the sharding may differ from those at saving. All files
+    are verified before anything is changed. Only the given objects are loaded.
 
     Args:
-        folder: a checkpoint, or a folder of several: the newest that is whole.
-        model: of the same keys and shapes; plain, in DDP, compiled, or sharded.
-        optimizer: of the same class and groups; a list where a list was saved.
-        random_state: set this rank's random state, if there was such a rank.
-        **objects: by the names that they were saved under.
+        folder: a checkpoint, or a folder of several, whose newest intact one is loaded.
+        model: with the same keys and shapes; plain, in DDP, compiled, or sharded.
+        optimizer: with the same class and groups; a list if a list was saved.
+        random_state: restore this rank's random state, if this rank existed then.
+        **objects: under the names used at saving.
 
     Returns:
-        What the checkpoint says of itself: `.step`, `.plan`, `.profiles`, `.versions`, `.path`.
+        The checkpoint's index: `.step`, `.plan`, `.profiles`, `.versions`, `.path`.
 
     Raises:
-        FormatError: there is no checkpoint, it is not whole, or a newer qsync wrote it.
-        MismatchError: it is of another model or optimizer, or lacks an object.
+        FormatError: there is no checkpoint, it is damaged, or a newer qsync wrote it.
+        MismatchError: it belongs to another model or optimizer, or lacks an object.
         Every rank raises the same error.
 
     Example:
@@ -75,7 +75,7 @@ def load(
                 return load_from(checkpoint, errors, parts)
             except Exception:
                 if checkpoint.path.exists():
-                    raise  # else its writer has removed it meanwhile, for newer ones
+                    raise  # otherwise its writer has removed it for newer ones
         raise FormatError(f"the checkpoints in {folder} are removed before they are read; keep more of them")
 
     def load_from(
@@ -91,7 +91,7 @@ def load(
         saved = reader.read_metadata().state_dict_metadata
         targets: dict[str, dict[str, torch.Tensor]] = {name: {} for name in parts}
         try:
-            for name, part in parts.items():  # all is checked before anything is changed
+            for name, part in parts.items():  # check everything before any change
                 if isinstance(part, ModelState):
                     split(part.state_dict(), "", targets[name])  # read in place
                     _check_model(checkpoint, part, targets[name], saved)
@@ -102,7 +102,7 @@ def load(
                 f"{checkpoint.path} does not hold what its index says ({shortened(error)}); load another "
                 "checkpoint"
             ) from error
-        # What cannot be checked comes first, so that nothing else is changed where it refuses its state.
+        # Objects that cannot be checked load first: if one refuses its state, nothing else has changed.
         for name in sorted(parts, key=lambda name: isinstance(parts[name], (ModelState, OptimizerState))):
             _load(checkpoint, name, parts[name], targets[name], reader)
         own = checkpoint.random.get(str(dist.get_rank() if dist.is_initialized() else 0))
@@ -116,9 +116,9 @@ def load(
 def _load(
     checkpoint: Checkpoint, name: str, part: Any, targets: Tensors, reader: HuggingFaceStorageReader
 ) -> None:
-    """Read the tensors of a part, and let it load its state. MismatchError where it refuses that."""
+    """Read a part's tensors and load its state. Raises MismatchError if the object refuses it."""
     if targets:
-        with warnings.catch_warnings():  # that nothing is exchanged between ranks
+        with warnings.catch_warnings():  # silences torch's warning that ranks exchange nothing
             warnings.simplefilter("ignore")
             read_tensors(dict(targets), storage_reader=reader, no_dist=True)
     try:
@@ -131,8 +131,8 @@ def _load(
 
 
 def _new_tensors(part: Any, state: Any, saved: Mapping[str, Any]) -> Tensors:
-    """Return where the tensors of a part are read to. MismatchError for another optimizer's."""
-    like: Tensors = {}  # sharded as what is read must be
+    """Return tensors to read a part into. Raises MismatchError for another optimizer's state."""
+    like: Tensors = {}  # tensors with the sharding that the result must have
     if isinstance(part, OptimizerState):
         part.check(state)
         for parameter, slots in part.slots_of(state):
@@ -148,7 +148,7 @@ def _new_tensors(part: Any, state: Any, saved: Mapping[str, Any]) -> Tensors:
 
 
 def _check_model(checkpoint: Checkpoint, part: ModelState, own: Tensors, saved: Mapping[str, Any]) -> None:
-    """Raise MismatchError unless a checkpoint has the tensors of a model."""
+    """Raise MismatchError unless a checkpoint has this model's tensors."""
     there, here = (
         dict.fromkeys(each, "no tensor") for each in (checkpoint.state["model"], part.state_dict())
     )

@@ -1,7 +1,7 @@
-"""Turn the state of objects into JSON with named tensors, and back; also random state.
+"""Convert states of objects to JSON with named tensors, and back; save and restore random state.
 
 The state of a model has the keys of the plain model, that of an optimizer the names of parameters. So they
-load under DDP, torch.compile, fully_shard or none of them, and where parameters have another order.
+load with or without DDP, torch.compile and fully_shard, and with another order of parameters.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def split(value: Any, name: str, tensors: Tensors) -> Any:
-    """Return a state as JSON; its tensors go to `tensors` by their names.
+    """Convert a state to JSON, and collect its tensors by name in `tensors`.
 
-    Raises FormatError, which names the place, for what is neither a tensor nor JSON.
+    Raises FormatError, which names the place, for a value that is neither a tensor nor JSON.
     """
     if isinstance(value, torch.Tensor):
-        while name in tensors:  # as of {0: ..., "0": ...}
+        while name in tensors:  # duplicate names, as from {0: ..., "0": ...}
             name += "'"
         tensors[name] = value.detach()
         return {"@tensor": name}
@@ -51,7 +51,7 @@ def split(value: Any, name: str, tensors: Tensors) -> Any:
 
 
 def join(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state that `split` turned into JSON."""
+    """Convert JSON and tensors of `split` back to the state."""
     if isinstance(value, list):
         return [join(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -65,33 +65,33 @@ def join(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def names_in(value: Any) -> list[str]:
-    """Return the names of the tensors of a state that `split` turned into JSON."""
+    """Return the tensor names in the JSON of `split`."""
     found: defaultdict[str, torch.Tensor] = defaultdict(torch.Tensor)
     join(value, found)
     return list(found)
 
 
 class ModelState:
-    """The state of a model by the plain model's keys."""
+    """A model's state under the plain model's keys, without wrappers' prefixes."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.module = wrapped_module(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by plain keys."""
+        """Return the state under plain keys."""
         return {plain_key(key): value for key, value in self.module.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that has plain keys."""
+        """Load a state with plain keys."""
         self.module.load_state_dict({key: state[plain_key(key)] for key in self.module.state_dict()})
 
 
 def stateful_parts(model: torch.nn.Module, optimizer: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything with a state by its name. FormatError for an object without state_dict."""
+    """Return every object with a state, by name. Raises FormatError for one without state_dict."""
     for name, each in objects.items():
         if not name.isidentifier():
             raise FormatError(
-                f"{shortened(name)} cannot name an object and its file; use letters, digits and _"
+                f"{shortened(name)} cannot name an object and its file; use only letters, digits and _"
             )
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise FormatError(
@@ -105,7 +105,7 @@ def stateful_parts(model: torch.nn.Module, optimizer: Any, objects: Mapping[str,
 
 
 def random_state() -> str:
-    """Return this process's random state as JSON: torch's, its GPU's, NumPy's and Python's."""
+    """Return this process's random state as JSON: torch, its GPU, NumPy and Python."""
     numpy: Any = np.random.get_state(legacy=False)
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     found = {"torch": torch.get_rng_state().tolist(), "numpy": numpy, "python": random.getstate()}
@@ -115,7 +115,7 @@ def random_state() -> str:
 
 
 def set_random_state(text: str) -> None:
-    """Set this process's random state."""
+    """Restore this process's random state from JSON."""
     state = json.loads(text)
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))

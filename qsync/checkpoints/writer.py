@@ -1,7 +1,7 @@
-"""Write checkpoints: stage on the calling thread, write on any, publish by one rename.
+"""Write checkpoints: copy the state in the calling thread, write in any thread, publish by a rename.
 
-Each shard is written by one rank, what is not sharded by rank 0, in the format of
-torch.distributed.checkpoint's HuggingFaceStorageWriter, so that torch's reader reshards it. torch's writers
+One rank writes each shard, and rank 0 unsharded tensors. Files have the format of
+torch.distributed.checkpoint's HuggingFaceStorageWriter, so that torch's reader reshards them. torch's writers
 exchange pickles in collectives; here ranks exchange JSON through the job's store.
 """
 
@@ -40,26 +40,26 @@ from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
 from qsync.runtime.wrapping import plan_of, wrapped_module
 
-PARTIAL = ".qsync-partial"  # ends the name of a folder that is not yet, or no longer, a checkpoint
-_SHARDS = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint's reader finds offsets
-_TIMEOUT = timedelta(minutes=30)  # the longest that one rank may write
-_ENDING_S = 20.0  # how long it is waited for where this process ends
+PARTIAL = ".qsync-partial"  # suffix of a folder that is not yet, or no longer, a checkpoint
+_SHARDS = "DCP_SHARDING_INFO"  # metadata key in which torch.distributed.checkpoint's reader finds offsets
+_TIMEOUT = timedelta(minutes=30)  # longest time for one rank's write
+_ENDING_S = 20.0  # seconds to wait for other ranks at process exit
 _POLL_S = 0.02
-_NOT_IN_FILES = (torch.complex128, torch.complex32)  # of safetensors
-_c10d: Any = dist  # whose stores have no types
-_numbers = itertools.count()  # of saves in this process: the same on every rank
+_NOT_IN_FILES = (torch.complex128, torch.complex32)  # types that safetensors lacks
+_c10d: Any = dist  # its store classes have no type stubs
+_numbers = itertools.count()  # counts saves in this process, equally on every rank
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is saved: a model, its optimizer, other objects with a state, and records."""
+    """The objects to save: a model, its optimizer, other objects with a state, and records."""
 
     model: torch.nn.Module
     optimizer: Any
     plan: Plan | None
     profiles: Mapping[str, Profile] | None
     objects: Mapping[str, Any]
-    buffers: Tensors = field(default_factory=dict)  # copies of tensors in CPU memory, for the next save
+    buffers: Tensors = field(default_factory=dict)  # CPU copies of tensors, reused by the next save
 
     def __post_init__(self) -> None:
         check_kind(self.plan, (Plan, NoneType), "plan", "qsync.plan or qsync.Plan.load")
@@ -72,14 +72,14 @@ class Subject:
         tensors: dict[str, Tensors] = {}
         state: dict[str, Any] = {}
         for name, part in stateful_parts(self.model, self.optimizer, self.objects).items():
-            prefix = name if name != "model" else ""  # its keys stay plain
+            prefix = name if name != "model" else ""  # the model's keys stay plain
             state[name] = split(part.state_dict(), prefix, tensors.setdefault(name, {}))
             for key, tensor in tensors[name].items():
                 _check_tensor(key, tensor)
         return state, tensors
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in CPU memory; the host does not wait for one from a GPU."""
+        """Copy a tensor to CPU memory, asynchronously from a GPU."""
         buffer = self.buffers.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
@@ -87,7 +87,7 @@ class Subject:
         return buffer
 
     def records(self) -> dict[str, Any]:
-        """Return what an index says beside states and files."""
+        """Return the index's entries other than states and files."""
         plan, python = self.plan or plan_of(self.model), platform.python_version()
         return {
             "model": type(wrapped_module(self.model)).__name__,
@@ -99,9 +99,9 @@ class Subject:
 
 
 class Save:
-    """One checkpoint on its way to disk. Every rank makes one, and calls `stage` and `write` if `is_wanted`.
+    """One checkpoint being written. Every rank makes one, and calls `stage` and `write` if `is_wanted`.
 
-    Rank 0 decides whether it is wanted: elsewhere the argument is ignored.
+    Rank 0 decides `is_wanted`; the argument is ignored on other ranks.
     """
 
     def __init__(self, target: Path, subject: Subject, step: int, is_wanted: bool = True) -> None:
@@ -110,12 +110,12 @@ class Save:
         self.is_first = self._rank == 0
         if self.is_first:
             self._store.set("begin", f".{target.name}.{uuid.uuid4().hex}{PARTIAL}" if is_wanted else "")
-        self.is_ending = False  # this process is: another rank may be gone
+        self.is_ending = False  # set at process exit: other ranks may be dead
         hidden = self._wait("begin", "rank 0").decode()
         self._partial, self.is_wanted = target.parent / hidden, bool(hidden)
 
     def stage(self) -> None:
-        """Copy this rank's part of the state into CPU memory; copies from a GPU are only begun."""
+        """Copy this rank's part of the state to CPU memory; copies from a GPU are only started."""
         self._saved = datetime.now(UTC).isoformat(timespec="microseconds")
         self._random = random_state()
         self._state, tensors = self._subject.state()
@@ -138,17 +138,17 @@ class Save:
         ]
 
     def write(self) -> None:
-        """Write this rank's files; on rank 0 wait for the others' and publish.
+        """Write this rank's files; on rank 0, wait for the other ranks and publish.
 
-        Raises QSyncError on every rank if any of them cannot write; then nothing is left of it.
+        If any rank cannot write, raises QSyncError on every rank and removes the partial files.
         """
         self._store.set(f"written/{self._rank}", _outcome(self._write_files))
         if self.is_first:
             published = _outcome(self._publish)
-            shutil.rmtree(self._partial, ignore_errors=True)  # where it was renamed, this does nothing
+            shutil.rmtree(self._partial, ignore_errors=True)  # does nothing after the rename
             self._store.set("published", published)
         if error := json.loads(self._wait("published", "rank 0"))["error"]:
-            if "; " in error:  # it says itself what to do
+            if "; " in error:  # the error already has its remedy
                 raise QSyncError(f"{self.target} could not be written: {error}")
             advice = "make space there" if _is_full(error) else "see that it can be"
             raise QSyncError(
@@ -163,13 +163,13 @@ class Save:
         for name, (tensors, metadata) in self._files.items():
             path = self._partial / name
             save_file(tensors, path, metadata)
-            path.chmod(self._partial.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
+            path.chmod(self._partial.stat().st_mode & 0o666)  # safetensors lets only the owner read
             _sync(path)
         files = {name: file_digest(self._partial / name) for name in self._files}
         return {"files": files, "random": self._random}
 
     def _publish(self) -> None:
-        """Write the index and rename the folder, when all ranks have written."""
+        """Write the index and rename the folder, after all ranks have written."""
         index: dict[str, Any] = {
             "kind": "checkpoint", "version": VERSION, "step": self._step, "saved": self._saved_after_others(),
             "num_ranks": self._num_ranks, "state": self._state, "files": {}, "random": {},
@@ -190,7 +190,7 @@ class Save:
         _sync(self.target.parent)
 
     def _wait(self, key: str, who: str) -> bytes:
-        """Return what a rank sets. Raises QSyncError after half an hour; soon where this process ends."""
+        """Wait for a value from a rank. Raises QSyncError after half an hour; sooner at process exit."""
         began_s = time.monotonic()
         while not self._store.check([key]):
             waited_s = time.monotonic() - began_s
@@ -200,7 +200,7 @@ class Save:
         return bytes(self._store.get(key))
 
     def _saved_after_others(self) -> str:
-        """Return when it was staged, or just after the newest beside it, where a clock has gone back."""
+        """Return the current time, or just after the newest checkpoint if a clock went backwards."""
         beside = checkpoints_in(self.target.parent)[0]
         if not beside or beside[0].saved < self._saved:
             return self._saved
@@ -209,13 +209,13 @@ class Save:
 
 
 def check_step(step: object) -> None:
-    """Raise FormatError unless `step` is a number of steps."""
+    """Raise FormatError unless `step` is a step number."""
     if type(step) is not int or step < 0:
         raise FormatError(f"a step is a whole number of at least 0, found {shortened(step)}; give that")
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raise FormatError for a tensor that no file of tensors holds."""
+    """Raise FormatError for a tensor that safetensors cannot store."""
     kinds = {"sparse": tensor.layout is not torch.strided, "on the meta device": tensor.is_meta,
              "quantized": tensor.is_quantized, str(tensor.dtype): tensor.dtype in _NOT_IN_FILES}  # fmt: skip
     for kind, holds in kinds.items():
@@ -230,7 +230,7 @@ def _is_full(error: str) -> bool:
 
 
 def _outcome(fn: Callable[[], Any]) -> str:
-    """Run a function; return its result or its error as JSON."""
+    """Run a function; return its result or its error, as JSON."""
     try:
         return json.dumps({"error": "", "result": fn()})
     except Exception as error:
@@ -238,9 +238,9 @@ def _outcome(fn: Callable[[], Any]) -> str:
 
 
 def _connection() -> tuple[int, int, Any]:
-    """Return the rank, the number of ranks, and a connection to the job's store of this save's own.
+    """Return the rank, the world size, and a store connection for this save alone.
 
-    It may wait in a thread while others use theirs. Without torch.distributed there is one rank.
+    A thread's wait then does not block other connections. Without torch.distributed the world size is 1.
     """
     rank, num_ranks, store = 0, 1, _c10d.HashStore()
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -251,7 +251,7 @@ def _connection() -> tuple[int, int, Any]:
 
 
 def _own_part(tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, list[int]] | None:
-    """Return what this rank writes of a tensor, with its offsets; None where that is nothing."""
+    """Return this rank's part of a tensor to write, with its offsets; None if it has none."""
     if not isinstance(tensor, DTensor):
         return (tensor, [0] * tensor.dim()) if rank == 0 else None
     place = tensor.device_mesh.get_coordinate()
@@ -265,7 +265,7 @@ def _own_part(tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, list[int]]
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, reach the disk."""
+    """Flush a file, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -274,10 +274,10 @@ def _sync(path: Path) -> None:
 
 
 def remove_partials(folder: Path, pattern: str, before: float = float("inf")) -> None:
-    """Remove hidden folders of checkpoints that never came to be, or that were being pruned."""
+    """Remove hidden folders of unfinished or half-removed checkpoints."""
     for path in folder.glob(f".{pattern}{PARTIAL}*"):
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime < before:  # renamed first: its writer may be about to publish it
+            if path.stat().st_mtime < before:  # renamed first, because its writer may be about to publish it
                 shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))
 
 
@@ -291,27 +291,27 @@ def save(
     profiles: Mapping[str, Profile] | None = None,
     **objects: Any,
 ) -> Path:
-    """Save a checkpoint to a new folder, whole or not at all. Every rank calls it.
+    """Save a checkpoint to a new folder, atomically. Call it on every rank.
 
     `model.safetensors` has the keys of the plain model. Each rank's random state is saved as well.
 
     Args:
-        folder: a new or empty one, or a link to one, which all ranks see.
+        folder: a new or empty folder, or a link to one, visible to all ranks.
         model: plain, wrapped, in DDP, compiled, or sharded by fully_shard.
-        optimizer: of the model's parameters: whatever has step, state_dict and load_state_dict, a wrapper of
-            several or a list of several, too.
-        step: how many optimizer steps were taken.
-        plan: the plan to save, instead of the one that the model runs under.
-        profiles: by device class, to be saved along.
-        **objects: whatever else has state_dict and load_state_dict: `scheduler=`, `sampler=`, `scaler=`. The
-            state saved is rank 0's; it holds tensors, numbers, texts, lists and dicts.
+        optimizer: any object with step, state_dict and load_state_dict over the model's parameters; wrappers
+            and lists of optimizers, too.
+        step: number of optimizer steps so far.
+        plan: the plan to save, instead of the model's current one.
+        profiles: profiles by device class, saved as well.
+        **objects: other objects with state_dict and load_state_dict: `scheduler=`, `sampler=`, `scaler=`.
+            Rank 0's state is saved; it may hold tensors, numbers, texts, lists and dicts.
 
     Returns:
         The folder.
 
     Raises:
-        FormatError: the folder is not empty, a state holds something else, or the step is no number.
-        QSyncError: it could not be written; nothing is left of it.
+        FormatError: the folder is not empty, a state holds another type, or the step is not a number.
+        QSyncError: writing failed; no partial files remain.
         Every rank raises the same error.
 
     Example:
@@ -323,7 +323,7 @@ def save(
         if not isinstance(folder, (str, Path)):
             raise FormatError(f"save takes a folder first, then the model; the folder is {shortened(folder)}")
         path = Path(folder)
-        target = Path(os.path.realpath(path)) if path.is_symlink() else path  # no folder replaces a link
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path  # a link itself stays
         if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             raise FormatError(f"{folder} is there already, and nothing is written over; name another folder")
         check_step(step)
@@ -335,6 +335,6 @@ def save(
     saving.stage()
     saving.write()
     if saving.is_first:
-        # Not those of run1 for run[1], nor those of run.1 for run.
+        # Escaped, so that run[1] does not match run1, and run.1 does not belong to run.
         remove_partials(target.parent, f"{glob.escape(target.name)}.{'[0-9a-f]' * 32}")
     return Path(folder)

@@ -1,4 +1,4 @@
-"""`qsync plan --cards`: what a pile of cards would make of a model, from data sheets, before there is one."""
+"""`qsync plan --cards`: predict from data sheets how fast cards would train a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qsync.records.plans import Plan
 def judge_cards(
     cards: str, link: str, model: str, batch: int, length: int | None, base: str, as_json: bool
 ) -> None:
-    """Print the verdict on a pile of cards: `A100:4,T4:8` beside a link of `25Gb`. Simulated."""
+    """Print the verdict on cards such as `A100:4,T4:8` with a link such as `25Gb`. Simulated."""
     from qsync.card_verdicts import cards_of, graphs_of, judge, link_of
 
     between, pile = link_of(link), cards_of(cards)

@@ -1,4 +1,4 @@
-"""`qsync checkpoint`: what a checkpoint holds, and whether it is whole."""
+"""`qsync checkpoint`: show and verify the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def checkpoint(
     folder: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of several.", show_default=False)],
     as_json: Json = False,
 ) -> None:
-    """Show what is in a checkpoint, or in the newest of a folder, and verify every file of it."""
+    """Show the contents of a checkpoint, or of a folder's newest, and verify every file."""
     from qsync.checkpoints.contents import checkpoints_in, find_verified
 
     with working("verifying"):

@@ -1,4 +1,4 @@
-"""`qsync replay --churn`: what a plan's job trains while cards leave and return. Imports no torch."""
+"""`qsync replay --churn`: simulate a plan's job while cards leave and return. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_MEMBERSHIPS = 8
 def replay_churn(
     plan: Plan, basis: Basis, churn: str, costs: str | None, picture: Path | None, as_json: bool
 ) -> None:
-    """Play a trace (a file, or "mtbf=...") over a plan, print what it costs, and draw it."""
+    """Simulate a plan under a trace of leaving cards (a file, or "mtbf=..."); print and draw the costs."""
     ranks = {c.name: c.count for c in basis.cluster.classes}
     seconds = ChurnCosts.parse(costs) if costs is not None else ChurnCosts()
     is_random = "=" in churn and not Path(churn).is_file()

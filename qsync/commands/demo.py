@@ -1,4 +1,4 @@
-"""`qsync demo`: the main job on this machine, against every other way to run it."""
+"""`qsync demo`: train on two emulated unequal ranks, and compare with other ways to do so."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def demo(
     ] = "fp32",
     as_json: Json = False,
 ) -> None:
-    """Run the main job on this machine: two unequal ranks train, against every other way to run them."""
+    """Train on two unequal ranks of this machine, in every way there is, and compare them."""
     from qsync.experiments.mixed.launch import run_demo
     from qsync.experiments.mixed.report import closing_lines, table
 

@@ -24,7 +24,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 
 def examine() -> dict[str, Any]:
-    """Return the whole report, as JSON. Times every kernel on a small shape: seconds per device.
+    """Return the report of `qsync doctor` as JSON; time every kernel on a small shape (seconds per device).
 
     >>> examine()["devices"][0]["kernels"][0]["kernel"]
     'torch'
@@ -74,7 +74,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def build_state(device: torch.device) -> list[str]:
-    """Return what is compiled on this machine and where, or why not: casts, and CUTLASS on GPUs."""
+    """Return which casts and CUTLASS products are compiled on this machine, or why not."""
     folder, on_gpu = kernel_cache.folder(), device.type == "cuda"
     architecture = architecture_of(device) if on_gpu else None
     target = f"sm_{architecture}" if on_gpu else machine()["processor"]
@@ -83,7 +83,7 @@ def build_state(device: torch.device) -> list[str]:
 
 
 def notes() -> list[str]:
-    """Return what will not work on this machine, one sentence each."""
+    """Return one sentence for each thing that will not work on this machine."""
     found = untested_torch()
     if not torch.cuda.is_available():
         found.append("torch sees no CUDA device: every rank here is a CPU rank")
@@ -93,7 +93,7 @@ def notes() -> list[str]:
 
 
 def _rated(row: dict[str, Any], peak: float | None, device: torch.device) -> dict[str, Any]:
-    """Return the row with its rate and its share of the peak; None where neither is known."""
+    """Return a peak's row with its rate and its share of the peak; None if unknown."""
     row = {**row, "note": _note(row, device)}
     if row["kernel"] is None:
         return row
@@ -108,7 +108,7 @@ def _absent(kind: str, precision: Precision) -> dict[str, Any]:
 
 
 def _note(row: dict[str, Any], device: torch.device) -> str | None:
-    """Return why there is no kernel, why the precision does not pay, or why other kernels lost."""
+    """Return why a product has no kernel, does not pay, or which other kernels were slower."""
     if row["kernel"] is None:
         tried = candidates(row["kind"], Precision(row["precision"]), device)
         return "; ".join(c.reason for c in tried if c.reason) or row["why"]
@@ -118,7 +118,7 @@ def _note(row: dict[str, Any], device: torch.device) -> str | None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Time kernels with one thread: torchrun starts a rank with one, unless OMP_NUM_THREADS is set."""
+    """Time kernels on one thread: torchrun gives a rank one, unless OMP_NUM_THREADS is set."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

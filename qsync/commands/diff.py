@@ -1,4 +1,4 @@
-"""`qsync diff`: what differs between two plans."""
+"""`qsync diff`: show the differences between two plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def diff(
     after: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
     as_json: Json = False,
 ) -> None:
-    """Show which operators run in another precision in the second plan, and what each predicts."""
+    """Show the operators whose precision differs between two plans, and both predictions."""
     from qsync.records.plans import Plan
 
     one, two = Plan.load(before), Plan.load(after)

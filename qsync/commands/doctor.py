@@ -1,4 +1,4 @@
-"""`qsync doctor`: what this machine has, and why any kernel is missing; compile kernels ahead."""
+"""`qsync doctor`: report devices and kernels, with reasons for missing ones; compile ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def doctor(
         typer.Option(help="With --build: a GPU's compute capability (7.5), here or not. Repeatable."),
     ] = None,
 ) -> None:
-    """Report what this machine has: devices, precisions, kernels chosen, and why any is missing."""
+    """Report this machine's devices, precisions and chosen kernels, with reasons for missing ones."""
     if architecture and not build:
         raise QSyncError("--architecture says what to compile for; give --build with it")
     if build:
@@ -42,7 +42,7 @@ def doctor(
 
 
 def _build(architectures: list[str] | None, as_json: bool) -> None:
-    """Compile ahead, show each library, and end with exit code 1 if one cannot be built."""
+    """Compile kernels ahead, show each library, and exit with code 1 on a failure."""
     with working("compiling kernels") as say:
         from qsync.backend import build_ahead
 

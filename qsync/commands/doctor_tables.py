@@ -1,4 +1,4 @@
-"""Tables and lines that `qsync doctor` prints of what device_report found."""
+"""Tables and lines of `qsync doctor`, from the results of device_report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ORDER = {str(precision): number for number, precision in enumerate(Precision)}
 
 
 def summary(found: dict[str, Any]) -> list[str]:
-    """Return the lines that stand first: versions, processor, GPUs, notes."""
+    """Return the report's first lines: versions, processor, GPUs, notes."""
     host = found["machine"]
     gpus, collectives = (", ".join(names) or "none" for names in (host["gpus"], found["collectives"]))
     lines = [
@@ -25,7 +25,7 @@ def summary(found: dict[str, Any]) -> list[str]:
 
 
 def kernels_table(device: dict[str, Any]) -> Table:
-    """Return a row per product and precision that the device has a kernel for."""
+    """Return a table of products and precisions for which the device has a kernel."""
     carried = f"; carries {device['narrow']} along edges" if device["narrow"] else ""
     shown = Table(
         title=f"{device['device']}: class {device['device_class']}{carried}",
@@ -51,7 +51,7 @@ def kernels_table(device: dict[str, Any]) -> Table:
 
 
 def remarks(device: dict[str, Any]) -> list[str]:
-    """Return how to read the table, the peaks and what is compiled here: a paragraph each."""
+    """Return explanations of the table, the peaks and compiled libraries, a paragraph each."""
     threads = "" if device["device"].startswith("cuda") else ", one thread"
     half = (device["narrow"] or "fp16").upper()
     peaks = ", ".join(f"{name} {_giga(rate)}" for name, rate in device["peak_flops_per_s"].items())
@@ -69,7 +69,7 @@ def remarks(device: dict[str, Any]) -> list[str]:
 
 
 def reasons_table(device: dict[str, Any]) -> Table:
-    """Return a row per reason why the device has no kernel for a product, or not another one."""
+    """Return a table of reasons for missing or rejected kernels."""
     shown = Table(
         title=f"{device['device']}: why there is no kernel, or not another one",
         title_justify="left",
@@ -85,7 +85,7 @@ def reasons_table(device: dict[str, Any]) -> Table:
         reason = f"not all of them: {limit['why']}; those stay in the next precision up"
         kinds.setdefault((limit["precision"], reason), []).append(limit["kind"])
     num_kinds = len({row["kind"] for row in device["kernels"]})
-    rows: dict[tuple[str, str], list[str]] = {}  # products and why -> precisions
+    rows: dict[tuple[str, str], list[str]] = {}  # (products, reason) -> precisions
     for (lacking, reason), products in sorted(kinds.items(), key=lambda item: _ORDER[item[0][0]]):
         named = "all" if len(products) == num_kinds else ", ".join(products)
         rows.setdefault((named, reason), []).append(lacking)
@@ -95,7 +95,7 @@ def reasons_table(device: dict[str, Any]) -> Table:
 
 
 def build_table(rows: list[dict[str, Any]]) -> Table:
-    """Return a row per library that was to be compiled: for what, in how many seconds, or why not."""
+    """Return a table of compiled libraries: device, seconds, or the reason of a failure."""
     shown = Table(box=box.SIMPLE_HEAD)
     for heading in ("library", "for", "seconds", ""):
         shown.add_column(heading, justify="right" if heading == "seconds" else "left")
@@ -109,5 +109,5 @@ def _giga(rate: float) -> str:
 
 
 def passed_over(row: dict[str, Any]) -> list[str]:
-    """Return why each other kernel of a row was not chosen; the reference is never a candidate."""
+    """Return why each other kernel was rejected; the reference is never a candidate."""
     return [f"not {name}: {why}" for name, why in row["rejected"].items() if name != "reference"]

@@ -1,4 +1,4 @@
-"""`qsync expand`: grow a saved model, and verify it before anything is written."""
+"""`qsync expand`: grow a saved model, and verify it before writing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qsync.errors import FormatError, QSyncError, UnsupportedError, shortened
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """What grows to which sizes, how, and where it is written (None: nowhere)."""
+    """Options of a growth: model, sizes, method, and output folder (None: do not write)."""
 
     folder: Path
     out: Path | None
@@ -75,7 +75,7 @@ def expand(
 
 
 def _grow(growth: _Growth, progress: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
-    """Plan the growth and, where `out` is given, grow, verify and write; return the plan as text and JSON."""
+    """Plan the growth; if `out` is given, grow, verify and write. Return the plan as text and JSON."""
     from qsync.expansion.apply.verification import verify_expansion
     from qsync.expansion.io import save
     from qsync.expansion.io.load import load_expanded
@@ -101,8 +101,7 @@ def _grow(growth: _Growth, progress: Callable[[str], None]) -> tuple[str, dict[s
         verified = verify_expansion(model, big, batch)
         if not verified.passed:
             raise UnsupportedError(
-                f"the grown model is {verified}; nothing was written: correct the recipe, or say what it "
-                "grew wrong"
+                f"the grown model is {verified}; nothing was written; correct the growth recipe"
             )
         found["verified"] = {**asdict(verified), "passed": True, "words": str(verified)}
     progress("writing")
@@ -121,7 +120,7 @@ def _size(name: str, text: str) -> int | tuple[int, ...]:
 
 
 def _batch_to_verify_on(model: Any, path: Path | None) -> Any:
-    """Return the tensors of a file, or random ones of the kind that the model's config says it takes."""
+    """Return a safetensors file's tensors, or random inputs that fit the model's config."""
     import torch
 
     if path is not None:

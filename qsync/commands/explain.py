@@ -1,4 +1,4 @@
-"""`qsync explain`: why a plan lowers what it lowers, and what fills the memory. Imports no torch."""
+"""`qsync explain`: explain a plan's precisions and memory. No torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def explain(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Explain why operators are lowered or cannot be, what makes the step, and what would help."""
+    """Explain why operators are lowered or not, the critical path of the step, and possible gains."""
     from qsync.allocator import explain as explain_lowering
     from qsync.allocator import shadow_prices, unsupported_precisions
     from qsync.commands.loading import load_plan
@@ -111,7 +111,7 @@ def _explain_step(
     measured: Path | None,
     as_json: bool,
 ) -> None:
-    """Print the critical path, the changes that help most, and the steps that a job logged."""
+    """Print the critical path, the most helpful changes, and a job's logged steps."""
     from qsync.allocator import what_ifs
     from qsync.commands.loading import measured_beside_predicted
     from qsync.replayer import find_critical_path

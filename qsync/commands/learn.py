@@ -1,4 +1,4 @@
-"""`qsync learn`: measure a few operators on this device, and learn what others cost on it."""
+"""`qsync learn`: measure a few operators on this device, and learn a cost model of others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def learn(
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Measure a few operators here and learn what others cost: FOLDER/costs.json, for what-if planning."""
+    """Measure a few operators and write a cost model, FOLDER/costs.json, for what-if planning."""
     from qsync.commands.loading import COSTS
     from qsync.records.graph import OpGraph
 
     if samples < 1:
-        raise QSyncError(f"--samples must be at least 1, found {samples}; 160 is usual")
+        raise QSyncError(f"--samples must be at least 1, found {samples}; give e.g. 160")
     graph = OpGraph.load(basis / "graph.json")
     with working("learning costs") as progress:
         from qsync import cost_learning

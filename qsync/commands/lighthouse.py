@@ -1,4 +1,4 @@
-"""`qsync lighthouse`, where the cards of an elastic job meet, and `qsync release`, which asks one to go."""
+"""`qsync lighthouse`: the meeting point of an elastic job. `qsync release`: ask a card to leave."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def lighthouse(
 
 
 def _own_address() -> str:
-    """Return this machine's address in its network: a card at 0.0.0.0 would call itself 127.0.0.1.
+    """Return this machine's network address: a card bound to 0.0.0.0 would report 127.0.0.1.
 
-    The socket sends nothing. Its peer is an address that no machine has.
+    The socket sends nothing; its peer address belongs to no machine.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -81,7 +81,7 @@ def release(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Ask a card of an elastic job to leave after its present step."""
+    """Ask a card of an elastic job to leave after its current step."""
     os.environ.setdefault("RUST_LOG", "error")
     from qsync.elastic_training.rendezvous import LIGHTHOUSE_VARIABLE, ask_to_leave
 

@@ -1,4 +1,4 @@
-"""Load plans and their bases for commands; simulate profiles of devices that are not here."""
+"""Load plans and their bases for commands; simulate profiles of absent devices."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from qsync.records.plans import Plan
 from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
 from qsync.replayer import Recapture, changed_since_planned, profiles_under_levers
 
-COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
+COSTS = "costs.json"  # the cost model of `qsync learn`, beside the profiles
 
 
 def load_plan(
     plan_file: Path, folder: Path | None, cluster: Path | None, *, force: bool = False
 ) -> tuple[Plan, Basis]:
-    """Return a plan and its basis under its levers. `folder` is the plan's own unless it is given.
+    """Load a plan and its basis under its levers, from `folder` (default: the plan's own).
 
-    Without `cluster` and `force`, says on stderr where the plan was made from another basis. Raises
-    FormatError for a file that is missing or malformed, MismatchError where both do not belong together.
+    Without `cluster` and `force`, warns on stderr if the plan was made from another basis. Raises FormatError
+    for a missing or malformed file, MismatchError if plan and basis do not belong together.
     """
     plan = Plan.load(plan_file)
     if folder is None and not (plan_file.parent / "graph.json").is_file():
@@ -44,12 +44,11 @@ def load_plan(
 
 
 def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: bool = False) -> Basis:
-    """Return the basis in a folder, for its own cluster or the one of a file (cluster.toml).
+    """Load the basis (graph, profiles, sensitivity) in a folder, for its own or another cluster file.
 
-    Classes with a data sheet get a simulated profile, from the shares of their peaks that the folder's
-    measured profile reaches, or from the costs in its costs.json. `force` accepts profiles of another batch
-    shape, machine or version; they are labelled "what if". Raises FormatError if no profile in the folder
-    was measured.
+    A class with a data sheet gets a simulated profile, from the fraction of peak that the measured profile
+    reaches, or from costs.json. `force` accepts profiles of another batch shape, machine or version, labelled
+    "what if". Raises FormatError if the folder has no measured profile.
 
     >>> basis = load_basis("demo-out", "cluster.toml")
     """
@@ -60,7 +59,7 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: 
     wanted = {c.name: c.datasheet for c in basis.cluster.classes if c.datasheet is not None}
     if not wanted:
         return basis
-    # Imports scipy: half a second, which plans for devices that are here do not wait for.
+    # Imports scipy: half a second, which only simulated devices need.
     from qsync.predictor.cost_model.fill_profile import simulate
     from qsync.predictor.cost_model.model import CostModel
 
@@ -73,21 +72,21 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: 
     simulated = {
         name: simulate(measured, basis.graph, datasheet(sheet), name, model) for name, sheet in wanted.items()
     }
-    if forced:  # neither the device nor the model was measured
+    if forced:  # labelled, since neither the device nor the model was measured
         origin = f"simulated device, {WHAT_IF}"
         simulated = {name: replace(profile, origin=origin) for name, profile in simulated.items()}
     return replace(basis, profiles={**basis.profiles, **simulated})
 
 
 def under_levers(basis: Basis, levers: Levers | None, other: Recapture | None) -> Basis:
-    """Return the basis with its profiles adapted to the levers of a plan."""
+    """Return the basis with profiles adapted to a plan's levers."""
     return replace(
         basis, profiles=profiles_under_levers(basis.graph, basis.profiles, basis.cluster, levers, other)
     )
 
 
 def _forced(basis: Basis) -> dict[str, Profile]:
-    """Return the profiles; those of another graph, class or version are labelled "what if"."""
+    """Return profiles with those of another graph, class or version labelled "what if"."""
     forced: dict[str, Profile] = {}
     for name, profile in basis.profiles.items():
         try:
@@ -101,7 +100,7 @@ def _forced(basis: Basis) -> dict[str, Profile]:
 
 
 def _measured(folder: Path) -> Profile:
-    """Return the folder's measured profile; that of an emulated class only if there is no other."""
+    """Return the folder's measured profile; an emulated class's only if there is no other."""
     found = [Profile.load(path) for path in sorted(folder.glob("profile-*.json"))]
     real = [profile for profile in found if profile.origin == MEASURED]
     if not real:
@@ -113,7 +112,7 @@ def _measured(folder: Path) -> Profile:
 
 
 def measured_beside_predicted(plan: Plan, basis: Basis, folder: Path) -> dict[str, Any]:
-    """Return the phases of every rank of a logged job, measured and predicted, and what was slower."""
+    """Return measured and predicted phases of each rank of a logged job, and what was slower."""
     from qsync.replayer import replay
     from qsync.replayer.explanation.measured_steps import MeasuredSteps, split
     from qsync.replayer.explanation.phases import expected
@@ -122,7 +121,7 @@ def measured_beside_predicted(plan: Plan, basis: Basis, folder: Path) -> dict[st
     for rank, (name, calls) in enumerate(zip(logged.classes, logged.calls, strict=True)):
         if name not in plan.classes:
             raise MismatchError(
-                f"rank {rank} of {folder} is of class {name!r}, which the plan lacks; give its plan"
+                f"rank {rank} of {folder} has class {name!r}, which the plan lacks; give the plan of that job"
             )
         planned = basis.graph.num_calls * plan.levers_of(name).passes
         if calls != planned:

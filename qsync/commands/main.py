@@ -1,7 +1,7 @@
 """The program `qsync`: its commands, its version and its errors.
 
 Every command takes --json. Bad input is one sentence on stderr and exit code 2, and nothing is written.
-Importing a command imports no torch: doctor, demo, learn and expand import it when they run.
+Importing a command does not import torch; doctor, demo, learn and expand import it when they run.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ for command in (
 ):  # fmt: skip
     app.command()(command)
 
-# Newer releases of typer carry their own click, so that click.UsageError would be another class.
+# Newer typer bundles its own click, so click.UsageError would be another class.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-_INTERRUPTED = 130  # as shells call it
+_INTERRUPTED = 130  # the shells' exit code for Ctrl-C
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     exit_on_signals()
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="qsync", standalone_mode=False)
-        if code == _INTERRUPTED:  # typer has caught it
+        if code == _INTERRUPTED:  # typer has already caught Ctrl-C
             raise KeyboardInterrupt
     except QSyncError as error:
         _fail(str(error), 2)
@@ -64,10 +64,10 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()  # else Python complains once more on its way out
+        sys.stderr.close()  # otherwise Python complains again at exit
         sys.exit(1)
     except OSError as error:
-        path = error.filename2 or error.filename  # the second is where a finished file should have gone
+        path = error.filename2 or error.filename  # the second file is the intended target of a rename
         if path is None and error.errno != ENOSPC:
             raise
         path = path or "what was printed"

@@ -1,4 +1,4 @@
-"""Options that commands share, how their texts are read, and where results are printed."""
+"""Shared options of commands, their parsing, and the consoles for output."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.console import Console
 
 from qsync.errors import QSyncError
 
-MAX_SEED = 2**32 - 1  # of NumPy's generators
-_BASIS = ("graph.json", "cluster.json", "sensitivity.json", "profile-*.json")  # files of a Basis
+MAX_SEED = 2**32 - 1  # limit of NumPy's generators
+_BASIS = ("graph.json", "cluster.json", "sensitivity.json", "profile-*.json")  # the files of a Basis
 
-# Where there is no terminal to ask, rich would assume 80 columns and cut tables to pieces. Names and paths
-# are shown as they are: [a] in them is no style, and :100: no picture.
+# Without a terminal rich would assume 80 columns and break tables. Markup and emoji are off: [a] or :100: in
+# a name or path must print unchanged.
 console = Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False, highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -47,12 +47,12 @@ WeakShare = Annotated[float, typer.Option(help="Share of its core that the emula
 
 
 def pairs_of(texts: list[str] | None, option: str, form: str) -> dict[str, str]:
-    """Return name -> value from 'name=value' options. Raises QSyncError where one name has two values."""
+    """Parse 'name=value' options into a dict. Raises QSyncError if one name has two values."""
     pairs: dict[str, str] = {}
     for text in texts or []:
         name, found, value = text.rpartition("=")
         if not found or not name or not value:
-            raise QSyncError(f"{option} takes {form}, found {text!r}")
+            raise QSyncError(f"{option} must have the form {form}, found {text!r}")
         if pairs.get(name, value) != value:
             raise QSyncError(f"{option} gives {name!r} both {pairs[name]} and {value}; give it once")
         pairs[name] = value
@@ -60,12 +60,12 @@ def pairs_of(texts: list[str] | None, option: str, form: str) -> dict[str, str]:
 
 
 def budgets_of(texts: list[str] | None) -> dict[str, int]:
-    """Return class -> bytes from --memory options."""
+    """Parse --memory options into bytes by class."""
     return {name: _bytes(text) for name, text in pairs_of(texts, "--memory", "CLASS=BYTES").items()}
 
 
 def patterns_of(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
-    """Return class -> patterns of operators from --save-less options."""
+    """Parse --save-less options into patterns of operators by class."""
     found: dict[str, tuple[str, ...]] = {}
     for text in texts or []:
         name, equals, pattern = text.partition("=")
@@ -81,16 +81,16 @@ def _bytes(text: str) -> int:
     try:
         number = int(float(text[:-1] if text[-1:].lower() in units else text) * scale)
     except (ValueError, OverflowError):
-        raise QSyncError(f"--memory takes bytes, or a number with K, M or G, found {text!r}") from None
+        raise QSyncError(f"--memory must be bytes, or a number with K, M or G, found {text!r}") from None
     if number < 1:
         raise QSyncError(f"--memory must be positive, found {text!r}; give bytes, or a number with K, M or G")
     return number
 
 
 def check_outputs(outputs: Mapping[str, Path | None], folder: Path, *inputs: Path | None) -> None:
-    """Raise QSyncError for an output that would take the place of what a plan is made from.
+    """Raise QSyncError for an output path that would overwrite one of the plan's inputs.
 
-    `outputs` are paths by option, `folder` is that of the basis, and `inputs` are read beside it.
+    `outputs` are paths by option, `folder` is the basis's, and `inputs` are other files read.
     """
     read = {*inputs, *(path for pattern in _BASIS for path in folder.glob(pattern))}
     places = {realpath(path) for path in read if path is not None}
@@ -106,13 +106,13 @@ def check_outputs(outputs: Mapping[str, Path | None], folder: Path, *inputs: Pat
 
 @contextmanager
 def working(title: str) -> Iterator[Callable[[str], None]]:
-    """Show on stderr that the command is at work; what is given replaces the title."""
+    """Show progress on stderr while a command works; a new text replaces the title."""
     with Console(stderr=True).status(title) as status:
         yield status.update
 
 
 def print_lines(*lines: str) -> None:
-    """Print each line on stdout as it is, however long."""
+    """Print each line on stdout unwrapped."""
     for line in lines:
         console.print(line, soft_wrap=True)
 

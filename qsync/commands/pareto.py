@@ -14,15 +14,18 @@ from qsync.records.plans import Plan
 
 
 def folder_for(out: Path) -> Path:
-    """Return the folder that `--out` names. Raises QSyncError where it is a file."""
+    """Return the folder of `--out`. Raises QSyncError if it is a file."""
     folder = out.with_suffix("") if out.suffix == ".json" else out
     if folder.is_file():
-        raise QSyncError(f"--out {folder} is a file; with --pareto name a folder")
+        raise QSyncError(f"--out {folder} is a file; name a folder for --pareto")
     return folder
 
 
 def plans_for_several_steps(basis: Basis, num: int, options: Mapping[str, Any]) -> list[Plan]:
-    """Return up to `num` plans, the fastest first. `options` are those of qsync.allocator.allocate."""
+    """Return up to `num` plans for different step times, fastest first.
+
+    `options` are those of qsync.allocator.allocate.
+    """
     from qsync.allocator import frontier
 
     with working("planning") as progress:
@@ -32,7 +35,7 @@ def plans_for_several_steps(basis: Basis, num: int, options: Mapping[str, Any]) 
 
 
 def write(plans: Sequence[Plan], folder: Path, as_json: bool) -> None:
-    """Write the plans and a picture of them into the folder, and print what was written."""
+    """Write plans and a picture of the trade-off into a folder, and print their paths."""
     from qsync.figures import pareto
 
     for number, plan in enumerate(plans, 1):

@@ -1,4 +1,4 @@
-"""`qsync plan`: choose the precision of every operator on every device class. Imports no torch."""
+"""`qsync plan`: choose the precision of every operator on every device class. No torch."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 
-_NUM_TRIALS = 40  # of levers
+_NUM_TRIALS = 40  # trials of a lever search
 
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """Which step time to plan for: a target or a slack, several of them, or the least under a variance."""
+    """The goal of planning: a target or a slack, several step times, or the least under a variance."""
 
     target_s: float | None
     slack: float | None
@@ -47,7 +47,7 @@ class _Goal:
 
 @dataclass(frozen=True, slots=True)
 class _LeverSearch:
-    """How levers are searched; `levers` None: not at all."""
+    """Options of the search over levers; `levers` None: no search."""
 
     levers: str | None
     trials: int
@@ -151,7 +151,7 @@ def plan(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Choose the precision of every operator on every device class, or judge cards that nobody has yet."""
+    """Choose the precision of every operator on every device class, or judge cards from data sheets."""
     if cards is not None or model is not None:
         if cards is None or model is None or folder is not None:
             raise QSyncError("--cards and --model go together, without a folder; see qsync plan --help")
@@ -209,12 +209,12 @@ def _bucket_cap_bytes(megabytes: float | None) -> int | None:
     if megabytes is None:
         return None
     if not 1 <= megabytes * 2**20 < 2**63:
-        raise QSyncError(f"--bucket-cap-mb must be positive, found {megabytes}; DDP's own is 25")
+        raise QSyncError(f"--bucket-cap-mb must be positive, found {megabytes}; give e.g. 25, DDP's default")
     return int(megabytes * 2**20)
 
 
 def _check_goal(goal: _Goal, search: _LeverSearch) -> None:
-    """Raise QSyncError for a target that cannot be, and for options that contradict each other."""
+    """Raise QSyncError for an impossible target, and for options that contradict each other."""
     if goal.target_s is not None and not goal.target_s > 0:
         raise QSyncError(f"--target-step must be positive, found {goal.target_s}; give seconds")
     if goal.target_s is not None and goal.slack is not None:
@@ -235,7 +235,7 @@ def _check_goal(goal: _Goal, search: _LeverSearch) -> None:
 def _choose(
     basis: Basis, goal: _Goal, search: _LeverSearch, folder: Path, options: Mapping[str, Any]
 ) -> tuple[Basis, Plan]:
-    """Return the plan that reaches the goal, and the basis under its levers."""
+    """Return the plan that reaches the goal, and its basis under the plan's levers."""
     from qsync.allocator import allocate, fastest_within
 
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
@@ -266,7 +266,7 @@ def _search_levers(
 
 
 def _check_by_replay(basis: Basis, chosen: Plan, budgets: Mapping[str, int]) -> None:
-    """Raise QSyncError unless a full replay of the plan gives what the plan predicts."""
+    """Raise QSyncError unless a full replay confirms the plan's predictions."""
     from qsync.allocator import check_plan
 
     certificate = check_plan(

@@ -1,4 +1,4 @@
-"""`qsync replay`: what a step under a plan takes on every rank. Imports no torch."""
+"""`qsync replay`: predict a step under a plan on every rank. No torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def replay(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Predict what a step under a plan takes on every rank, and where each waits (simulated)."""
+    """Predict a step under a plan on every rank, and where each rank waits (simulated)."""
     from qsync.commands.loading import load_plan
     from qsync.replayer import replay as simulate
     from qsync.replayer import vary

@@ -1,4 +1,4 @@
-"""`qsync report`: a page about a plan that one can click through. Imports no torch."""
+"""`qsync report`: write an interactive HTML page about a plan. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qsync.errors import QSyncError
 from qsync.records.graph import digest
 from qsync.records.json_files import read_json
 
-_FIGURES = "figures.json"  # of qsync demo, and of python -m qsync.experiments.accuracy
+_FIGURES = "figures.json"  # written by qsync demo, and by python -m qsync.experiments.accuracy
 
 
 def report(
@@ -30,7 +30,7 @@ def report(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write one HTML page: precisions and why, the step, the trade, memory, and what was measured."""
+    """Write one HTML page: precisions and reasons, the step, the trade-off, memory, measurements."""
     from qsync.commands.loading import load_plan, measured_beside_predicted
     from qsync.figures import page
 
@@ -57,11 +57,11 @@ def report(
 
 
 def _accuracy(folder: Path) -> dict[str, Any]:
-    """Return the held-out losses of every task's methods against seconds, means over seeds."""
+    """Return held-out losses over seconds, by task and method, averaged over seeds."""
     file = folder / _FIGURES
     content = read_json(file)
     if content.get("experiment") != "accuracy":
-        raise QSyncError(f"{file} is not of qsync.experiments.accuracy; give its --out")
+        raise QSyncError(f"{file} is not an output of qsync.experiments.accuracy; give its --out folder")
     try:
         return {
             f"Held-out loss: {name}": ("seconds (simulated)", {
@@ -71,5 +71,6 @@ def _accuracy(folder: Path) -> dict[str, Any]:
         }  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise QSyncError(
-            f"{file} has no loss curves by task ({type(error).__name__}); give its --out"
+            f"{file} has no loss curves by task ({type(error).__name__}); give the --out folder of "
+            "qsync.experiments.accuracy"
         ) from error

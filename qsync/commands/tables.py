@@ -1,4 +1,4 @@
-"""Tables and lines that commands print: plans, reasons, steps, what would help, memory, learned costs."""
+"""Tables and lines of commands: plans, reasons, steps, what-ifs, memory, learned costs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, shown
 
 if TYPE_CHECKING:
-    from qsync.replayer import Timeline  # imports numpy, which most commands do without
+    from qsync.replayer import Timeline  # imports numpy, which most commands do not need
 
 
-# Intervals are of the median step of a run of so many seconds that follows the profile.
+# Seconds of a run; intervals are for its median step, which follows the profile.
 RUN_S = 600.0
 
-_NUM_LARGEST = 3  # events that a row of the critical path names
+_NUM_LARGEST = 3  # events named in a row of the critical path
 
-# Why a plan is not proved to be the best.
+# Reasons why a plan is not proved optimal.
 _WHY_UNPROVED = {
     "optimal": "within the gap that was asked for",
     "time-limited": "time was up; --time-limit gives more",
@@ -31,12 +31,12 @@ _WHY_UNPROVED = {
 
 
 def labelled(of_classes: Mapping[str, Any], profiles: Mapping[str, Profile]) -> dict[str, Any]:
-    """Return the values by the names that tables and pictures show for their classes."""
+    """Return values under the class names shown in tables and pictures."""
     return {shown(name, profiles[name].origin): value for name, value in of_classes.items()}
 
 
 def reasons_table(reasons: list[Any]) -> Table:
-    """Return a row per lowered operator: what it saves, what it adds, why it does not run higher."""
+    """Return a table of lowered operators: saving, added variance, reason against a higher precision."""
     table = Table(title=f"Why {len(reasons)} operators are lowered (simulated)")
     for heading in ("class", "operator", "runs in", "saves", "adds variance", "why not higher"):
         table.add_column(heading, justify="right" if heading in ("saves", "adds variance") else "left")
@@ -50,7 +50,7 @@ def reasons_table(reasons: list[Any]) -> Table:
 
 
 def shadow_prices_table(prices: Sequence[Any]) -> Table:
-    """Return a row per class: the variance that more time or memory would save, and its next moves."""
+    """Return a table of classes: variance saved by more time or memory, and the next moves."""
     table = Table(title="Variance that more time or memory would save, to first order (simulated)")
     table.add_column("class")
     for heading in ("per ms more", "per MiB more"):
@@ -91,7 +91,7 @@ def _next_lowering(found: Any) -> str:
 
 
 def path_table(path: Any, profiles: Mapping[str, Profile], counts: Mapping[str, int]) -> Table:
-    """Return a row per run of events of one class and phase: seconds, part of the step, largest events."""
+    """Return a table of the critical path: one row per run of events of a class and phase."""
     table = Table(title=f"The critical path: what makes the step of {path.step_s * 1e3:.1f} ms (simulated)")
     for heading in ("who", "phase", "takes", "of the step", "of it slowed", "largest"):
         table.add_column(heading, justify="left" if heading in ("who", "phase", "largest") else "right")
@@ -113,7 +113,7 @@ def path_table(path: Any, profiles: Mapping[str, Profile], counts: Mapping[str, 
 
 
 def what_ifs_table(found: Sequence[Any], profiles: Mapping[str, Profile], step_s: float, most: int) -> Table:
-    """Return a row per change, the most seconds won first; changes of like operators share a row."""
+    """Return a table of what-if changes, most seconds first; like operators share a row."""
     table = Table(title=f"What would shorten the step of {step_s * 1e3:.1f} ms (simulated)")
     for heading in ("what", "class", "wins", "of the step", "adds variance"):
         table.add_column(heading, justify="left" if heading in ("what", "class") else "right")
@@ -133,7 +133,7 @@ def what_ifs_table(found: Sequence[Any], profiles: Mapping[str, Profile], step_s
 
 
 def measured_table(logged: Mapping[str, Any]) -> Table:
-    """Return a row per rank: medians of the logged steps, and the predictions."""
+    """Return a table of ranks: medians of the logged steps, and the predictions."""
     table = Table(title=f"Medians of {logged['num_steps']} logged steps, ms: measured (predicted)")
     table.add_column("rank", no_wrap=True)
     names = list(logged["ranks"][0]["measured"])
@@ -149,7 +149,7 @@ def measured_table(logged: Mapping[str, Any]) -> Table:
 
 
 def drift_lines(logged: Mapping[str, Any]) -> list[str]:
-    """Return which logged steps were slower than predicted, or that none were."""
+    """Return the logged steps that were slower than predicted, or a line that none were."""
     if logged["slower"]:
         return list(logged["slower"])
     slowdown = logged["slowdown"]
@@ -158,7 +158,7 @@ def drift_lines(logged: Mapping[str, Any]) -> list[str]:
 
 
 def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Profile]) -> Table:
-    """Return a column per class: the bytes of its memory peak by kind, and its budget."""
+    """Return a table of memory peaks in bytes by kind, a column per class, with budgets."""
     table = Table(title="Memory of a rank at its fullest, MiB (simulated)")
     table.add_column("what for")
     for name in labelled(memory, profiles):
@@ -168,7 +168,7 @@ def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Profile]) -> 
         table.add_row(what, *(f"{n / 2**20:.1f}" if n else "-" for n in of_classes), **options)
 
     kinds = list(dict.fromkeys(kind for peak in memory.values() for kind in peak.parts))
-    # What one class alone saves stays before.
+    # Savings of a single class come last.
     kinds.sort(key=lambda kind: kind in ("temporaries, workspaces", "margin"))
     for kind in kinds:
         row(kind, (peak.parts.get(kind, 0) for peak in memory.values()), end_section=kind == kinds[-1])
@@ -178,7 +178,7 @@ def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Profile]) -> 
 
 
 def unsupported_table(unsupported: Sequence[Any], profiles: Mapping[str, Profile]) -> Table:
-    """Return a row per class, precision and reason: the operators that no kernel serves in it."""
+    """Return a table of operators without a kernel, by class, precision and reason."""
     alike: dict[tuple[str, str, str], list[Any]] = {}
     for one in unsupported:
         name = one.device_class
@@ -197,7 +197,7 @@ def unsupported_table(unsupported: Sequence[Any], profiles: Mapping[str, Profile
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return a row per class: how many operators are lowered to what, and what is predicted."""
+    """Return a table of classes: lowered operators by precision, and predictions."""
     table = Table(title=f"Plan for {plan.model}: {1e3 * (plan.step_s or 0.0):.1f} ms a step (simulated)")
     for heading in ("class", "lowered", "precisions", "waiting", "memory peak", "added variance"):
         table.add_column(heading, justify="left" if heading in ("class", "precisions") else "right")
@@ -207,7 +207,7 @@ def plan_table(plan: Plan) -> Table:
             counts[str(precision)] = counts.get(str(precision), 0) + 1
         precisions = ", ".join(f"{number} {precision}" for precision, number in counts.items())
         predicted = entry.predicted
-        assert predicted is not None  # the allocator predicts every class that it plans
+        assert predicted is not None  # the allocator predicts every class of its plans
         table.add_row(
             shown(name, entry.origin), f"{len(entry.lowered)} of {len(entry.assignment)}", precisions,
             f"{predicted.wait_s * 1e3:.1f} ms", f"{predicted.memory_bytes / 2**20:.0f} MiB",
@@ -217,7 +217,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def lever_lines(plan: Plan) -> list[str]:
-    """Return what a plan changes beside precisions, and what each lever bought (simulated)."""
+    """Return a plan's levers, and the gain of each (simulated)."""
     lines = [
         f"{name} saves less for backward: {', '.join(entry.saving_less)}"
         for name, entry in sorted(plan.classes.items())
@@ -241,7 +241,7 @@ def lever_lines(plan: Plan) -> list[str]:
 
 
 def gap_lines(plan: Plan) -> list[str]:
-    """Return by how much the plan may add more variance than the least, where its solver says so."""
+    """Return a line on how far the plan's variance may exceed the optimum, if its solver reports it."""
     if plan.gap is None:
         return []
     same = "step, memory and levers" if plan.levers else "step and memory"
@@ -255,7 +255,7 @@ def gap_lines(plan: Plan) -> list[str]:
 
 
 def base_lines(plan: Plan) -> list[str]:
-    """Say what variance is stated above, where the base is not FP32."""
+    """Return a line on the baseline of the variance, if the base is not FP32."""
     if plan.base is Precision.FP32:
         return []
     own = sum(entry.predicted.base_variance for entry in plan.classes.values() if entry.predicted)
@@ -263,7 +263,7 @@ def base_lines(plan: Plan) -> list[str]:
 
 
 def frontier_table(plans: Sequence[Plan]) -> Table:
-    """Return a row per plan of the trade-off, the fastest first."""
+    """Return a table of the trade-off's plans, fastest first."""
     table = Table(title=f"Step time against added variance of {plans[0].model} (simulated)")
     for heading in ("plan", "step", "added variance", "perhaps needless", "lowered"):
         table.add_column(heading, justify="left" if heading in ("plan", "lowered") else "right")
@@ -281,7 +281,7 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
 
 
 def timeline_table(timeline: Timeline, model: str) -> Table:
-    """Return a row per class: the parts of its step, and its memory peak (simulated)."""
+    """Return a table of classes: parts of the step, and the memory peak (simulated)."""
     interval = (
         f", {timeline.interval_s[0] * 1e3:.1f} to {timeline.interval_s[1] * 1e3:.1f} in nine of ten runs of "
         f"{RUN_S / 60:.0f} minutes" if timeline.interval_s else ""
@@ -301,7 +301,7 @@ def timeline_table(timeline: Timeline, model: str) -> Table:
 
 
 def loading_lines(profiles: Mapping[str, Profile]) -> list[str]:
-    """Return which classes' steps are predicted as if batches were always there."""
+    """Return the classes whose predictions ignore data loading."""
     without = [profile.device_class for profile in profiles.values() if not profile.loading_s]
     if not without:
         return []
@@ -312,7 +312,7 @@ def loading_lines(profiles: Mapping[str, Profile]) -> list[str]:
 
 
 def learned_costs_table(error: Any) -> Table:
-    """Return a row per kind of operator: the error of its learned costs (a cost model's `error`)."""
+    """Return a table of operator kinds: the error of learned costs (a cost model's `error`)."""
     table = Table(title="Error of the learned costs, at shapes held out (measured)")
     for heading in ("operator", "median", "95th percentile"):
         table.add_column(heading, justify="left" if heading == "operator" else "right")

@@ -1,7 +1,7 @@
-"""What Hugging Face's Accelerate was asked for in this process, read where it is loaded.
+"""Read Hugging Face Accelerate's settings in this process, if it is loaded.
 
-Accelerate leaves a model that is in DDP already as it is (from version 1.15 on): it neither casts it nor
-wraps it. What an Accelerator was asked for beyond that must therefore be what the plan says.
+From version 1.15 on, Accelerate neither casts nor wraps a model that is already in DDP. Its other settings
+must therefore agree with the plan.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _BASES = ("bf16", "fp16")
 
 
 def mixed_precision() -> str | None:
-    """Return the base that Accelerate's mixed precision asks for; None without any."""
+    """Return the base for Accelerate's mixed precision; None without any."""
     asked = _shared("AcceleratorState").get("_mixed_precision")
     return asked if asked in _BASES else None
 
 
 def check_prepared(base: Precision, share: ClassLevers | None) -> None:
-    """Raise an error where Accelerate was asked for what it does not do to a model that is in DDP.
+    """Raise an error for Accelerate settings that have no effect on a model in DDP.
 
-    MismatchError: for another type than the plan's base, or for other passes than the plan's.
-    UnsupportedError: for FP8, and by a Trainer under a plan with shares.
+    MismatchError: another type than the plan's base, or another number of passes. UnsupportedError: FP8, and
+    a Trainer under a plan with shares.
     """
     asked = _shared("AcceleratorState").get("_mixed_precision")
     if asked in _BASES and asked != base:
@@ -46,7 +46,7 @@ def check_prepared(base: Precision, share: ClassLevers | None) -> None:
             "again; plan without levers"
         )
     passes = num_passes()
-    if share.passes not in (1, passes):  # one pass a batch: Accelerate adds up global batches
+    if share.passes not in (1, passes):  # one pass per batch: Accelerate accumulates global batches
         raise MismatchError(
             f"the plan takes {share.passes} passes a step on this rank, and Accelerate {passes}; give "
             f"Accelerator(gradient_accumulation_steps={share.passes})"
@@ -54,30 +54,30 @@ def check_prepared(base: Precision, share: ClassLevers | None) -> None:
 
 
 def divides_loss(parallel: object) -> bool:
-    """Return whether `accelerator.backward` divides losses of a model in DDP: one that it has prepared."""
+    """Return whether `accelerator.backward` divides this model's loss: only if it prepared the model."""
     prepared = vars(parallel).get("_is_accelerate_prepared") or vars(parallel).get("is_prepared")
     return bool(prepared) and num_passes() > 1
 
 
 def num_passes() -> int:
-    """Return the number of passes by which `accelerator.backward` divides a loss."""
+    """Return the divisor of a loss in `accelerator.backward`: its number of passes."""
     return int(_shared("GradientState").get("plugin_kwargs", {}).get("num_steps", 1))
 
 
 def _shared(name: str) -> dict[str, Any]:
-    """Return the state that all instances of a class of accelerate.state share; empty without Accelerate."""
+    """Return the shared state of a class in accelerate.state; empty without Accelerate."""
     return dict(getattr(getattr(sys.modules.get("accelerate.state"), name, None), "_shared_state", {}))
 
 
 def is_used() -> bool:
-    """Return whether there is an Accelerator in this process."""
+    """Return whether this process has an Accelerator."""
     return bool(_shared("AcceleratorState"))
 
 
 def leave_whole() -> None:
-    """Let Accelerate's shard of a batch sampler, which asks that for its size, hand out every batch.
+    """Make Accelerate's batch sampler shard pass on every batch, by reporting a size that it accepts.
 
-    UnsupportedError where it would split batches.
+    Raises UnsupportedError if it would split batches.
     """
     asking = sys._getframe(2)
     if asking.f_globals.get("__name__") != "accelerate.data_loader":
@@ -93,7 +93,7 @@ def leave_whole() -> None:
 
 
 def check_not_dispatched() -> None:
-    """Raise UnsupportedError where Accelerate takes batches on rank 0 alone, to deal them out."""
+    """Raise UnsupportedError if Accelerate reads batches on rank 0 and distributes them."""
     if _caller("accelerate.data_loader", "DataLoaderDispatcher") is not None:
         raise UnsupportedError(
             "the batches of a ShareSampler or LengthSampler are this rank's already; leave dispatch_batches "
@@ -102,21 +102,21 @@ def check_not_dispatched() -> None:
 
 
 def counts_epochs() -> bool:
-    """Return whether a loader of Accelerate's calls set_epoch by itself: it counts from 0 in every job."""
+    """Return whether Accelerate's loader calls set_epoch by itself, counting from 0 in every job."""
     kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderShard", None)
     frame = sys._getframe(2).f_back
     return kind is not None and frame is not None and frame.f_code is kind.__iter__.__code__
 
 
 def num_ahead(sampler: object) -> int:
-    """Return how many batches Accelerate's loader of a sampler has fetched that the loop has not got."""
+    """Return the number of batches that Accelerate's loader has prefetched."""
     references = _shared("GradientState").get("_dataloader_references_ref", ())
     loaders = [reference() for reference in references if reference is not None]
     return int(any(sampler in inner_samplers(one) and not one.end_of_dataloader for one in loaders if one))
 
 
 def inner_samplers(loader: Any) -> list[Any]:
-    """Return a loader's batch sampler, and those that it wraps, as Accelerate's do."""
+    """Return a loader's batch sampler and the samplers that it wraps (Accelerate's shards)."""
     found = []
     while (loader := getattr(loader, "batch_sampler", None)) is not None:
         found.append(loader)
@@ -124,13 +124,13 @@ def inner_samplers(loader: Any) -> list[Any]:
 
 
 def _is_called_by_trainer() -> bool:
-    """Return whether a Trainer asks, other than qsync's own."""
+    """Return whether a transformers Trainer other than qsync's is on the call stack."""
     trainer = _caller("transformers.trainer", "Trainer")
     return trainer is not None and not hasattr(trainer, "_hybrid_options")
 
 
 def _caller(module: str, name: str) -> Any:
-    """Return the instance of a class in whose methods this is called; None without one."""
+    """Return the nearest instance of a class on the call stack; None if there is none."""
     kind = getattr(sys.modules.get(module), name, None)
     frame = sys._getframe()
     while kind is not None and frame is not None:

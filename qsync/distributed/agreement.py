@@ -1,7 +1,7 @@
-"""What ranks do together before the first step: they share results, and an error on one is raised on all.
+"""Share results among ranks, and raise one rank's error on all ranks.
 
 An error on one rank alone would leave the others waiting in a collective. Here every rank takes part in one
-exchange whatever happens to it, and then all raise the same sentence.
+exchange, then all raise the same sentence.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ from qsync.errors import MismatchError, QSyncError
 
 T = TypeVar("T")
 
-_MAX_SHOWN_CHARACTERS = 100  # of a value that a message repeats
+_MAX_SHOWN_CHARACTERS = 100  # characters of a value that a message repeats
 
 
 def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Run `fn` on every rank and return the results of all ranks, in rank order; or raise on every rank.
+    """Run `fn` on every rank; return all results in rank order, or raise the same error everywhere.
 
     If `fn` raised on any rank, all ranks raise the error of the first rank that raised a subclass of
     QSyncError, with the rank and `step_name` in the message. If no rank did, all raise a QSyncError for the
-    first other error: a rank with such an error may only have waited in vain for the rank with the cause. A
-    single process without a process group just runs `fn`. Results must be JSON-able.
+    first other error, which may only be a timeout caused by another rank. A single process without a process
+    group just runs `fn`. Results must be JSON-able.
 
     >>> plans = agree("planning", lambda: qsync.plan(graph, profiles, sensitivity, cluster).to_json())
     """
     if not _is_distributed(group):
         return [fn()]
-    # Encoded here and not in the collective: a result that is not JSON-able must be this rank's error, and no
-    # hang.
+    # Encoded before the collective: a result that is not JSON must raise on this rank, not hang.
     texts = _exchange(step_name, lambda: (None, json.dumps(fn())), group)[1]
     return [json.loads(text) for text in texts]
 
 
 def agree_locally(step_name: str, fn: Callable[[], T]) -> T:
-    """Run `fn` on every rank and return this rank's own result, of any type; or raise on every rank.
+    """Run `fn` on every rank; return this rank's result, or raise the same error everywhere.
 
     >>> graph = agree_locally("tracing the model", lambda: qsync.capture(model, batch))
     """
@@ -48,7 +47,7 @@ def agree_locally(step_name: str, fn: Callable[[], T]) -> T:
 
 
 def from_rank_zero(step_name: str, fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0 alone and return its result on every rank; or raise on every rank.
+    """Run `fn` on rank 0 only; return its result on every rank, or raise its error everywhere.
 
     The result must be JSON-able.
 
@@ -62,7 +61,7 @@ def from_rank_zero(step_name: str, fn: Callable[[], T]) -> T:
 def _exchange(
     step_name: str, fn: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None = None
 ) -> tuple[T, list[str]]:
-    """Run `fn`, which returns an object and a text; return this rank's object and the texts of all ranks."""
+    """Run `fn`, which returns an object and a text; return the object and all ranks' texts."""
     cause: BaseException | None = None
     outcome: tuple[type[QSyncError] | None, str]
     try:
@@ -77,16 +76,16 @@ def _exchange(
     failed = [(rank, *each) for rank, each in enumerate(outcomes) if each[0] is not None]
     for rank, kind, message in sorted(failed, key=lambda one: one[1] is QSyncError):
         if isinstance(cause, QSyncError):
-            cause = cause.__cause__  # the sentence itself is said once
+            cause = cause.__cause__  # the sentence itself is printed once
         raise kind(f"{step_name} failed on rank {rank}: {message}") from cause
     return own, [text for _, text in outcomes]
 
 
 def check_same(facts: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
-    """Raise MismatchError on every rank unless all ranks hold the same facts, compared as text.
+    """Raise MismatchError on every rank unless the given facts are equal on all, compared as text.
 
-    The message names the first fact that differs, in the order given, with both sides. Give facts that
-    explain others first (torch's version before the plan's hash).
+    The message shows the first fact that differs, with both values. Put facts that explain others first
+    (torch's version before the plan's hash).
 
     >>> check_same({"torch": torch.__version__, "the plan": plan_hash})
     qsync.errors.MismatchError: torch differs between ranks: rank 0 has 2.13.0, rank 1 has 2.12.0; make it ...
@@ -110,13 +109,13 @@ def _is_distributed(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def _ranks(values: list[str], wanted: str) -> str:
-    """Return the ranks that hold this value: "1", or "1 (and 6 more)"."""
+    """Format the ranks with a given value: "1", or "1 (and 6 more)"."""
     holders = [rank for rank, value in enumerate(values) if value == wanted]
     return str(holders[0]) if len(holders) == 1 else f"{holders[0]} (and {len(holders) - 1} more)"
 
 
 def _around_difference(one: str, two: str) -> tuple[str, str]:
-    """Return both values; long ones are cut to the part in which they begin to differ."""
+    """Return both values, long ones cut to the region of their first difference."""
     if max(len(one), len(two)) <= _MAX_SHOWN_CHARACTERS:
         return one, two
     pairs = enumerate(zip(one, two, strict=False))

@@ -1,7 +1,7 @@
-"""DDP around a planned model: its options are checked first, and gradients are averaged exactly once.
+"""Wrap a planned model in DDP: check its options, and average gradients exactly once.
 
-DDP inside DDP divides gradients by the world size twice, without a word. Frameworks wrap whatever they are
-given, so a wrapped model refuses to be wrapped again, and tells Accelerate that it is wrapped already.
+DDP inside DDP silently divides gradients by the world size twice. So a wrapped model refuses another DDP, and
+reports to Accelerate that it is already wrapped.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _TWICE = (
 
 
 class _Registered:
-    """A count of the parameters and modules that were added to any module of this process.
+    """Counts parameters and modules added to any module of this process.
 
-    Modules that a traced forward makes do not count (a slice of a ModuleList is one): a graph that counts is
-    traced anew at every call.
+    Modules made in a traced forward (a slice of a ModuleList) are not counted: counting there would force a
+    new trace at every call.
     """
 
     def __init__(self) -> None:
@@ -75,10 +75,10 @@ _registered = _Registered()
 
 
 class HybridDDP(DistributedDataParallel):
-    """DDP around a planned model, as `qsync.hybrid` returns it. It copies and pickles as DDP does.
+    """DDP around a planned model, the result of `qsync.hybrid`. It copies and pickles like DDP.
 
-    A call through another DDP raises UnsupportedError. A trained parameter that DDP does not know raises
-    MismatchError: added, unfrozen, replaced, sharded or converted after wrapping, it would never be averaged.
+    A call through another DDP raises UnsupportedError. A parameter that was added, unfrozen, replaced,
+    sharded or converted after wrapping raises MismatchError: its gradient would never be averaged.
 
     Args:
         module: the model.
@@ -96,12 +96,12 @@ class HybridDDP(DistributedDataParallel):
     ) -> None:
         super().__init__(module, **options)
         self._base, self._share = base, share
-        self.is_prepared = False  # by Accelerate
+        self.is_prepared = False  # set by Accelerate
         self._register()
 
     def _register(self) -> None:
         self._averaged = {id(p): p.dtype for p in self.module.parameters() if p.requires_grad}
-        # In a list: as an attribute it would be a parameter of this module, under a name of its own.
+        # In a list, because an attribute would register the parameter a second time.
         self._first = [p for p in self.module.parameters() if p.requires_grad][:1]
         self._num_registered = _registered.count
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
@@ -110,25 +110,25 @@ class HybridDDP(DistributedDataParallel):
         note_ddp(self.module, self)
 
     def let_group_outlive_reducer(self) -> None:
-        """Make the process group the attribute that dies last: attributes die in their order.
+        """Make the process group the attribute that is destroyed last.
 
-        A reducer that owns a group alone destroys it while it holds the interpreter's lock. The group then
-        waits for its threads, and a thread that still drops a Python object waits for the lock (torch 2.13).
+        A reducer that owns a group alone destroys it while holding the GIL. The group then waits for its
+        threads, and a thread that drops a Python object waits for the GIL (torch 2.13).
         """
         self.process_group = self.__dict__.pop("process_group")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the model once; its gradients are averaged in backward."""
+        """Call the model once; backward averages its gradients."""
         self._check_call()
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     @untraced("it only checks")
     def _check_call(self) -> None:
-        if not torch.is_grad_enabled():  # a teacher inside another DDP's forward has no gradients
+        if not torch.is_grad_enabled():  # a teacher inside another DDP's forward runs without gradients
             return
         if DistributedDataParallel._active_ddp_module is not None:
             raise UnsupportedError(_TWICE)
-        # To look at every parameter takes half a millisecond of a model of 400.
+        # Checking every parameter takes 0.5 ms for 400 parameters.
         if (
             self._num_calls % _CALLS_PER_CHECK == 0
             or self._num_registered != _registered.count
@@ -160,7 +160,7 @@ class HybridDDP(DistributedDataParallel):
         self._num_registered = _registered.count
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Register a communication hook. UnsupportedError where there is one, as qsync's own."""
+        """Register a communication hook. Raises UnsupportedError if there is already one."""
         if there := comm_hook_of(self):
             raise UnsupportedError(one_hook(there))
         super().register_comm_hook(state, hook)
@@ -172,28 +172,28 @@ class HybridDDP(DistributedDataParallel):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """Refuse a second DDP, whose constructor asks for this first."""
+        """Refuse a second DDP, whose constructor reads this attribute first."""
         raise UnsupportedError(_TWICE)
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Let Accelerate leave the model as it is, once it was not asked for what that forbids."""
+        """Tell Accelerate that the model is prepared, after checking Accelerate's settings."""
         accelerate_state.check_prepared(self._base, self._share)
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """Take what Accelerate sets on all that it has prepared."""
+        """Accept the mark that Accelerate sets on every prepared model."""
         self.is_prepared = value
 
     @property
     def loss_type(self) -> Any:
-        """Return the model's, by which transformers' Trainer counts shifted labels."""
+        """Return the model's loss type, which transformers' Trainer reads to count shifted labels."""
         return self.module.loss_type
 
     @property
     def config(self) -> Any:
-        """Return the model's, by which transformers' Trainer knows encoder-decoders."""
+        """Return the model's config, which transformers' Trainer reads to detect encoder-decoders."""
         return self.module.config
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -205,31 +205,31 @@ class HybridDDP(DistributedDataParallel):
 
 
 def comm_hook_of(parallel: DistributedDataParallel) -> str:
-    """Return the name of a DDP's communication hook, torch's built-in ones included; empty if it has none."""
+    """Return the name of a DDP's communication hook, built-in ones included; empty without one."""
     return parallel._get_ddp_logging_data().get("comm_hook") or ""  # type: ignore[no-untyped-call]
 
 
 def one_hook(there: str) -> str:
-    """Say that a DDP takes no other communication hook beside the one that is there."""
+    """Return the message that DDP already has another communication hook."""
     return (
         f"DDP takes one communication hook, and this one has {there}; leave one of them out (under "
         "token_mean, weigh_gradients and levers qsync's own weighs gradients, and none fits beside it)"
     )
 
 
-# The DDP that averages a model's gradients: qsync's, or that of a framework which was seen to call the model.
+# The DDP that averages each model's gradients: qsync's, or a framework's, seen at a call.
 _ddp_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[DistributedDataParallel]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def note_ddp(module: torch.nn.Module, parallel: DistributedDataParallel) -> None:
-    """Remember which DDP averages the gradients of a model."""
+    """Remember the DDP that averages a model's gradients."""
     _ddp_of[module] = weakref.ref(parallel)
 
 
 def ddp_of(model: Any) -> DistributedDataParallel | None:
-    """Return the DDP that averages a model's gradients: the model itself, or the DDP around it, if known."""
+    """Return the DDP that averages a model's gradients: the model itself, or the known DDP around it."""
     if isinstance(model, DistributedDataParallel):
         return model
     found = _ddp_of.get(model) if isinstance(model, torch.nn.Module) else None
@@ -237,9 +237,9 @@ def ddp_of(model: Any) -> DistributedDataParallel | None:
 
 
 def check_not_parallel(model: Any) -> None:
-    """Raise UnsupportedError for a model that is, holds, or is inside a DDP already, or is sharded."""
+    """Raise UnsupportedError if a model is sharded, or is, contains or sits in a DDP."""
     if not isinstance(model, torch.nn.Module):
-        return  # which is refused for what it is
+        return  # another check refuses it with a better message
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UnsupportedError(
             "the model is sharded (its parameters are DTensors), and is planned whole; call "
@@ -260,7 +260,7 @@ def check_not_parallel(model: Any) -> None:
 
 
 def check_ddp_options(options: object, bucket_cap_mb: float | None = None) -> None:
-    """Raise FormatError for options that hybrid's DDP does not take, UnsupportedError for a partial group."""
+    """Raise FormatError for invalid DDP options, UnsupportedError for a partial process group."""
     if not isinstance(options, Mapping):
         raise FormatError(
             f"ddp_options must be a mapping of DDP's arguments, found {shortened(options)}; give "
@@ -269,7 +269,7 @@ def check_ddp_options(options: object, bucket_cap_mb: float | None = None) -> No
     options = stated_options(options)
     for name in options:
         if name in _WHY_NOT:
-            raise FormatError(f"ddp_options takes no {name}: {_WHY_NOT[name]}")
+            raise FormatError(f"ddp_options does not accept {name}: {_WHY_NOT[name]}")
         if name not in DDP_OPTIONS:
             raise FormatError(f"ddp_options: {unknown_name(name, DDP_OPTIONS)}")
     for name in _FLAGS:
@@ -294,7 +294,7 @@ def check_ddp_options(options: object, bucket_cap_mb: float | None = None) -> No
 
 
 def stated_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that differ from DDP's defaults, which command lines and configurations pass on."""
+    """Return the options that differ from DDP's defaults; command lines and configurations set them."""
 
     def is_default(name: str) -> bool:
         default = _DDP_ARGUMENTS[name].default if name in _DDP_ARGUMENTS else inspect.Parameter.empty
@@ -304,7 +304,7 @@ def stated_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settled_options(options: Mapping[str, Any], by_qsync: bool) -> dict[str, Any]:
-    """Return stated options, and whether gradients are views of buckets: not in a framework's own DDP."""
+    """Return the set options, and whether gradients are views of buckets (not in a framework's DDP)."""
     return {**stated_options(options), _VIEWS: options.get(_VIEWS, by_qsync)}
 
 
@@ -312,7 +312,7 @@ def in_ddp(
     model: torch.nn.Module, bucket_cap_mb: float | None = None, options: Mapping[str, Any] | None = None,
     **planned: Any,
 ) -> HybridDDP:  # fmt: skip
-    """Wrap the model in DDP with gradients living in the buckets, as replay assumes, unless options differ.
+    """Wrap the model in DDP, by default with gradients as bucket views, as replay assumes.
 
     `planned` is the plan's base and share of the batch.
     """

@@ -1,4 +1,4 @@
-"""Models that a framework wraps: find the DDP that averages their gradients, at the first training call."""
+"""Find the DDP that a framework puts around a planned model, at its first training call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger("qsync")
 
 
 class FirstCall:
-    """A hook on a planned model: the first call with gradients calls `then(called, model)`, once.
+    """A hook that calls `then(called, model)` once, at a planned model's first call with gradients.
 
-    `called` is the DDP through which the model is called, or the model itself. A model that is in neither
-    DDP nor FSDP2 is logged: its gradients are averaged only if the loop does that.
+    `called` is the DDP through which the model is called, or the model itself. Outside of DDP and FSDP2 it
+    logs a warning: gradients are then averaged only if the loop does so.
     """
 
     def __init__(

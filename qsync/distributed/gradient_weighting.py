@@ -1,14 +1,14 @@
-"""Batches of unequal size, and in several passes: the gradient stays the mean over all samples of a step.
+"""Weight gradients of unequal batches, so that a step's gradient is the mean over all its samples.
 
-DDP averages over ranks, which is the mean over samples only where all ranks have equally many. Here rank r
-computes the mean over its own b_r samples (in k_r passes, whose gradients autograd adds up) and scales it by
+DDP averages over ranks, which is the mean over samples only if all ranks have equally many. Here rank r
+computes the mean over its own b_r samples (in k_r passes, whose gradients autograd sums) and scales it by
 
     b_r / (k_r B),   B = sum over ranks of b_r
 
-The sum of the scaled gradients is the gradient of the mean over all B samples, exactly. B itself travels
-before the first bucket that is all-reduced, so that every step may have other numbers: of samples, or of
-tokens that `token_mean` counts. Gradients are scaled by the B that is expected, and once more only where
-another one arrives: a pass over all gradients after their exchange is one that nothing hides.
+The sum of the scaled gradients is the gradient of the mean over all B samples, exactly. B is all-reduced
+before the first bucket, so the numbers of samples (or of tokens, by `token_mean`) may change in every step.
+Gradients are scaled by the expected B, and again only if the actual B differs: a pass over all gradients
+after their exchange cannot be overlapped.
 """
 
 from __future__ import annotations
@@ -36,47 +36,48 @@ from qsync.tracing.replaced_forward import untraced
 
 
 class GradientHook:
-    """The stages of DDP's communication hook: weigh gradients, exchange them, divide by the weights.
+    """DDP's communication hook: weight gradients, all-reduce them, divide by the sum of weights.
 
-    It holds what this rank's gradients of a step are the mean over.
-
-    `num_counted` is the number of tokens that `token_mean` has counted since the last all-reduce.
+    It holds what this rank's gradients of a step are the mean over. `num_counted` is the number of tokens
+    that `token_mean` has counted since the last all-reduce.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.samples, self.passes = 1, 1
-        self.expected = 1.0  # the sum of all ranks' samples, if it is known; the same on every rank
+        self.expected = 1.0  # sum of all ranks' samples, if known; equal on every rank
         self.num_counted: torch.Tensor | None = None
-        # Whether forward has run since the last all-reduce: not on a rank that has joined. None: not known.
+        # Whether forward ran since the last all-reduce; False on a joined rank, None if unknown.
         self.has_run: bool | None = None
         self.loss_is_divided = False  # by the number of passes, before backward
-        self._factor, self._divisor = 1.0, 1.0  # of this step's gradients, and what of it all ranks share
+        # This step's gradient factor, and its part that all ranks share
+        self._factor, self._divisor = 1.0, 1.0
         self._first: Any = None  # the all-reduce of the step's weights
-        self._is_empty: torch.Tensor | None = None  # whether this rank's step has no token; None: not counted
+        # Whether this rank's step has no token; None if not counted
+        self._is_empty: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "group": None, "_first": None, "_is_empty": None, "num_counted": None}
 
     @untraced("it only counts")
     def begin(self, parallel: torch.nn.Module, *_: Any) -> None:
-        """Note that the model runs: a hook before its forward."""
+        """Note that the model runs, as a forward pre-hook."""
         self.has_run = self.has_run or torch.is_grad_enabled()
         if self.num_counted is not None and all(p.grad is None for p in parallel.parameters()):
-            self.num_counted = None  # of passes whose gradients were dropped
+            self.num_counted = None  # tokens of passes whose gradients were dropped
         self.loss_is_divided = accelerate_state.divides_loss(parallel)
 
     def count(self, num_tokens: torch.Tensor) -> None:
-        """Count the tokens of one pass, in its backward."""
+        """Count the tokens of one pass, during its backward."""
         self.num_counted = num_tokens if self.num_counted is None else self.num_counted + num_tokens
 
     def _take(self, gradients: torch.Tensor) -> tuple[float, torch.Tensor | float, bool]:
-        """Return the factor of this step's gradients, their weight, and whether it is counted; begin anew."""
+        """Return the step's gradient factor, its weight, and whether tokens were counted; reset."""
         counted, has_run = self.num_counted, self.has_run
         if has_run is None:
             has_run = bool(gradients.any())
         self.num_counted, self.has_run = None, False
-        if counted is not None:  # token_mean has multiplied the losses
+        if counted is not None:  # token_mean has already multiplied the losses
             return 1.0, counted, True
         passes = 1 if self.loss_is_divided else self.passes
         return self.samples / passes, float(self.samples if has_run else 0), False
@@ -98,10 +99,10 @@ class GradientHook:
             self._divisor = 1.0 if is_counted else self.expected
             self._factor /= self._divisor
             self._is_empty = torch.as_tensor(weight, device=buffer.device) == 0 if is_counted else None
-        if self._is_empty is not None:  # the mean over no token may be 0 / 0, and its gradients NaN
+        if self._is_empty is not None:  # the mean over no tokens may be 0 / 0, with NaN gradients
             numbers.masked_fill_(self._is_empty, 0.0)
         if is_first:
-            # On their own: behind the gradients, the whole bucket would be copied to make room for them.
+            # In a separate message: appended to a bucket, they would force a copy of the bucket.
             weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64, device=buffer.device)] * 2)
             self._first = self.exchange(weights if is_counted else weights * weights.new_tensor([1.0, 0.0]))
         numbers.mul_(self._factor)
@@ -111,7 +112,7 @@ class GradientHook:
             total, counted = first.wait()[0]
             torch._assert_async((counted == 0) | (counted == total), _MIXED)
             found, rest = done.value()[0], (total / divisor).clamp(min=torch.finfo(torch.float32).tiny)
-            if rest.device.type == "cpu" and rest == 1.0:  # a GPU would have to wait to know
+            if rest.device.type == "cpu" and rest == 1.0:  # a GPU would have to synchronize to know
                 return buffer.copy_(found)
             return buffer.copy_(found / rest) if sparse else buffer.copy_(found).div_(rest)
 
@@ -123,7 +124,7 @@ _MIXED = "token_mean was called on some ranks only; call it on every rank, befor
 
 
 def _weights_of(parallel: DistributedDataParallel) -> GradientHook:
-    """Return the weights of a model in DDP; with its hook, which takes effect from the next backward on."""
+    """Return a DDP model's gradient hook; installed on first use, from the next backward on."""
     for _, state in parallel._comm_hooks:
         if isinstance(state, GradientHook):
             return state
@@ -134,32 +135,32 @@ def _weights_of(parallel: DistributedDataParallel) -> GradientHook:
         )
     weights = GradientHook(parallel.process_group)
     parallel.register_comm_hook(weights, average_bucket)
-    if not isinstance(parallel, HybridDDP):  # which refuses others itself
+    if not isinstance(parallel, HybridDDP):  # HybridDDP refuses other hooks itself
         parallel.register_comm_hook = parallel._register_builtin_comm_hook = _refuse_hook  # type: ignore[method-assign]
     parallel.register_forward_pre_hook(weights.begin)
     return weights
 
 
 def _refuse_hook(*_: Any, **__: Any) -> None:
-    """Refuse another communication hook: stands in place of DDP's methods."""
+    """Refuse another communication hook, in place of DDP's registration methods."""
     raise UnsupportedError(one_hook("qsync's, which weighs gradients (token_mean, weigh_gradients)"))
 
 
 def weigh_gradients(
     model: torch.nn.Module, samples: int, *, passes: int = 1, total: int | None = None
 ) -> torch.nn.Module:
-    """Make DDP's gradient the mean over all samples of a step, however many of them this rank has.
+    """Make DDP's gradient the mean over all samples of a step, with unequal samples per rank.
 
-    Called on every rank; again when the shares change. The loss must be a mean over samples. Warns where the
-    model holds BatchNorm, whose statistics are those of one rank and pass. Where every step has other
-    numbers, count them: `qsync.token_mean`.
+    Call it on every rank, and again when the shares change. The loss must be a mean over samples. Warns about
+    BatchNorm, whose statistics cover one rank and pass. If the numbers change in every step, use
+    `qsync.token_mean`.
 
     Args:
         model: in DistributedDataParallel.
-        samples: how many samples this rank has per optimizer step.
-        passes: in how many micro-batches of equal size it takes them (see `micro_batches`). Under Accelerate,
-            which divides losses by its own number of passes, they are not divided again.
-        total: how many samples all ranks should have together, as a plan says; checked if given.
+        samples: this rank's samples per optimizer step.
+        passes: the number of equal micro-batches that it takes them in (see `micro_batches`). Losses that
+            Accelerate already divides by its number of passes are not divided again.
+        total: the samples of all ranks together, as in the plan; checked if given.
 
     Returns:
         The model.
@@ -195,32 +196,32 @@ def weigh_gradients(
 
 
 def set_share(model: torch.nn.Module, samples: int, passes: int, expected: int) -> None:
-    """Weigh the gradients of this rank by its samples, of `expected` ones on all ranks.
+    """Weight this rank's gradients by its samples, given the `expected` sum over all ranks.
 
-    Every rank must expect the same, as of a plan. Where they have more or fewer, gradients are scaled again.
+    Every rank must expect the same, such as the plan's. If the actual sum differs, gradients are rescaled.
     """
     weights = _weights_of(_in_ddp(model))
     weights.samples, weights.passes, weights.expected = samples, passes, float(expected)
     note_share(model, samples, passes)
 
 
-# The samples that this rank takes a step, and in how many passes, by model.
+# This rank's samples and passes per step, by model.
 _shares: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 def note_share(model: torch.nn.Module, samples: int, passes: int = 1) -> None:
-    """Remember what this rank takes a step, of a model or of the one in DDP."""
+    """Remember this rank's samples and passes per step, for a model or the model in its DDP."""
     _shares[wrapped_module(model)] = (samples, passes)
 
 
 def samples_of(model: torch.nn.Module) -> int:
-    """Return how many samples this rank takes a step, of a model that `qsync.hybrid` planned.
+    """Return this rank's number of samples per step, for a model that `qsync.hybrid` planned.
 
-    For loops that draw them themselves, as from a dataset without a length; others have a
+    For loops that draw samples themselves, such as from a dataset without a length; otherwise use a
     `qsync.ShareSampler`.
 
     Raises:
-        MismatchError: nothing was planned for the model, nor set by `weigh_gradients`.
+        MismatchError: neither `qsync.hybrid` nor `weigh_gradients` set it.
 
     Example:
         >>> batch = torch.stack([next(stream) for _ in range(qsync.samples_of(model))])
@@ -245,27 +246,26 @@ def _in_ddp(model: torch.nn.Module) -> DistributedDataParallel:
 
 
 def token_mean(model: torch.nn.Module, loss: torch.Tensor, num_tokens: int | torch.Tensor) -> torch.Tensor:
-    """Make the gradient of a step the mean over its tokens, on all ranks and in all passes.
+    """Make a step's gradient the mean over its tokens, over all ranks and passes.
 
-    A loss that is a mean over tokens weighs ranks and passes with few tokens as much as those with many. This
-    returns `loss * num_tokens`. The counts travel before the first gradients that are all-reduced, and the
-    sum of gradients is divided by the sum of counts. Call it on every rank, for every
-    loss, before its backward; do not divide losses by the number of passes. A loss without a backward counts
-    for nothing. Where a rank may have no input at all (`Join`), call `weigh_gradients` first. (As ByteScale,
-    arXiv:2502.21231.)
+    A mean loss gives ranks and passes with few tokens the same weight as those with many. This returns `loss
+    * num_tokens`. Counts are all-reduced before the first gradients, and the sum of gradients is divided by
+    the sum of counts. Call it on every rank, for every loss, before its backward; do not divide losses by the
+    number of passes. A loss without a backward is not counted. If a rank may have no input at all (`Join`),
+    call `weigh_gradients` first. (As ByteScale, arXiv:2502.21231.)
 
     Args:
-        model: what `qsync.hybrid` returned, or any model in DistributedDataParallel.
+        model: the result of `qsync.hybrid`, or any model in DistributedDataParallel.
         loss: the mean over this pass's tokens, a scalar.
-        num_tokens: how many they are, at least 0. A pass without tokens counts for nothing; beside other
-            passes of its step its gradients must be finite: a mean of one's own divides by at least 1.
+        num_tokens: their number, at least 0. A pass without tokens is not counted; its gradients must still
+            be finite, so divide a mean of your own by at least 1.
 
     Returns:
-        The loss to call backward of.
+        The loss to call backward on.
 
     Raises:
         UnsupportedError: the model is not in DistributedDataParallel, or that has a communication hook.
-        FormatError: a number that is none.
+        FormatError: an invalid number of tokens.
 
     Example:
         >>> for part in qsync.micro_batches(model, batch, passes=4):
@@ -276,18 +276,21 @@ def token_mean(model: torch.nn.Module, loss: torch.Tensor, num_tokens: int | tor
     parallel = _in_ddp(model)
     weights = _weights_of(parallel)
     if not isinstance(num_tokens, torch.Tensor) and not (type(num_tokens) is int and num_tokens >= 0):
-        raise FormatError(f"num_tokens must be a whole number of at least 0, found {shortened(num_tokens)}")
+        raise FormatError(
+            f"num_tokens must be a whole number of at least 0, found {shortened(num_tokens)}; "
+            "count the tokens of the loss"
+        )
     wide = torch.promote_types(loss.dtype, torch.float32)
     count = torch.as_tensor(num_tokens, device=loss.device).detach().to(wide)
     factor = count * accelerate_state.num_passes() if accelerate_state.divides_loss(parallel) else count
     weighted = torch.where(count > 0, loss * factor, torch.zeros_like(loss))
-    if weighted.requires_grad:  # what has no backward counts for nothing: evaluation, a skipped step
+    if weighted.requires_grad:  # without a backward nothing is counted: evaluation, a skipped step
         weighted.register_hook(lambda _: weights.count(count))  # type: ignore[no-untyped-call]
     return weighted
 
 
 def check_share(samples: int, passes: int = 1) -> None:
-    """Raise FormatError unless the samples can be taken in passes of equal size."""
+    """Raise FormatError unless the passes divide the samples evenly."""
     for what, number in (("samples", samples), ("passes", passes)):
         if type(number) is not int or number < 1:
             raise FormatError(f"{what} must be a whole number of at least 1 on every rank, found {number!r}")
@@ -298,16 +301,16 @@ def check_share(samples: int, passes: int = 1) -> None:
 
 
 def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None) -> Iterator[Any]:
-    """Yield the parts of a batch, one pass each; gradients are exchanged in the last one alone.
+    """Yield the parts of a batch, one per pass; gradients are exchanged only in the last one.
 
-    Run forward AND backward of a part before taking the next one, with a loss that is a mean over the part's
-    samples. After `weigh_gradients(..., passes=passes)` the sum of the passes is the gradient of the whole.
+    Run forward AND backward of each part before the next one, with a loss that is a mean over the part's
+    samples. After `weigh_gradients(..., passes=passes)` the accumulated gradient is that of the whole batch.
 
     Args:
         model: in DistributedDataParallel.
         batch: a tensor, or tuples, lists, mappings and dataclasses of them. Each tensor is cut along its
             first dimension; tensors without dimensions and all else go into every part.
-        passes: the number of parts; without it as many as the plan gives this rank.
+        passes: the number of parts; default: the plan's for this rank.
 
     Yields:
         The parts, in order, of the batch's own type.
@@ -324,7 +327,7 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None)
     parallel = ddp_of(model)
     if passes is None:
         passes = _shares.get(wrapped_module(model), (1, 1))[1]
-    if parallel is None and passes == 1:  # one process alone
+    if parallel is None and passes == 1:  # a single process
         yield batch
         return
     if parallel is None:
@@ -344,7 +347,7 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None)
 
 
 def of_samples(batch: Any, captured: int, samples: int) -> Any:
-    """Return a batch of `captured` samples with another number of them: its first ones, or some repeated."""
+    """Return a batch of `captured` samples resized to another number: the first ones, or repeated."""
 
     def taken(part: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(samples, device=part.device) % captured
@@ -363,7 +366,7 @@ def _part(batch: Any, k: int, passes: int) -> Any:
 
 
 def _each(batch: Any, cut: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the batch with each of its tensors that has a dimension cut."""
+    """Return the batch with a function applied to each tensor that has a dimension."""
     if isinstance(batch, torch.Tensor):
         return cut(batch) if batch.ndim else batch
     if isinstance(batch, PackedSequence):
@@ -383,7 +386,7 @@ def _each(batch: Any, cut: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _like(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return the parts as a mapping of the batch's own type; as a dict where that cannot be changed."""
+    """Return parts as a mapping of the batch's own type; as a dict if that type is immutable."""
     if type(batch) is dict:
         return parts
     before, own, given = dict(batch), cast("Any", copy(batch)), cast("Any", batch)
@@ -394,12 +397,12 @@ def _like(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
         return parts
     if all(given[name] is value for name, value in before.items()):
         return own  # type: ignore[no-any-return]
-    given.update(before)  # its copy shares the items
+    given.update(before)  # the copy shares the items
     return parts
 
 
 def _has_samples(batch: Any) -> bool:
-    """Return whether a batch holds a tensor with samples."""
+    """Return whether a batch has a tensor with a batch dimension."""
     if isinstance(batch, torch.Tensor):
         return batch.ndim > 0
     if isinstance(batch, Mapping):
@@ -412,12 +415,12 @@ def _has_samples(batch: Any) -> bool:
 
 
 def average_bucket(weights: GradientHook, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
-    """Average a bucket by weight: DDP's communication hook."""
+    """Average a bucket by sample weights: DDP's communication hook."""
     return weights.reduce(bucket.buffer(), bucket.index() == 0)
 
 
 def batch_norms(model: torch.nn.Module) -> list[str]:
-    """Return the paths of the BatchNorms whose statistics are those of one rank and pass."""
+    """Return the paths of BatchNorms whose statistics cover only one rank and pass."""
     return [
         name for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
@@ -425,7 +428,7 @@ def batch_norms(model: torch.nn.Module) -> list[str]:
 
 
 def warn_of_batch_norm(model: torch.nn.Module) -> None:
-    """Warn where the model holds BatchNorm: its statistics change with shares and passes."""
+    """Warn about BatchNorm in the model: its statistics change with shares and passes."""
     if norms := batch_norms(model):
         warnings.warn(
             f"the model has {len(norms)} BatchNorm ({norms[0].removeprefix('module.')}), whose statistics "

@@ -1,4 +1,4 @@
-"""The ranks of a running job: how they join it, which device each has, and the cluster that they form.
+"""Join a job: its ranks, their devices, and the cluster that they form.
 
 Every step here is one exchange of `agreement`: an error on one rank is raised on all, and nobody hangs.
 """
@@ -42,7 +42,7 @@ def silent(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of a job: where its model is, and what kind of device that is."""
+    """One rank of a job: its number, its device, and the device's class."""
 
     device: torch.device
     device_class: DeviceClass
@@ -50,9 +50,9 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """What a rank trains: a model, one batch of its data, and the loss of the model on a batch.
+    """A rank's training step: a model, one batch, and the loss function.
 
-    Without `loss_fn` the loss is the model's own `.loss`.
+    Without `loss_fn` the loss is the model output's `.loss`.
     """
 
     model: torch.nn.Module
@@ -70,12 +70,12 @@ def join_job(
     silence_s: float = liveness.DEFAULT_TIMEOUT_S,
     join_timeout_s: float = liveness.JOIN_TIMEOUT_S,
 ) -> None:
-    """Join the job that torchrun (or the environment it would set) describes, unless that is done already.
+    """Join the job that torchrun's environment variables describe, unless already joined.
 
-    Ranks that have not come are named every ten seconds; one that does not come within `join_timeout_s`, or
-    falls silent for `silence_s` while ranks join, ends this process or is a QSyncError. A process that joined
-    here leaves the job when Python ends without an error. A GPU becomes the current one: torch exchanges
-    objects over NCCL on that. Raises QSyncError for a timeout under 1 s.
+    Missing ranks are printed every ten seconds. A rank that does not join within `join_timeout_s`, or is
+    silent for `silence_s` meanwhile, ends this process or raises QSyncError. The process leaves the job when
+    Python ends without an error. The rank's GPU becomes the current one, because torch exchanges objects over
+    NCCL there. Raises QSyncError for a timeout under 1 s.
     """
     liveness.check_timeouts(silence_s, join_timeout_s)
     if device.type == "cuda" and (dist.is_initialized() or "RANK" in os.environ):
@@ -85,7 +85,7 @@ def join_job(
     backend = backend_for(device)
     place = JobAddress.of_environment()
     store = place.connect(join_timeout_s, timedelta(seconds=timeout_s))
-    number = next(_num_joins)  # a store may outlive the job that a process leaves before it joins another
+    number = next(_num_joins)  # a store may outlive a job, and the process may join another job
     before = PrefixStore(f"qsync/join {number}", store), place.rank, place.world_size
     with liveness.start(silence_s, join_timeout_s, before) as watch:
         watch.wait_for_all()
@@ -97,11 +97,10 @@ def join_job(
 
 
 def _leave_job() -> None:
-    """End the process group's threads while there still is an interpreter.
+    """End the process group's threads before the interpreter exits.
 
-    A thread that frees a Python object afterwards takes the process down with SIGABRT ("terminate called
-    without an active exception", once in some hundred runs on a busy machine). After an error nothing is
-    ended: a peer may be gone, and ending would wait for it.
+    A thread that frees a Python object later aborts the process (SIGABRT, once in some hundred runs on a busy
+    machine). After an error the threads are left alone: ending them could wait for a dead peer.
     """
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
@@ -118,9 +117,9 @@ def is_rank_zero() -> bool:
 
 
 def check_models(model: torch.nn.Module, extra: Mapping[str, object] | None = None) -> None:
-    """Raise MismatchError on every rank unless all run the same software on the same parameters.
+    """Raise MismatchError on every rank unless software versions and parameters are equal on all.
 
-    `extra` are more facts, by name, that must be the same on every rank.
+    `extra` holds further facts by name that must be equal.
     """
     layout = [
         f"{name} {tuple(p.shape)} strides {p.stride()} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
@@ -137,7 +136,7 @@ def check_models(model: torch.nn.Module, extra: Mapping[str, object] | None = No
 
 
 def check_options(emulated_share: object, device_class: object, bucket_cap_mb: object) -> None:
-    """Raise FormatError on every rank if any rank has an unusable share, class name or bucket size."""
+    """Raise FormatError on every rank if any rank has an invalid share, class name or bucket size."""
 
     def check() -> None:
         if emulated_share is not None and not (_is_number(emulated_share) and 0 < emulated_share <= 1):
@@ -146,10 +145,10 @@ def check_options(emulated_share: object, device_class: object, bucket_cap_mb: o
                 "whole core"
             )
         if device_class is not None and not (isinstance(device_class, str) and device_class):
-            raise FormatError(f"device_class must be a name, found {shortened(device_class)}")
+            raise FormatError(f"device_class must be a name, found {shortened(device_class)}; leave it out")
         if bucket_cap_mb is not None and not (_is_number(bucket_cap_mb) and 2**-20 <= bucket_cap_mb < 2**43):
             raise FormatError(
-                f"bucket_cap_mb must be positive, found {shortened(bucket_cap_mb)}; DDP's own is 25"
+                f"bucket_cap_mb must be positive, found {shortened(bucket_cap_mb)}; DDP's default is 25"
             )
 
     agree_locally("checking options", check)
@@ -160,7 +159,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def ranks_on_host() -> int:
-    """Return how many ranks this host has, as torchrun says. FormatError where that is no number."""
+    """Return the number of ranks on this host, set by torchrun. Raises FormatError for no number."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not (text.isascii() and text.isdigit() and int(text)):
         raise FormatError(f"LOCAL_WORLD_SIZE must be a number of ranks, found {shortened(text)}; unset it")
@@ -168,12 +167,12 @@ def ranks_on_host() -> int:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend that ranks speak: gloo on CPUs, and for GPUs and CPUs together.
+    """Return the backend of torch.distributed: gloo for CPUs and for mixed jobs, nccl for GPUs.
 
-    Raises FormatError for a QSYNC_BACKEND that torch does not have here.
+    Raises FormatError for a QSYNC_BACKEND that this torch lacks.
     """
     asked = os.environ.get("QSYNC_BACKEND")
-    for part in asked.split(",") if asked else ():  # or "cpu:gloo,cuda:nccl"
+    for part in asked.split(",") if asked else ():  # single backends, or e.g. "cpu:gloo,cuda:nccl"
         if not dist.is_backend_available(part.rpartition(":")[2]):
             raise FormatError(
                 f"QSYNC_BACKEND is {shortened(asked)}, which torch does not have here; unset it"
@@ -182,9 +181,9 @@ def backend_for(device: torch.device) -> str:
 
 
 def detect_rank(model: torch.nn.Module, emulated_share: float | None = None, name: str | None = None) -> Rank:
-    """Return this rank, with its class under the given name or, without one, the detected name.
+    """Detect this rank's device, and name its class (by default automatically).
 
-    A rank of an `emulated_share` gets no more of its core from now on. An error on one rank is raised on all.
+    `emulated_share` slows the rank to this share of its core. An error on one rank is raised on all.
     """
 
     def detect() -> Rank:
@@ -198,15 +197,15 @@ def detect_rank(model: torch.nn.Module, emulated_share: float | None = None, nam
 
 
 def is_first_of(device_class: str) -> bool:
-    """Return whether this is the first rank of its class."""
+    """Return whether this is the first rank of its device class."""
     first = agree("finding device classes", lambda: device_class).index(device_class)
     return not dist.is_initialized() or dist.get_rank() == first
 
 
 def form_graph(step: TrainingStep, alike: bool = True) -> OpGraph:
-    """Return the graph of this rank's step. Raises MismatchError unless all ranks have the same one.
+    """Capture this rank's graph. Raises MismatchError unless it is equal on all ranks.
 
-    Unless `alike`, batches may have other numbers of samples.
+    With `alike` the numbers of samples must be equal, too.
     """
     graph = agree_locally("tracing the model", lambda: api.trace_step(step.model, step.batch, step.loss_fn))
     check_same(
@@ -216,7 +215,7 @@ def form_graph(step: TrainingStep, alike: bool = True) -> OpGraph:
 
 
 def form_cluster(rank: Rank, progress: Progress = silent, rounds: int = 6) -> tuple[Cluster, LinkMeasurement]:
-    """Return the classes of all ranks with their counts, and this rank's measurement of their link."""
+    """Return the cluster: classes with rank counts, and this rank's measurement of the link."""
     own = rank.device_class
     everyone = agree("finding device classes", lambda: as_json(own))
     classes: dict[str, DeviceClass] = {}
@@ -236,7 +235,7 @@ def form_cluster(rank: Rank, progress: Progress = silent, rounds: int = 6) -> tu
 
 
 def _check_alike(known: DeviceClass, found: DeviceClass, rank: int) -> None:
-    """Raise MismatchError unless a rank can share the profile of earlier ranks of its class."""
+    """Raise MismatchError unless a rank's device equals those of earlier ranks of its class."""
     for what in ("device", "hardware", "precisions", "emulated_share"):
         own, theirs = (getattr(one, what) for one in (found, known))
         if own != theirs:

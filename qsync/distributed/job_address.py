@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the store that rank 0, or torchrun on its host, serves."""
+"""Connect a job's ranks to their rendezvous store, which rank 0 or torchrun serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class JobAddress:
-    """The address of a job's store, and which rank of how many this process is."""
+    """The address of a job's store, with this process's rank and the number of ranks."""
 
     rank: int
     world_size: int
@@ -29,7 +29,7 @@ class JobAddress:
 
     @classmethod
     def of_environment(cls) -> Self:
-        """Return what torchrun puts in the environment. Raises FormatError for what is not there."""
+        """Read torchrun's environment variables. Raises FormatError for a missing or invalid one."""
         found = {
             name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
         }
@@ -43,9 +43,9 @@ class JobAddress:
         return cls(rank, world_size, found["MASTER_ADDR"], port)
 
     def connect(self, join_timeout_s: float, timeout: timedelta) -> Store:
-        """Serve the store, or connect to it as soon as it is there; its calls then wait for `timeout`.
+        """Serve the store, or connect to it once it is up; its calls then time out after `timeout`.
 
-        Raises QSyncError where it is not there within `join_timeout_s`.
+        Raises QSyncError if it is not up within `join_timeout_s`.
         """
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if not serves:
@@ -65,7 +65,7 @@ class JobAddress:
         return store
 
     def _wait_for_server(self, join_timeout_s: float) -> None:
-        """Wait for rank 0, and say so: torch's store would be silent, and log a traceback in the end."""
+        """Wait for rank 0 with a line every ten seconds, where torch's store would be silent."""
         began_s = told_s = time.monotonic()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""A batch sampler that hands every rank the sequences it takes as long for as the other ranks."""
+"""Give each rank a batch of sequences with equal predicted time: a batch sampler."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from qsync.runtime.wrapping import plan_of
 
 
 class LengthSampler(RankSampler):
-    """Batches of sequences for one rank: those that it takes as long for as the others for theirs.
+    """Batch sampler of sequences that balances predicted time over ranks.
 
-    Of every `batch_size` sequences each rank gets a run of similar lengths, by what they are predicted to
-    take there under the plan, attention's square of the length included. Ranks then have other numbers of
-    sequences and tokens: weigh their losses (`qsync.token_mean`). Built on every rank of the job.
+    Of every `batch_size` sequences each rank gets a run of similar lengths, by predicted time under the plan
+    (attention's quadratic cost included). Ranks then differ in sequences and tokens: weight their losses with
+    `qsync.token_mean`. Build it on every rank of the job.
 
     Args:
-        model: what `qsync.hybrid` returned; its plan and profiles say what a sequence costs.
+        model: the result of `qsync.hybrid`; its plan and profiles give the cost of a sequence.
         lengths: the number of tokens of every sequence of the dataset.
         batch_size: sequences of one step, on all ranks together.
-        shuffle: draw the sequences of each epoch in another order; the same on every rank.
-        seed: of the order; the epoch is added to it.
-        drop_last: leave out sequences that fill no batch; without it the last batch takes as many ranks as
-            it can, and wraps round to the first sequences if it has fewer than one a rank.
-        max_tokens: the most padded tokens that a rank may take in a step.
+        shuffle: shuffle the sequences in every epoch, equally on every rank.
+        seed: seed of the order; the epoch is added to it.
+        drop_last: drop sequences that do not fill a batch. Otherwise the last batch is smaller; if it has
+            less than one sequence per rank, it wraps around to the first sequences.
+        max_tokens: the largest number of padded tokens of a rank in a step.
         costs: class -> cost of a sequence, instead of the plan's.
 
     Raises:
-        UnsupportedError: a plan with shares of the batch, which a ShareSampler hands out.
-        FormatError: lengths or sizes that cannot be used.
+        UnsupportedError: a plan with shares of the batch; use its ShareSampler.
+        FormatError: invalid lengths or sizes.
         MismatchError: a model without a prediction, or ranks with different lengths.
 
     Example:
@@ -70,10 +70,12 @@ class LengthSampler(RankSampler):
             for what, number in (("batch_size", batch_size), ("max_tokens", max_tokens or 1)):
                 if type(number) is not int or number < 1:
                     raise FormatError(
-                        f"{what} must be a whole number of at least 1, found {shortened(number)}"
+                        f"{what} must be a whole number of at least 1, found {shortened(number)}; correct it"
                     )
             if not len(lengths) or not all(int(length) > 0 for length in lengths):
-                raise FormatError("lengths must be positive whole numbers, one for each sequence")
+                raise FormatError(
+                    "lengths must be positive whole numbers; give the number of tokens of each sequence"
+                )
             if found is None or (costs or found[0].sequence_costs) is None:
                 raise MismatchError(
                     "nothing is predicted of this model's sequences: give what qsync.hybrid returned in a "
@@ -98,7 +100,7 @@ class LengthSampler(RankSampler):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch from now on."""
+        """Use the order of this epoch from now on."""
         if not accelerate_state.counts_epochs():
             self._epoch = epoch
 
@@ -107,7 +109,7 @@ class LengthSampler(RankSampler):
         return whole + (rest > 0 and not self._drop_last)
 
     def steps(self) -> Iterator[list[list[int]]]:
-        """Yield by step the sequences of every rank."""
+        """Yield, for each step, the sequences of every rank."""
         order = list(range(len(self._lengths)))
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self._epoch)

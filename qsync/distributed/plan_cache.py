@@ -26,9 +26,9 @@ from qsync.records.plans import Plan
 
 
 def cache_folder(given: str | Path | None) -> Path:
-    """Return the folder of all cached plans: the given one, or the user's own cache.
+    """Return the folder of cached plans: the given one, or the user's cache.
 
-    Raises QSyncError where a user without a home folder gives none, FormatError for what is no path.
+    Raises QSyncError for a user without a home folder who gives none, FormatError for an invalid path.
     """
     if given is not None and (not isinstance(given, (str, Path)) or "\0" in str(given)):
         raise FormatError(f"cache_dir is the path of a folder, found {shortened(given)}; give one, or none")
@@ -41,10 +41,7 @@ def cache_folder(given: str | Path | None) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a plan before the profiles that it is to hold are measured.
-
-    Raises FormatError where it cannot be made.
-    """
+    """Create a plan's folder before its profiles are measured. Raises FormatError if it cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,7 +54,7 @@ def make_folder(folder: Path) -> None:
 def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -> str:
     """Return the name of a plan's folder: a hash of step, classes, versions and options.
 
-    The link is left out: it is measured anew in every job and never twice the same.
+    The link is left out, because its measurement differs in every job.
     """
     classes = [
         [
@@ -73,7 +70,7 @@ def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -
 def step_key(graph: OpGraph) -> str:
     """Return a hash of a captured step, and of the versions of qsync and torch.
 
-    It covers all shapes and types, what is trained, and the number of calls a step.
+    It covers shapes, types, trained parameters, and the number of calls per step.
     """
     tensors = [[value.name, value.dtype, value.requires_grad] for value in graph.inputs]
     step = [tensors, [op.dtype for op in graph.ops], graph.num_calls]
@@ -81,7 +78,7 @@ def step_key(graph: OpGraph) -> str:
 
 
 def cached_plan(folder: Path) -> Plan | None:
-    """Return rank 0's plan in this folder on every rank; None where there is none or it is malformed."""
+    """Return rank 0's cached plan on every rank; None if it is missing or malformed."""
 
     def read() -> dict[str, Any] | None:
         try:
@@ -94,7 +91,7 @@ def cached_plan(folder: Path) -> Plan | None:
 
 
 def stable_text(value: object) -> str:
-    """Return text that is the same in every run: of a function its code and what that names, no address.
+    """Return a text of a value that is equal in every run: code and names instead of addresses.
 
     >>> stable_text(torch.optim.AdamW)
     """
@@ -102,7 +99,7 @@ def stable_text(value: object) -> str:
 
 
 def _text(value: object, inside: tuple[int, ...]) -> str:
-    """Return what a value is; `inside` are the codes of functions around it, which may name one another."""
+    """Return a value's stable text; `inside` holds the enclosing functions' code, against recursion."""
     if isinstance(value, partial):
         arguments = [_part(each, inside) for each in (*value.args, value.keywords)]
         return digest([_text(value.func, inside), arguments])
@@ -121,7 +118,7 @@ def _text(value: object, inside: tuple[int, ...]) -> str:
         ])  # fmt: skip
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    if callable(value):  # an object, which may be shown by its address
+    if callable(value):  # an object whose repr may contain its address
         text = "" if type(value).__repr__ is object.__repr__ else str(value)
         of_type = [type(value).__qualname__, text, _text(type(value).__call__, inside)]
         return digest([*of_type, _part(_settings(value), (*inside, id(value)))])
@@ -129,14 +126,14 @@ def _text(value: object, inside: tuple[int, ...]) -> str:
 
 
 def _settings(value: object) -> object:
-    """Return the attributes of an object; classes, modules and what has none as they are."""
+    """Return an object's attributes; classes, modules and objects without any are returned themselves."""
     if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
         return value
     return vars(value)
 
 
 def _instructions(code: types.CodeType) -> list[object]:
-    """Return what code does, with the names that it looks up and the functions inside it."""
+    """Return a code object's instructions, with names looked up and nested functions."""
     constants = [
         _instructions(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts
     ]
@@ -144,18 +141,18 @@ def _instructions(code: types.CodeType) -> list[object]:
 
 
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Return the names of attributes and the texts that code, or a function inside it, looks up."""
+    """Return the attribute names and texts that a code object or its nested functions look up."""
     texts = {each for each in code.co_consts if isinstance(each, str)}
     nested = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return frozenset(code.co_names).union(texts, *nested)
 
 
 def _part(value: object, inside: tuple[int, ...], read: frozenset[str] | None = None) -> str:
-    """Return classes, functions, numbers, texts and collections by what they are, others by their type.
+    """Return the stable text of classes, functions, numbers, texts and collections; of others, the type.
 
-    Of settings only the entries count that the function reads: others, as the name of a run, may change.
+    Of settings only the entries that the function reads count: others, such as a run's name, may change.
     """
-    if id(value) in inside:  # a collection that holds itself
+    if id(value) in inside:  # a collection that contains itself
         return type(value).__qualname__
     if is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name, None) for each in fields(value)}
@@ -169,7 +166,7 @@ def _part(value: object, inside: tuple[int, ...], read: frozenset[str] | None = 
         return str([_part(each, within, read) for each in value])
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
-    # A library's function counts by its name: the key has the versions, and its code may be long.
+    # A library's function counts by name: the key has the versions, and its code may be long.
     if isinstance(value, types.FunctionType) and "site-packages" not in value.__code__.co_filename:
         return _text(value, inside)
     return str(getattr(value, "__qualname__", type(value)))

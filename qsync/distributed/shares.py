@@ -1,8 +1,8 @@
-"""Share the samples of a global batch out over cards, and say which samples a step takes. Pure.
+"""Divide a global batch among cards, and find the dataset indices of each step. Pure.
 
-The batch is the same in every step, whatever the membership. The samples of step s are those at the places
-[s B, (s + 1) B) of an endless stream, in which every epoch is one random permutation of the dataset. So no
-sample of an epoch is lost or seen twice: the position in the data is the number of the step.
+Every step has B samples, whatever the membership: positions [s B, (s + 1) B) of an endless stream of random
+permutations of the dataset, one per epoch. So no sample of an epoch is lost or seen twice, and the step
+number is the position in the data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a step that one card takes: `samples` from `start` on, in `passes` of equal size."""
+    """One card's part of a step: `samples` from position `start` on, in `passes` of equal size."""
 
     start: int
     samples: int
@@ -24,13 +24,13 @@ class Share:
 
 
 def share_out(batch_size: int, rates: Sequence[float], limits: Sequence[int | None]) -> list[Share]:
-    """Share the samples of a batch out over cards in proportion to their rates.
+    """Divide a batch among cards in proportion to their rates.
 
     Args:
         batch_size: the number of samples of a step.
-        rates: of every card, in samples per second; only their ratios count. A rate of 0 is not known, and
-            taken for the mean of the others. No more cards than samples.
-        limits: of every card, the most samples in one pass; None for no limit.
+        rates: samples per second of every card; only ratios count. 0 means unknown: the mean of the others is
+            used. At most as many cards as samples.
+        limits: largest number of samples per pass of every card; None for no limit.
 
     Returns:
         The shares, in the order of the cards, each of at least one sample. They add up to the batch.
@@ -38,7 +38,7 @@ def share_out(batch_size: int, rates: Sequence[float], limits: Sequence[int | No
     known = [rate for rate in rates if rate > 0]
     mean = sum(known) / len(known) if known else 1.0
     rates = [rate or mean for rate in rates]
-    spare = batch_size - len(rates)  # every card has one sample
+    spare = batch_size - len(rates)  # every card has at least one sample
     ideal = [spare * rate / sum(rates) for rate in rates]
     samples = [int(part) for part in ideal]
     by_remainder = sorted(range(len(rates)), key=lambda card: (samples[card] - ideal[card], card))
@@ -53,7 +53,7 @@ def share_out(batch_size: int, rates: Sequence[float], limits: Sequence[int | No
 
 
 def num_passes(samples: int, limit: int | None) -> int:
-    """Return the least number of equal passes that hold at most `limit` samples each.
+    """Return the smallest number of equal passes with at most `limit` samples each.
 
     >>> num_passes(24, 10)
     3
@@ -63,7 +63,7 @@ def num_passes(samples: int, limit: int | None) -> int:
 
 
 def _in_equal_passes(samples: list[int], limits: Sequence[int | None]) -> list[int]:
-    """Move the samples that would need many small passes to cards that need a single pass."""
+    """Move samples that would need many small passes to cards that need only one pass."""
     found, rest = list(samples), 0
     for card, (number, limit) in enumerate(zip(samples, limits, strict=True)):
         passes = -(-number // (limit or number))
@@ -83,9 +83,9 @@ def _in_equal_passes(samples: list[int], limits: Sequence[int | None]) -> list[i
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The endless stream of a dataset's indices: one permutation an epoch, from a seed.
+    """The endless stream of a dataset's indices: one permutation per epoch, from a seed.
 
-    With `drawn` an epoch is what that returns of its number: `num_samples` indices.
+    `drawn` maps an epoch's number to its `num_samples` indices, instead of the permutation.
     """
 
     num_samples: int
@@ -94,11 +94,11 @@ class SampleOrder:
     drawn: Callable[[int], np.ndarray] | None = None
 
     def first_step(self, epoch: int, batch_size: int) -> int:
-        """Return the first step that begins in an epoch; the one before reaches into it if batches do."""
+        """Return the first step that starts in an epoch; the step before may reach into it."""
         return -(-epoch * self.num_samples // batch_size)
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Return the indices of the samples at the places [start, start + count) of the stream."""
+        """Return the indices of stream positions [start, start + count)."""
         found: list[int] = []
         while count > 0:
             epoch, place = divmod(start, self.num_samples)

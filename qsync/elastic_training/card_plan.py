@@ -1,4 +1,4 @@
-"""What one card of an elastic job runs, how much it holds, and whether it is as fast as planned."""
+"""Choose and run one card's plan, limit its passes by memory, and watch its speed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger("qsync")
 
 
 class CardPlan:
-    """The plan that this card runs, and what follows from it for the card's share of a batch.
+    """This card's current plan, and its share-dependent limits.
 
-    `rate` is in samples per second (0: not known), `limit` the most samples of one pass (None: no limit).
+    `rate` is in samples per second (0: unknown), `limit` the most samples per pass (None: no limit).
     """
 
     def __init__(self, card: Card, model: ElasticDDP, book: PlanBook | None, options: Options) -> None:
@@ -30,7 +30,7 @@ class CardPlan:
         self._model, self._book, self._options = model, book, options
         self._membership: Membership = ()
         self._pace = Pace()
-        self._assignment = ""  # the digest of what runs
+        self._assignment = ""  # digest of the running assignment
         self.plan: Plan | None = plan_of(model.module)
         self.rate, self.limit = card.rate, card.limit
         given = self.plan.classes.get(self._class) if self.plan is not None and book is None else None
@@ -39,7 +39,7 @@ class CardPlan:
 
     @property
     def slowdown(self) -> float:
-        """Return how many times as long as at first this card computes."""
+        """Return this card's compute time relative to its first steps."""
         return self._pace.slowdown
 
     @property
@@ -48,14 +48,14 @@ class CardPlan:
         return len(self._book) if self._book is not None else 0
 
     def is_ready(self, cards: Sequence[Card]) -> bool:
-        """Return whether these cards can begin; plan for them in the background where they cannot."""
+        """Return whether these cards have a plan to start with; otherwise plan in the background."""
         if self._book is None:
             return True
         self._book.attend(cards, self._name)
         return self._book.find(membership_of(cards)) is not None
 
     def adopt(self, cards: Sequence[Card], step: int) -> None:
-        """Run the plan of the present membership, if the book has one and it is not what runs."""
+        """Run the plan of the current membership, if the book has one and it is not running yet."""
         if self._book is None:
             return
         self._book.attend(cards, self._name)
@@ -64,7 +64,7 @@ class CardPlan:
             found = self._book.find(membership)
         except InfeasibleError as error:
             if membership != self._membership:
-                logger.warning("qsync: %s; the present plan goes on", error)
+                logger.warning("qsync: %s; the current plan stays in use", error)
             self._membership = membership
             return
         if found is None or (membership == self._membership and found == self.plan):
@@ -84,8 +84,8 @@ class CardPlan:
         )  # fmt: skip
 
     def _most_samples(self, planned_bytes: int, book: PlanBook) -> int:
-        """Return the most samples of a pass that this card holds. Activations grow with the samples."""
-        # Weights, the gradients of those that are trained, and the states of the optimizer.
+        """Return the largest number of samples per pass that fits; activations grow with samples."""
+        # Weights, trained weights' gradients, and optimizer states.
         fixed = book.optimizer_bytes + sum(
             (1 + parameter.requires_grad) * parameter.nbytes for parameter in self._model.parameters()
         )
@@ -94,7 +94,7 @@ class CardPlan:
         return min(holds, self._options.max_samples or holds)
 
     def note_pace(self, samples: int, began_s: float) -> None:
-        """Note how long forward and backward of a step took, and say so where the pace has changed."""
+        """Record a step's forward and backward time; log if the pace has changed."""
         predicted = self.plan[self._class].predicted if self.plan is not None else None
         if predicted is None:
             return

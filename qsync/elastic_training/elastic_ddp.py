@@ -1,6 +1,6 @@
-"""DDP over a process group that changes: an exchange that fails costs the step, never the process.
+"""DDP over a changing process group: a failed exchange costs the step, not the process.
 
-Between two changes it is plain DDP: the same buckets, rebuilt after the first backward, and the same sums.
+Between two changes it equals plain DDP: same buckets (rebuilt after the first backward), same sums.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ logger = logging.getLogger("qsync")
 
 
 class MembershipGroup:
-    """The process group of the present membership (torchft's, reconfigurable), and whether it has failed.
+    """The current membership's process group (torchft's, reconfigurable), and its failure state.
 
-    After the first failure nothing is exchanged until the next `form`.
+    After a failure nothing is exchanged until the next `form`.
     """
 
     def __init__(self, timeout_s: float, backend: str) -> None:
@@ -33,7 +33,7 @@ class MembershipGroup:
         self.failure: BaseException | None = None
 
     def form(self, store: str, rank: int, size: int) -> dist.ProcessGroup:
-        """Leave the present group and form one of `size` ranks. Raises RuntimeError if a rank stays away."""
+        """Leave the current group and form one of `size` ranks. Raises RuntimeError if a rank is missing."""
         self._reconfigurable.configure(store, str(rank), rank, size)
         self.failure = None
         group: dist.ProcessGroup = self._reconfigurable.parent
@@ -44,7 +44,7 @@ class MembershipGroup:
         self._reconfigurable.abort(errored=False)
 
     def fail(self, error: BaseException) -> None:
-        """Note that this step's gradients are lost."""
+        """Record that this step's gradients are lost."""
         if self.failure is None:
             self.failure = error
             logger.info("qsync: an exchange failed (%s); the step is taken again", str(error).strip()[:200])
@@ -52,7 +52,7 @@ class MembershipGroup:
     def all_reduce(
         self, sent: torch.Tensor, group: dist.ProcessGroup | None
     ) -> torch.futures.Future[list[torch.Tensor]]:
-        """Sum a tensor over all cards. The future never fails: after a failure it holds zeros."""
+        """Sum a tensor over all cards. The future never raises: after a failure it holds zeros."""
         if self.failure is None:
             try:
                 work = dist.all_reduce(sent, group=group, async_op=True)
@@ -74,35 +74,35 @@ class MembershipGroup:
 
 
 class ElasticHook(GradientHook):
-    """The stages of DDP's communication hook: weigh the gradients by samples, then exchange them.
+    """DDP's communication hook of an elastic job: weight gradients by samples, then exchange them.
 
-    Where all cards have equally many samples, in one pass each, gradients are averaged as plain DDP does.
+    If all cards have equally many samples, in one pass each, it averages as plain DDP does.
     """
 
     def __init__(self, exchange: MembershipGroup) -> None:
         super().__init__(None)
         self._exchange = exchange
-        self.last_s = 0.0  # when the last bucket was handed over: the end of backward, on a CPU
-        self.num_equal = 0  # the number of cards, if all have equally many samples
-        self.is_complete = False  # all buckets of this step were handed over
-        self.num_reduced = 0  # how often all buckets were handed over in this step
-        self._is_plain = False  # this step's gradients are averaged as plain DDP does
-        self.is_behind = False  # this card's state is not yet that of the others; its gradients do not count
+        self.last_s = 0.0  # time of the last bucket's hand-over: on a CPU the end of backward
+        self.num_equal = 0  # number of cards, if all have equally many samples
+        self.is_complete = False  # whether all buckets of this step were handed over
+        self.num_reduced = 0  # number of times that all buckets were handed over in this step
+        self._is_plain = False  # whether this step averages as plain DDP does
+        self.is_behind = False  # whether this card's state is behind; its gradients then do not count
 
     def _take(self, gradients: torch.Tensor) -> tuple[float, torch.Tensor | float, bool]:
         factor, weight, is_counted = super()._take(gradients)
         return (0.0, 0.0 * weight, is_counted) if self.is_behind else (factor, weight, is_counted)
 
     def exchange(self, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
-        """Sum a tensor over the cards that are there."""
+        """Sum a tensor over the current cards."""
         return self._exchange.all_reduce(sent, self.group)
 
     def reduce(self, buffer: torch.Tensor, is_first: bool) -> torch.futures.Future[torch.Tensor]:
-        """Return the mean of a bucket over all samples of the step."""
+        """Return a bucket's mean over all samples of the step."""
         self.last_s = time.perf_counter()
         if self.is_behind:
-            buffer.zero_()  # untrained weights may have gradients of NaN
-        if is_first:  # which forgets what token_mean counted
+            buffer.zero_()  # gradients of an untrained state may be NaN
+        if is_first:  # resets the tokens counted by token_mean
             self._is_plain = bool(self.num_equal) and self.num_counted is None
         if not self._is_plain:
             return super().reduce(buffer, is_first)
@@ -112,17 +112,17 @@ class ElasticHook(GradientHook):
 
 
 def average_elastic_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
-    """Average a bucket over the cards that are there: DDP's communication hook."""
+    """Average a bucket over the current cards: DDP's communication hook."""
     hook.is_complete = bucket.is_last()
     hook.num_reduced += hook.is_complete
     return hook.reduce(bucket.buffer(), bucket.index() == 0)
 
 
 class ElasticDDP(HybridDDP):
-    """DDP whose process group is replaced at every change of membership (`reform`)."""
+    """DDP whose process group is replaced when cards join or leave (`reform`)."""
 
     def __init__(self, module: torch.nn.Module, exchange: MembershipGroup, **options: Any) -> None:
-        # Gradients lie in the buckets: the pass over them that divides replaces two that copy.
+        # Gradients are bucket views: one pass that divides replaces two that copy.
         super().__init__(module, init_sync=False, gradient_as_bucket_view=True, **options)
         self._exchange = exchange
         self.hook = ElasticHook(exchange)
@@ -130,9 +130,9 @@ class ElasticDDP(HybridDDP):
         self.reform(self.process_group)
 
     def reform(self, group: dist.ProcessGroup) -> None:
-        """Exchange gradients in another group. Its buckets are those of a new DDP, as on cards that join."""
+        """Switch to another process group, with a new DDP's buckets, as on cards that join."""
         self._comm_hooks.clear()
-        del self.reducer, self.logger  # the old reducer takes its hooks along
+        del self.reducer, self.logger  # the old reducer removes its hooks
         self.process_group = group
         parameters, expect_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
@@ -143,22 +143,22 @@ class ElasticDDP(HybridDDP):
         self.register_comm_hook(self.hook, average_elastic_bucket)
 
     def broadcast_state(self) -> None:
-        """Give all cards the weights and buffers of rank 0: before the first step of a job."""
+        """Broadcast rank 0's weights and buffers, before the first step of a job."""
         try:
             for value in self.module.state_dict().values():
-                if isinstance(value, torch.Tensor):  # modules may keep an extra state
+                if isinstance(value, torch.Tensor):  # modules may have extra state that is not a tensor
                     dist.broadcast(value.detach(), group=self.process_group, group_src=0)
         except RuntimeError as error:
             self._exchange.fail(error)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the model; without gradients nothing is exchanged: one card alone may evaluate."""
+        """Call the model; without gradients nothing is exchanged, so one card may evaluate alone."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Prepare DDP for a call. Its exchanges are of buffers, and of the order of gradients."""
+        """Prepare DDP for a call, which may exchange buffers and the order of gradients."""
         try:
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:

@@ -1,10 +1,10 @@
-"""A training job whose cards join and leave, while every step stays one global batch.
+"""Run a training job whose cards join and leave; every step trains one global batch.
 
-A step begins with a meeting of the cards at the lighthouse. Its samples are shared out over the cards that
-are up to date. A card that is behind receives their gradients, whose sum counts nothing of its own, and
-meanwhile the state that they began the step with; when the step ends it has theirs. If an exchange fails, the
-step is dropped on the cards that saw it and taken again. A card that completed it is then ahead,
-and the others are healed from it.
+A step begins with a meeting of the cards at the lighthouse. Its samples are divided among the cards that are
+up to date. A card that is behind contributes zeros to the gradients' sum, and meanwhile receives the state at
+the start of the step; applying the sum to it brings the card up to date. If an exchange fails, the cards that
+saw the failure repeat the step. A card that completed the step is then ahead, and the others are healed from
+it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from qsync.tracing.forward_writes import BuffersBefore
 
 logger = logging.getLogger("qsync")
 
-_POLL_S = 0.05  # between two meetings while a card waits
-_PATIENCE = 3  # times the timeout: how long the cards that are left wait for one that had a later state
-_MANY_FAILURES = 4  # with the same cards
-_LINK_BYTES = 4 * 2**20  # of the all-reduce that measures the link
+_POLL_S = 0.05  # seconds between two meetings while a card waits
+_PATIENCE = 3  # timeouts for which the remaining cards wait for a card with a later state
+_MANY_FAILURES = 4  # consecutive failures with the same cards
+_LINK_BYTES = 4 * 2**20  # bytes of the all-reduce that measures the link
 
 
 class ElasticStep:
-    """One step of the job on this card: iterate over its micro-batches, then ask whether it `arrived`."""
+    """One step on this card: iterate over its micro-batches, then check `arrived`."""
 
     def __init__(self, job: ElasticJob, number: int, share: Share, is_behind: bool) -> None:
         self._job, self._share = job, share
@@ -58,10 +58,10 @@ class ElasticStep:
         self.samples = share.samples
         self.began_s = time.perf_counter()
         self.outcome: bool | None = None
-        self.num_taken = 0  # micro-batches
+        self.num_taken = 0  # micro-batches so far
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this card's micro-batches; run forward and backward of one before taking the next."""
+        """Yield this card's micro-batches; run forward and backward of each before the next."""
         if self.num_taken:
             raise FormatError("the loop iterates over a step twice; take each micro-batch once")
         for k in range(self.num_passes):
@@ -76,9 +76,9 @@ class ElasticStep:
         return self._share.passes
 
     def arrived(self) -> bool:
-        """Return whether the gradients are the mean over all samples of the step; call it after backward.
+        """Return whether the gradients are the mean over all samples; call it after backward.
 
-        Where they are not, because a card was lost, leave the optimizer alone: the step is taken again.
+        If a card was lost, they are not: skip the optimizer, and the step is repeated.
         """
         if self.outcome is None:
             self.outcome = self._job._finish(self)
@@ -86,7 +86,7 @@ class ElasticStep:
 
 
 class ElasticJob:
-    """A card's part in an elastic job. `elastic` makes it; see there."""
+    """A card's part in an elastic job; created by `qsync.elastic`."""
 
     def __init__(
         self,
@@ -119,34 +119,34 @@ class ElasticJob:
         self._num_steps: int | None = None
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
-        self._before: Hyperparameters = []  # at the beginning of a step that heals
+        self._before: Hyperparameters = []  # hyperparameters at the start of a healing step
         self._seen_step = 0
         self._waiting = Waiting(self.card, options.join_timeout_s)
         self._num_failures = 0
-        self._failing: tuple[str, ...] = ()  # the cards whose last exchanges failed, and how many did
+        self._failing: tuple[str, ...] = ()  # cards of the last failed exchanges, and the number of failures
         self._failures_in_a_row = 0
         self._has_left, self._is_relieved, self._patient_until = False, False, 0.0
-        self._has_stepped = True  # the optimizer, since gradients arrived
-        self._buffers = BuffersBefore(model)  # as a step began with them
-        encode(self._training.without_weights())  # raises while no other card depends on it
+        self._has_stepped = True  # whether the optimizer has stepped since gradients arrived
+        self._buffers = BuffersBefore(model)  # buffers at the start of the step
+        encode(self._training.without_weights())  # raises now, while no other card depends on it
         self._released = threading.Event()
         self._order_hook = states["optimizer"].register_step_pre_hook(self._check_order)
 
     # --- The training loop ---
 
     def steps(self, epochs: float | None = None, num_steps: int | None = None) -> Iterator[ElasticStep]:
-        """Yield the steps of the job until it has trained so long, or this card is released.
+        """Yield the job's steps until its end, or until this card is released.
 
-        Every sample of an epoch is in exactly one step, whatever happens to cards. A step whose gradients did
+        Every sample of an epoch is in exactly one step, even if cards are lost. A step whose gradients did
         not arrive is yielded again.
 
         Args:
-            epochs: passes over the dataset since the job began; the last step is rounded down.
-            num_steps: steps since the job began. Without either the loop ends when the card is released.
+            epochs: epochs since the start of the job, rounded down to whole steps.
+            num_steps: steps since the start of the job. Without both the loop ends when the card is released.
 
         Raises:
-            MismatchError: another job has this lighthouse.
-            FormatError: more cards than samples in a batch, epochs without a whole step, or the loop left out
+            MismatchError: another job uses this lighthouse.
+            FormatError: more cards than samples in a batch, epochs without a whole step, or a loop without
                 `step.arrived()`.
             InfeasibleError: no plan fits, found before the first step.
         """
@@ -168,7 +168,7 @@ class ElasticJob:
             self._leave()
 
     def _num_steps_of(self, epochs: float | None, num_steps: int | None) -> int | None:
-        """Return the number of steps that `steps` is asked for. Raises FormatError for what is none."""
+        """Return the number of steps requested of `steps`. Raises FormatError for an invalid one."""
         for name, number in (("epochs", epochs), ("num_steps", num_steps)):
             if number is not None and not (type(number) in (int, float) and 0 <= number < math.inf):
                 raise FormatError(f"{name} must be a number of at least 0, found {shortened(number)}")
@@ -187,38 +187,38 @@ class ElasticJob:
         return found
 
     def release(self) -> None:
-        """Let this card leave after its present step. The loop then ends, and its memory is freed.
+        """Make this card leave after its current step; the loop ends, and its memory is freed.
 
-        The last card keeps the state of the job: it waits until another card has taken it over.
+        The last card holds the job's state: it waits until another card has received it.
         """
         self._released.set()
 
     @property
     def cards(self) -> tuple[str, ...]:
-        """Return the names of the cards of the present step, by rank."""
+        """Return the names of the current step's cards, by rank."""
         return tuple(card.name for card in self._meeting.cards) if self._meeting else ()
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan that this card runs."""
+        """Return this card's current plan."""
         return self._plan.plan
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the first card of the present step: the one that writes checkpoints."""
+        """Return whether this card is the step's first, which writes checkpoints."""
         return self.cards[:1] == (self.card,)
 
     @property
     def group(self) -> str:
-        """Return the name of the present process group, of which no two are alike."""
+        """Return the unique name of the current process group."""
         return self._own.group
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the job: its steps, its seed and the history of its commits."""
+        """Return the job's position: its steps, its seed and its history of commits."""
         return {"step": self.step, "history": self._own.history, **self._order()}
 
     def _order(self) -> dict[str, int]:
-        """Return what the order of samples depends on."""
+        """Return the facts that determine the order of samples."""
         return {
             "seed": self._options.seed,
             "batch_size": self._options.batch_size,
@@ -226,12 +226,12 @@ class ElasticJob:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position, as after loading a checkpoint.
+        """Continue from a position, such as a checkpoint's.
 
-        Raises MismatchError for another order of samples: another seed, batch size or length of the dataset.
+        Raises MismatchError for another order of samples: another seed, batch size or dataset length.
         """
         for name, own in self._order().items():
-            saved = state.get(name, own)  # older checkpoints have the seed alone
+            saved = state.get(name, own)  # older checkpoints have only the seed
             if saved != own:
                 raise MismatchError(
                     f"the checkpoint's samples are ordered by a {name} of {saved}, and this job's by {own}; "
@@ -243,7 +243,7 @@ class ElasticJob:
     # --- One step ---
 
     def _begin(self) -> ElasticStep | None:
-        """Meet the other cards, and return this card's part of the next step; None to leave."""
+        """Meet the other cards; return this card's part of the next step, or None to leave."""
         while True:
             pending, self._next = self._next, None
             meeting = pending.result() if pending is not None else self._meet()
@@ -264,7 +264,7 @@ class ElasticJob:
                 return self._step_of(meeting)
 
     def _meet(self) -> Meeting | None:
-        """Meet the other cards; None if this card is to leave, others stay, and no lighthouse answers."""
+        """Meet the other cards; return None if this card may leave although no lighthouse answers."""
 
         def may_leave() -> bool:
             if self._meeting is None:
@@ -275,7 +275,7 @@ class ElasticJob:
         return self._rendezvous.meet(self._card(), may_leave)
 
     def _card(self) -> Card:
-        """Return what the others are to know of this card now."""
+        """Return the facts about this card that it sends to the others."""
         return with_fields(
             self._own,
             book=self._plan.num_plans,
@@ -286,7 +286,7 @@ class ElasticJob:
         )
 
     def _may_step(self, meeting: Meeting) -> bool:
-        """Return whether the cards that are there can take the next step."""
+        """Return whether the current cards can take the next step."""
         step = meeting.current[0].step
         if step < self._seen_step:
             self._waiting.note(f"a card that has the state of step {self._seen_step}", is_bounded=False)
@@ -317,7 +317,7 @@ class ElasticJob:
             return False
         is_ready = self._plan.is_ready(meeting.cards)
         if is_ready:
-            self._plan.adopt(meeting.cards, step)  # so that the others know what this card holds
+            self._plan.adopt(meeting.cards, step)  # so that the others learn which plan this card has
         self._own = with_fields(self._own, is_ready=is_ready)
         if self._book is None or all(card.is_ready for card in meeting.cards):
             return True
@@ -326,7 +326,7 @@ class ElasticJob:
         return False
 
     def _form_group(self, meeting: Meeting) -> bool:
-        """Form the process group of these cards; return False where one of them is gone meanwhile."""
+        """Form the process group of these cards; return False if one has gone meanwhile."""
         start_s = time.perf_counter()
         first, cards = meeting.cards[0], meeting.cards
         rank = meeting.rank_of(self.card)
@@ -353,7 +353,7 @@ class ElasticJob:
         return True
 
     def _begin_alike(self, meeting: Meeting) -> None:
-        """Give all cards what rank 0 begins with: weights, buffers, hyperparameters and other states."""
+        """Broadcast rank 0's initial state: weights, buffers, hyperparameters and other states."""
         self.model.broadcast_state()
         name = f"begin/{meeting.key}"
         if meeting.rank_of(self.card) == 0:
@@ -367,7 +367,7 @@ class ElasticJob:
         self._training.load(rest)
 
     def _measure_link(self, group: dist.ProcessGroup, num_ranks: int) -> None:
-        """Measure an all-reduce between the cards: one of them has not."""
+        """Measure an all-reduce among the cards, because one of them has not done so."""
         seconds = []
         for num_bytes in (4, 4, _LINK_BYTES, _LINK_BYTES):
             tensor = torch.zeros(num_bytes // 4, device=self._device)
@@ -394,7 +394,7 @@ class ElasticJob:
         rank = meeting.rank_of(self.card)
         is_behind = rank >= len(current)
         share = shares[rank % len(shares)]
-        if is_behind:  # it computes on samples of another card, in passes that it holds
+        if is_behind:  # it computes on another card's samples, in passes that fit its memory
             passes = max(share.passes, num_passes(share.samples, self._plan.limit))
             share = with_fields(share, passes=passes)
         hook = self.model.hook
@@ -412,10 +412,10 @@ class ElasticJob:
         elif any(meeting.source_of(card.name).name == self.card for card in meeting.behind):
             try:
                 content = encode({**self._training.whole(), "job": self.state_dict()})
-            except QSyncError as error:  # this card can train on; the other is refused
+            except QSyncError as error:  # this card can continue training; the other card is refused
                 content = encode({"refused": str(error)})
             self._server.offer(name, content, instead_of="state/")
-        elif self.step:  # all have begun, and nobody heals from this card: it keeps no copy of its state
+        elif self.step:  # all have started, and nobody heals from this card, so it keeps no copy of its state
             self._server.withdraw("state/", "begin/")
         self._before = self._training.marked() if is_behind else []
         self._loader.turn(self.step, share)
@@ -424,7 +424,7 @@ class ElasticJob:
         return self._present
 
     def _finish(self, step: ElasticStep) -> bool:
-        """Wait for the state if this card is behind, and return whether the step counts."""
+        """Receive the state if this card is behind; return whether the step counts."""
         self._check_whole(step)
         if self._exchange.failure is None and step.is_behind:
             assert self._pending is not None
@@ -440,10 +440,10 @@ class ElasticJob:
         elif self._exchange.failure is None:
             self._plan.note_pace(step.samples, step.began_s)
         if self._exchange.failure is not None:
-            # Some are the group's already: the step that is taken again must not add to them.
+            # Some gradients are already summed; the repeated step must not add to them.
             for parameter in self.model.parameters():
                 parameter.grad = None
-            self._buffers.restore()  # nor must what forward counts
+            self._buffers.restore()  # nor to counters that forward updates
             self._go_alone()
             return False
         self.step += 1
@@ -457,33 +457,33 @@ class ElasticJob:
             learning_rates=self._training.learning_rates(),
         )
         if self.step != self._num_steps:
-            # All cards are here at the same time. They meet again while the optimizer steps, and no card
-            # waits for others before its next forward.
+            # All cards are here now. They meet again while the optimizer steps, so no card waits before its
+            # next forward.
             self._next = self._rendezvous.in_background(self._meet)
         return True
 
     def _go_alone(self) -> None:
-        """Leave a group that failed: its connections close, and the exchanges of others fail at once, too."""
+        """Leave a failed group: its connections close, so the other cards' exchanges fail at once."""
         self._own = with_fields(self._own, group="")
         self._num_failures += 1
         self._warn_of_failures()
         self.model.reform(self._exchange.form(f"{self._own.store}/alone/{self._num_failures}", 0, 1))
 
     def _warn_of_failures(self) -> None:
-        """Log, once, that exchanges of the same cards fail again and again, which no lost card explains."""
+        """Log once that exchanges of the same cards keep failing, without any card being lost."""
         is_again = self.cards == self._failing
         self._failures_in_a_row = self._failures_in_a_row + 1 if is_again else 1
         self._failing = self.cards
         if self._failures_in_a_row == _MANY_FAILURES and self._meeting is not None:
             places = ", ".join(f"{card.name} at {card.store}" for card in self._meeting.cards)
             logger.warning(
-                "qsync: %d exchanges failed in a row (%s); see that all values have types that can be "
-                "exchanged, and that the cards reach one another: %s",
+                "qsync: %d exchanges failed in a row (%s); check that all values have types that can be "
+                "exchanged, and that the cards can reach each other: %s",
                 _MANY_FAILURES, shortened(self._exchange.failure, 200), places,
             )  # fmt: skip
 
     def _check_whole(self, step: ElasticStep) -> None:
-        """Raise FormatError if this card's loop left out a part of the step."""
+        """Raise FormatError if this card's loop skipped a part of the step."""
         if self._exchange.failure is not None:
             return
         if step.num_taken < step.num_passes:
@@ -520,7 +520,7 @@ class ElasticJob:
         self._has_stepped = True
 
     def _holds_gradients(self) -> bool:
-        """Return whether finite gradients are left: those that a GradScaler skipped are not finite."""
+        """Return whether finite gradients remain; a GradScaler skips only non-finite ones."""
         found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return any(bool(each.any()) for each in found) and all(bool(each.isfinite().all()) for each in found)
 
@@ -536,7 +536,7 @@ class ElasticJob:
     # --- Leaving ---
 
     def _listen(self) -> Callable[[], None]:
-        """Let SIGTERM release this card, and a second one end it; return what undoes that."""
+        """Make SIGTERM release this card, and a second one end it; return a function that undoes this."""
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
         before = signal.getsignal(signal.SIGTERM)
@@ -552,15 +552,15 @@ class ElasticJob:
         return restore
 
     def _leave(self) -> None:
-        """Leave the job; where other cards go on with it, free what training holds beside the weights."""
+        """Leave the job; if other cards continue it, free all training memory but the weights."""
         self._has_left, self._present = True, None
         self._rendezvous.leave()
         if self._book is not None:
             self._book.close()
         self._server.close()
         self._exchange.close()
-        self._store = None  # which ends its server
-        self._order_hook.remove()  # so that the optimizer keeps no job that is over
+        self._store = None  # ends its server
+        self._order_hook.remove()  # so that the optimizer holds no reference to a finished job
         self._loader.close()
         if self._is_relieved:
             self._training.free()

@@ -1,8 +1,8 @@
-"""Send the training state of one card to another that is behind: safetensors and JSON, never a pickle.
+"""Send one card's training state to another that is behind, as safetensors and JSON, never pickle.
 
-A card serves its state from a thread, as it was when the step began; the receiver loads it when the step
-ends. So the others train meanwhile. Whoever asks proves to have the job's token, if the job has one, and so
-does the answer; without a token a card serves whoever reaches its port. Nothing is encrypted.
+A thread serves the state from the start of the step; the receiver loads it at the end, so the others keep
+training. With a job token, request and answer both prove that they have it; without one a card serves anyone
+who reaches its port. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from qsync.errors import QSyncError
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy between cards
 _NONCE, _PROOF = "X-QSync-Nonce", "X-QSync-Proof"
-_JSON = "qsync"  # the entry of safetensors' metadata that has all but the tensors
+_JSON = "qsync"  # the safetensors metadata entry with everything but tensors
 
 
 def encode(state: Any) -> bytes:
-    """Return a nested state as the bytes of a safetensors file.
+    """Encode a nested state as the bytes of a safetensors file.
 
-    Tensors are copied: later changes do not show. Raises FormatError for what is not JSON with tensors.
+    Tensors are copied. Raises FormatError for values other than JSON and tensors.
     """
     tensors: Tensors = {}
     text = json.dumps(split(state, "", tensors))
@@ -45,16 +45,16 @@ def encode(state: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Return the state that `encode` was given, its tensors in CPU memory."""
+    """Decode the bytes of `encode` to a state, with tensors in CPU memory."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     return join(json.loads(header["__metadata__"][_JSON]), load(content))
 
 
 class Server:
-    """Serves named contents over HTTP, from threads. A request waits until its content is there.
+    """Serves named contents over HTTP from threads; a request waits until its content is available.
 
-    Requests that do not prove to have the token, for this server and for the first time, get nothing.
+    Requests need a proof of the job's token, made for this server and used only once.
     """
 
     def __init__(self, host: str, timeout_s: float, token: JobToken | None = None) -> None:
@@ -76,11 +76,11 @@ class Server:
                 proof = server.token.proof("answer", nonce.encode(), name.encode(), content or b"")
                 self.send_header(_PROOF, proof)
                 self.end_headers()
-                with suppress(ConnectionError):  # the card that asked is gone
+                with suppress(ConnectionError):  # the requesting card is gone
                     self.wfile.write(content or b"")
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._http = ThreadingHTTPServer((host, 0), Handler)
         self._http.daemon_threads = True
@@ -88,7 +88,7 @@ class Server:
         threading.Thread(target=self._http.serve_forever, name="qsync-state", daemon=True).start()
 
     def _admits(self, name: str, nonce: str, proof: str) -> bool:
-        """Return whether a request has the job's token. One that was overheard and sent again has not."""
+        """Return whether a request has a valid proof of the job's token; replayed requests have none."""
         parts = (nonce.encode(), self.address.encode(), name.encode())
         if not self.token.proves(proof, "request", *parts):
             return False
@@ -105,7 +105,7 @@ class Server:
         return content() if callable(content) else content
 
     def offer(self, name: str, content: bytes | Callable[[], bytes], instead_of: str | None = None) -> None:
-        """Serve a content, or what a function returns, under a name; no longer what begins with another."""
+        """Serve a content (or a function's result) by name; drop names with the prefix `instead_of`."""
         with self._changed:
             if instead_of is not None:
                 self.withdraw(instead_of)
@@ -113,23 +113,23 @@ class Server:
             self._changed.notify_all()
 
     def withdraw(self, *beginnings: str) -> None:
-        """Serve no longer what begins with one of these."""
+        """Stop serving names that begin with one of these prefixes."""
         with self._changed:
             for old in list(self._contents):
                 if old.startswith(beginnings):
                     del self._contents[old]
 
     def close(self) -> None:
-        """Serve nothing any more."""
+        """Stop the server."""
         self._http.shutdown()
         self._http.server_close()
         self.withdraw("")
 
 
 def fetch(address: str, name: str, timeout_s: float, token: JobToken | None = None) -> bytes:
-    """Return a content that another card serves.
+    """Fetch a content from another card's server.
 
-    Raises QSyncError where it has none, is gone, refuses this card, or does not prove to have the token.
+    Raises QSyncError if that card lacks it, is gone, refuses this card, or cannot prove the token.
     """
     token, nonce = token or JobToken(), secrets.token_hex(16)
     proof = token.proof("request", nonce.encode(), address.encode(), name.encode())
@@ -144,4 +144,7 @@ def fetch(address: str, name: str, timeout_s: float, token: JobToken | None = No
                 raise OSError("its answer does not prove that it has the job's token")
             return content
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
-        raise QSyncError(f"the card at {address} did not send {name} ({error})") from error
+        raise QSyncError(
+            f"the card at {address} did not send {name} ({error}); check that it runs, and "
+            "that both have the same token"
+        ) from error

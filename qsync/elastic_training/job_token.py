@@ -1,6 +1,6 @@
-"""The token of a job: who proves to have it belongs to the job.
+"""Authenticate a job's cards by a shared secret token.
 
-A proof is an HMAC-SHA256 of what is sent, under the token, which itself is never sent. Nothing is encrypted.
+A proof is an HMAC-SHA256 of a message under the token, which itself is never sent. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LEAST_CHARACTERS = 16  # proofs are public: a short token could be guessed from
 
 
 class JobToken:
-    """Proves what this process sends, and checks what others send. Without a token nothing has a proof."""
+    """Creates and checks proofs of the token. Without a token no proof is needed."""
 
     def __init__(self, text: str = "") -> None:
         self._key = text.encode()
@@ -28,7 +28,7 @@ class JobToken:
         return f"JobToken({'...' if self else ''})"
 
     def proof(self, purpose: str, *parts: bytes) -> str:
-        """Return the proof of some parts, good for one purpose; empty without a token."""
+        """Return the proof of a message's parts for one purpose; empty without a token."""
         if not self:
             return ""
         made = hmac.new(self._key, digestmod="sha256")
@@ -38,7 +38,7 @@ class JobToken:
         return made.hexdigest()
 
     def proves(self, proof: object, purpose: str, *parts: bytes) -> bool:
-        """Return whether a proof was made with the same token, or as here without one."""
+        """Return whether a proof was made with this token, or without one if there is none."""
         own = self.proof(purpose, *parts)
         return isinstance(proof, str) and hmac.compare_digest(proof.encode(), own.encode())
 
@@ -46,7 +46,7 @@ class JobToken:
 def token_of_environment() -> JobToken:
     """Return the token in QSYNC_TOKEN, or in the file that QSYNC_TOKEN_FILE names.
 
-    Raises FormatError for an empty or short one: a job that should have a token must not run without.
+    Raises FormatError for an empty or short token.
     """
     text, file = os.environ.get(TOKEN_VARIABLE), os.environ.get(FILE_VARIABLE)
     if text is None and file is None:

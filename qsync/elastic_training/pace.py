@@ -1,9 +1,9 @@
-"""Tell whether this card has become slower than planned, and when it is back. Pure.
+"""Detect when this card becomes slower than planned, and when it recovers. Pure.
 
-A plan's prediction may be off by a constant factor, and by another for the next plan. The first steps under
-a plan show that factor; what comes on top of it later is a slowdown. It is told when even the faster quarter
-of the last steps takes `SLOWER` times as long and at least `LEAST_S` longer, and ends below `BACK`. Each
-decision needs a window of new steps whose halves agree: those of one pace.
+A prediction may be off by a constant factor, which differs between plans. The first steps under a plan show
+this factor; any later increase is a slowdown. It is reported when even the faster quarter of the last steps
+takes `SLOWER` times as long and at least `LEAST_S` seconds longer, and ends below `BACK`. Each decision needs
+a window of new steps whose halves agree.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from statistics import quantiles
 
-WINDOW = 20  # steps
+WINDOW = 20  # number of steps
 SLOWER, BACK = 1.25, 1.1
-LEAST_S = 0.005  # less is what other processes of a host take
+LEAST_S = 0.005  # seconds; other processes of a host cause smaller differences
 
 
 class Pace:
-    """The slowdown of one card, from the compute times of its steps and what was predicted for them.
+    """The slowdown of one card, from measured and predicted compute times of its steps.
 
     >>> pace.note("int8 everywhere", samples=16, measured_s=0.31, predicted_s=0.2)
     >>> pace.slowdown
@@ -25,19 +25,19 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._runs: tuple[Hashable, int] = ("", 0)  # the plan and the samples of the steps in the window
+        self._runs: tuple[Hashable, int] = ("", 0)  # plan and samples of the steps in the window
         self._ratios: list[float] = []
-        self._usual: dict[tuple[Hashable, int], float] = {}  # measured over predicted, without slowdown
+        self._usual: dict[tuple[Hashable, int], float] = {}  # measured over predicted time, without slowdown
         self.slowdown = 1.0
 
     def note(self, plan: Hashable, samples: int, measured_s: float, predicted_s: float) -> bool:
-        """Note one step; return whether the slowdown changed.
+        """Record one step; return whether the slowdown changed.
 
         Args:
-            plan: which this card ran.
-            samples: of the step, on this card.
-            measured_s: seconds that it computed.
-            predicted_s: what the plan's prediction says, for any one number of samples, without slowdown.
+            plan: the plan that this card used.
+            samples: this card's samples in the step.
+            measured_s: seconds of computation.
+            predicted_s: the plan's predicted seconds without slowdown, for any fixed number of samples.
         """
         if (plan, samples) != self._runs:
             self._runs = (plan, samples)
@@ -66,10 +66,10 @@ class Pace:
         return self.slowdown != before
 
     def _usual_at(self, samples: int, present: float) -> float:
-        """Return the usual ratio of a plan and a number of samples that this card runs for the first time.
+        """Estimate the usual ratio of a plan and number of samples that this card runs first.
 
-        The slowdown of now is taken off, for a slower card is given another plan and fewer samples. It may
-        have ended in between: fewer samples take no longer than more, and each of them no less.
+        The current slowdown is divided out, since a slowed card gets another plan and fewer samples. It may
+        have ended meanwhile: fewer samples take no longer in total, and no less per sample.
         """
         usual = present / self.slowdown
         for (_, known), ratio in self._usual.items():
@@ -79,5 +79,5 @@ class Pace:
 
 
 def _faster_quarter(ratios: list[float]) -> float:
-    """Return the ratio below which the faster quarter lies."""
+    """Return the ratio at the faster quartile."""
     return quantiles(ratios, n=4)[0]

@@ -1,10 +1,9 @@
-"""A book of plans, one for every membership: made ahead, in the background of training.
+"""Plan ahead for every likely membership, in the background of training.
 
 Profiles belong to classes and are cached on disk by model, loss, optimizer, hardware and versions, never by
 the number of cards. The first card of the job plans the present membership, those that can come next (one
 card more or less of each class), and those with a class that has become slower, in a process of its own. The
-other cards copy its book. Precisions are each card's own business, so no card waits for another to change its
-plan.
+other cards copy its book. Each card may run another plan, so no card waits for another to change its plan.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from qsync.records.record_json import as_json, as_record
 
 logger = logging.getLogger("qsync")
 
-# Class -> (the number of its cards, by what factor they are slower than profiled).
+# Class -> (number of its cards, slowdown against its profile).
 Membership = tuple[tuple[str, int, float], ...]
 
 _FETCH_S = 30.0
-_RETRY_S = 5.0  # after which planning that failed is tried again
+_RETRY_S = 5.0  # seconds after which failed planning is retried
 
 
 def membership_of(cards: Iterable[Card]) -> Membership:
@@ -58,7 +57,7 @@ def membership_of(cards: Iterable[Card]) -> Membership:
 
 
 def shown(membership: Membership) -> str:
-    """Return a membership in words: "2 infer (1.5 x slower), 2 train"."""
+    """Format a membership: "2 infer (1.5 x slower), 2 train"."""
     parts = [
         f"{count} {name}" + (f" ({slowdown:g} x slower)" if slowdown != 1 else "")
         for name, count, slowdown in membership
@@ -78,7 +77,7 @@ def next_memberships(membership: Membership) -> list[Membership]:
 
 @dataclass(frozen=True, slots=True)
 class CardCosts:
-    """What is known of one class: its cards, what a step costs on them, and the model's sensitivity."""
+    """Costs of one class: its profile on its cards, and the model's sensitivity."""
 
     device_class: DeviceClass
     graph: OpGraph
@@ -95,7 +94,7 @@ class CardCosts:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> CardCosts:
-        """Read what `to_json` returned."""
+        """Read the JSON of `to_json`."""
         return cls(
             as_record(value["device_class"], DeviceClass, "device class"), OpGraph.from_json(value["graph"]),
             Profile.from_json(value["profile"]), Sensitivity.from_json(value["sensitivity"]),
@@ -111,10 +110,10 @@ def class_costs(
     base: Precision | None = None,
     **options: Any,
 ) -> CardCosts:
-    """Return the costs of this card's class: from the cache, or measured here and now.
+    """Return the costs of this card's class, from the cache or by measuring.
 
-    The cache's key has the step, its loss, the optimizer and the hardware, and no count of cards.
-    `options` are those of `qsync.profile`.
+    The cache key covers step, loss, optimizer and hardware, but no number of cards. `options` are those of
+    `qsync.profile`.
     """
     chosen = precisions_to_profile(
         device_class, model, options.pop("precisions", None), base or Precision.FP32
@@ -136,25 +135,25 @@ def class_costs(
 
 
 class PlanBook:
-    """The plans of a job by membership. Each card has a copy; that of the first card grows.
+    """The plans of a job by membership. The first card extends it; the others copy.
 
-    `own` is served to other cards, as are the plans. `options` are those of `qsync.plan`.
+    `own` (this card's costs) and the plans are served to other cards. `options` are those of `qsync.plan`.
     """
 
     def __init__(self, own: CardCosts, server: Server, options: Mapping[str, Any]) -> None:
         self._classes = {own.device_class.name: own}
         self._own, self._options, self._token = own, dict(options), server.token
-        self._plans: dict[Membership, Plan | str] = {}  # text: why there is none
-        self.link = Link(0.0, 1e12)  # between the cards, as last measured
+        self._plans: dict[Membership, Plan | str] = {}  # a text is the reason why there is no plan
+        self.link = Link(0.0, 1e12)  # between the cards, by the last measurement
         self._has_link = False
-        self.samples = samples_of(own.graph)  # of a pass that was profiled
+        self.samples = samples_of(own.graph)  # samples of a profiled pass
         self.optimizer_bytes = own.profile.optimizer_bytes
         budgets = self._options.get("budgets") or {}
         self.memory_bytes = budgets.get(own.device_class.name, own.device_class.memory_bytes)
         self._cards: Sequence[Card] = ()
         self._is_first = False
-        self._copied = ("", 0)  # the first card and its number of plans, when its book was last copied
-        self._retry_at_s = math.inf  # when planning that failed is tried again
+        self._copied = ("", 0)  # the first card and its number of plans, at the last copy
+        self._retry_at_s = math.inf  # time of the next try after failed planning
         self._wake, self._ends = threading.Event(), threading.Event()
         server.offer("class", lambda: json.dumps(own.to_json()).encode())
         server.offer("plans", lambda: json.dumps(self._to_json()).encode())
@@ -164,31 +163,31 @@ class PlanBook:
         return len(self._plans)
 
     def find(self, membership: Membership) -> Plan | None:
-        """Return the plan of a membership, None while there is none. Raises InfeasibleError without any."""
+        """Return a membership's plan, None if not ready. Raises InfeasibleError if none exists."""
         found = self._plans.get(membership)
         if isinstance(found, str):
             raise InfeasibleError(found)
         return found
 
     def attend(self, cards: Sequence[Card], own: str) -> None:
-        """Plan for these cards, the first of which leads, in the background; or copy the leader's book."""
+        """Plan in the background for these cards if this card is the first, else copy the first's book."""
         was_first, self._is_first = self._is_first, cards[0].name == own
         is_news = membership_of(cards) != membership_of(self._cards) or self._is_first > was_first
         self._cards = cards
-        # A leader with fewer plans than this card may have the one that this card lacks.
+        # A leader with fewer plans may still have the one that this card lacks.
         is_behind = not self._is_first and (cards[0].name, cards[0].book) != self._copied
         if is_news or is_behind or time.monotonic() >= self._retry_at_s:
             self._wake.set()
 
     def note_link(self, link: Link) -> None:
-        """Plan with a measured link from now on. Plans from before any was measured are made again."""
+        """Use a measured link from now on; plans made without one are replaced."""
         self.link = link
         if not self._has_link:
             self._has_link, self._plans, self._copied = True, {}, ("", 0)
             self._wake.set()
 
     def close(self) -> None:
-        """Plan no more."""
+        """Stop planning."""
         self._ends.set()
         self._wake.set()
 
@@ -204,24 +203,24 @@ class PlanBook:
             except QSyncError as error:  # a card left meanwhile, or did not answer
                 logger.info("qsync: planning stopped: %s", error)
                 self._retry_at_s = time.monotonic() + _RETRY_S
-            except Exception as error:  # this thread is the only one that plans
+            except Exception as error:  # only this thread plans, so it must go on
                 logger.exception("qsync: planning failed, and is tried again: %s", error)
                 self._retry_at_s = time.monotonic() + _RETRY_S
 
     def _lead(self) -> None:
-        """Plan the present membership and the next ones, until the membership changes."""
+        """Plan for the current membership and the likely next ones, until it changes."""
         cards = self._cards
         present = membership_of(cards)
         for card in cards:
             if card.device_class not in self._classes:
                 content = json.loads(fetch(card.server, "class", _FETCH_S, self._token))
                 self._classes[card.device_class] = CardCosts.from_json(content)
-        # Cards that wait for their first group have no link: what comes next is planned with theirs.
+        # Cards that wait for their first group have no link: the next memberships use their link.
         ahead = next_memberships(present) if self._has_link or len(cards) == 1 else []
         for membership in [present, *ahead]:
             if self._wake.is_set():
                 return
-            plans = self._plans  # a link that is measured meanwhile starts another book
+            plans = self._plans  # a newly measured link starts another book
             if membership not in plans and all(name in self._classes for name, _, _ in membership):
                 plans[membership] = self._planned(membership)
 
@@ -244,7 +243,7 @@ class PlanBook:
         ]
 
     def _planned(self, membership: Membership) -> Plan | str:
-        """Plan in a process of its own, of low priority; return the plan, or why there is none."""
+        """Plan in a separate low-priority process; return the plan, or the reason why there is none."""
         classes = tuple(
             replace(self._classes[name].device_class, count=count) for name, count, _ in membership
         )
@@ -260,7 +259,7 @@ class PlanBook:
             input=json.dumps(content), capture_output=True, text=True, env=environment(),
         )  # fmt: skip
         if done.returncode == 0:
-            # Shares differ between memberships: a plan is for no batch in particular.
+            # Shares differ between memberships, so the plan is not tied to a batch.
             return replace(Plan.from_json(json.loads(done.stdout)), batch=())
         why = done.stderr.strip().splitlines() or [f"planning ended with exit code {done.returncode}"]
         return f"no plan for {shown(membership)}: {why[-1]}"

@@ -1,7 +1,7 @@
-"""Plan in a process of its own: the training process loses neither its cores nor its interpreter to it.
+"""Plan in a separate process, so that planning blocks neither cores nor GIL of the training process.
 
-`python -m qsync.elastic_training.planning_process`: JSON of the basis on stdin, of the plan on stdout. It
-imports no torch. Exit code 2 and one sentence on stderr where there is no plan.
+`python -m qsync.elastic_training.planning_process`: reads the basis as JSON on stdin and writes the plan on
+stdout. No torch. Without a plan: exit code 2 and one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qsync.replayer import slowed
 
 
 def main() -> None:
-    """Read a basis, and write its plan."""
+    """Read a basis from stdin, and write its plan to stdout."""
     os.nice(10)
     content: dict[str, Any] = json.load(sys.stdin)
     profiles = {

@@ -1,8 +1,8 @@
 """Meet the other cards of a job at its lighthouse, before every step.
 
-The lighthouse is torchft's. Every card sends what the others must know of it (`Card`) with its request for a
-quorum, and receives the same of all. Everything that cards must decide alike is a function of this meeting:
-who is in the step, who heals from whom, and who takes which samples.
+The lighthouse is torchft's. Every card sends a `Card` record with its request for a quorum, and receives the
+records of all. Each card derives the same decisions from them: who is in the step, who heals from whom, and
+who trains on which samples.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _Found = TypeVar("_Found")
 LIGHTHOUSE_VARIABLE = "QSYNC_LIGHTHOUSE"
 HEARTBEAT_S = 0.25
 _RETRY_S = 0.2
-_MOST_WARNINGS = 8  # of cards without a proof: anybody can send any number
-_USUAL_TIMEOUTS = 2  # of one meeting
+_MOST_WARNINGS = 8  # warnings about cards without a proof: anybody can send any number
+_USUAL_TIMEOUTS = 2  # timeouts of one meeting that are still normal
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the others know of a card.
+    """The record that a card sends to the others.
 
-    `history` names the sequence of commits behind its state, empty before the first. `group` is the process
-    group that it is in, empty if it has none that works. `store` and `server` are the addresses of its
-    rendezvous store and of its state. `limit` is the most samples that it takes in one pass.
+    `history` identifies the commits behind its state, empty before the first. `group` is its working process
+    group, or empty. `store` and `server` are the addresses of its rendezvous store and of its state. `limit`
+    is its largest number of samples per pass.
     """
 
     name: str
@@ -57,24 +57,24 @@ class Card:
     group: str = ""
     store: str = ""
     server: str = ""
-    rate: float = 0.0  # samples per second by which shares go; 0: not known
+    rate: float = 0.0  # samples per second, for shares; 0: unknown
     limit: int | None = None
     slowdown: float = 1.0
-    link_s: float | None = None  # of the all-reduce by which it measured the link; None: not yet
-    book: int = 0  # the number of plans in its book
-    is_ready: bool = False  # it has the plan for the first step
-    release: tuple[str, ...] = ()  # the cards that it asks to leave
-    has_trained: bool = False  # it has taken a step of the job
-    leaves: bool = False  # it is to leave, as soon as another card has the state
+    link_s: float | None = None  # seconds of its link-measuring all-reduce; None: not measured
+    book: int = 0  # number of plans in its book
+    is_ready: bool = False  # whether it has the plan for the first step
+    release: tuple[str, ...] = ()  # cards that it asks to leave
+    has_trained: bool = False  # whether it has taken a step of the job
+    leaves: bool = False  # whether it leaves once another card has the state
     learning_rates: tuple[float, ...] = ()  # at the end of its last step
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The cards of one step: those that are up to date, then those that must be healed, each by name.
+    """The cards of one step: up-to-date ones, then ones to heal, each sorted by name.
 
-    Cards that leave are in neither; but where all up-to-date cards are to leave, the first of them stays.
-    `released` are the names of those that others ask to leave.
+    Leaving cards are in neither; if all up-to-date cards leave, the first of them stays. `released` names the
+    cards asked to leave.
     """
 
     key: str
@@ -84,12 +84,12 @@ class Meeting:
 
     @property
     def cards(self) -> tuple[Card, ...]:
-        """Return all cards, in the order of their ranks."""
+        """Return all cards, by rank."""
         return self.current + self.behind
 
     @property
     def keeps_group(self) -> bool:
-        """Return whether all cards, and no others, are in one process group that works."""
+        """Return whether exactly these cards share one working process group."""
         groups = {card.group for card in self.cards}
         size = next(iter(groups)).rpartition("/")[2]
         return len(groups) == 1 and size == str(len(self.cards))
@@ -103,13 +103,13 @@ class Meeting:
         return any(card.name == name for card in self.cards)
 
     def source_of(self, name: str) -> Card:
-        """Return the card that a card which is behind takes its state from."""
+        """Return the card from which a card that is behind gets its state."""
         place = [card.name for card in self.behind].index(name)
         return self.current[place % len(self.current)]
 
 
 def _check_learning_rates(own: Card, first: Card) -> None:
-    """Raise MismatchError where a card steps otherwise than the first one with the same history."""
+    """Raise MismatchError if a card's learning rate differs from the first card's with equal history."""
     if own.history != first.history or not own.learning_rates or not first.learning_rates:
         return
     if own.learning_rates != first.learning_rates:
@@ -121,11 +121,11 @@ def _check_learning_rates(own: Card, first: Card) -> None:
 
 
 def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
-    """Return the meeting of the cards that train what this card trains. Pure.
+    """Return the meeting of the cards of this card's job. Pure.
 
-    The job is that of cards which have trained, then of the card with the most steps behind it, then of the
-    first that came. Cards of other jobs, under a name that is taken, or beyond the samples of a batch are
-    passed over. Raises MismatchError on a card of another job, with what differs; FormatError on the others.
+    The job is chosen from the cards that have trained, else the card with the most steps, else the first
+    card. Cards of other jobs, with a taken name, or beyond the batch's samples are ignored. On an ignored
+    card it raises: MismatchError for another job, else FormatError.
     """
     workers = _with_own_names([card for card in cards if card.facts], own)
     first = min(workers, key=lambda card: (not card.has_trained, -card.step, card.started_s, card.name))
@@ -140,11 +140,11 @@ def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
             )  # fmt: skip
     _check_learning_rates(own, first)
     mates = _that_find_samples([card for card in workers if card.facts == first.facts], own)
-    # A card that has only resumed a checkpoint, of another run perhaps, does not replace what is training.
+    # A card that only resumed a checkpoint (perhaps another run's) does not replace trained cards.
     trained = [card for card in mates if card.has_trained] or mates
     step = max(card.step for card in trained)
     leading = [card for card in trained if card.step == step]
-    # Two parts of a job may have trained the same step apart. The larger part is right.
+    # Two parts of a job may have trained the same step separately; the larger part wins.
     count = Counter(card.history for card in leading)
     history = min(count, key=lambda one: (-count[one], one))
     able = [card for card in leading if card.history == history]
@@ -168,7 +168,7 @@ def _with_own_names(workers: Sequence[Card], own: Card) -> list[Card]:
 
 
 def _that_find_samples(mates: Sequence[Card], own: Card) -> list[Card]:
-    """Return the oldest cards, as many as a batch has samples. Raises FormatError on the others."""
+    """Return the oldest cards, at most as many as a batch has samples. Raises FormatError on the others."""
     most = int(mates[0].facts.get("batch_size", len(mates)))
     kept = _by_age(mates)[:most]
     if len(kept) < len(mates) and own.name not in {card.name for card in kept}:
@@ -179,27 +179,27 @@ def _that_find_samples(mates: Sequence[Card], own: Card) -> list[Card]:
 
 
 def coordination() -> Any:
-    """Return torchft's coordination module. Raises UnsupportedError where torchft is not installed."""
+    """Return torchft's coordination module. Raises UnsupportedError if torchft is missing."""
     try:
         return import_module("torchft.coordination")
     except ImportError as error:
         raise UnsupportedError(
-            f"elastic jobs meet at torchft's lighthouse, which is not here ({error}); run "
+            f"elastic jobs need torchft's lighthouse, which is not installed ({error}); run "
             + installing("elastic")
         ) from error
 
 
 def ask_to_leave(name: str, address: str) -> list[str]:
-    """Ask a card to leave after its present step, in a meeting; return the names of the others.
+    """Ask a card to leave after its current step; return the names of the others.
 
-    Raises FormatError where no such card is in the job.
+    Raises FormatError if no such card is in the job.
     """
     rendezvous = Rendezvous(address, 10.0, token_of_environment())
     asking = Card(f"release-{uuid.uuid4()}", "", time.time(), {}, release=(name,))
     names: list[str] = []
-    rendezvous.begin(asking.name)  # a meeting may take longer than a card without heartbeats is thought alive
+    rendezvous.begin(asking.name)  # heartbeats keep this client registered during a long meeting
     try:
-        for _ in range(2):  # the first meeting may be that of the asking card alone
+        for _ in range(2):  # the first meeting may contain only the asking client
             cards = rendezvous.cards(asking)
             names = sorted(card.name for card in cards if card.facts)
             if name in names:
@@ -207,46 +207,46 @@ def ask_to_leave(name: str, address: str) -> list[str]:
     finally:
         rendezvous.leave()
     raise FormatError(
-        f"no card {shortened(name)} is in the job at {rendezvous.address}"
+        f"there is no card {shortened(name)} in the job at {rendezvous.address}"
         + (f"; it has {shortened(', '.join(names), 200, quote=False)}" if names else ", which has no cards")
     )
 
 
 class Rendezvous:
-    """A card's connection to the lighthouse: heartbeats from a thread, and one meeting a step.
+    """A card's connection to the lighthouse: heartbeats from a thread, and one meeting per step.
 
-    What a card sends has a proof of the job's token; what others send without one is passed over.
-    Raises QSyncError if no lighthouse answers at the address.
+    Messages carry a proof of the job's token; messages without one are ignored. Raises QSyncError if no
+    lighthouse answers at the address.
     """
 
     def __init__(self, address: str, timeout_s: float, token: JobToken | None = None) -> None:
         self.address = checked_address(address)
         self._timeout = timedelta(seconds=timeout_s)
-        self._number = uuid.uuid4().hex  # two cards of one name are two to the lighthouse
+        self._number = uuid.uuid4().hex  # makes two cards of one name distinct at the lighthouse
         self._token = token or JobToken()
-        self._stamp_ns = 0  # of the last message of this card, and of all others
+        self._stamp_ns = 0  # time stamps of the last message of this card, and of all others
         self._stamps: dict[str, int] = {}
         self._passed_over: set[str] = set()
-        coordination()  # which may be missing
+        coordination()  # may be missing
         try:
-            # torchft connects to whatever listens, and waits for ever for an address that is silent.
+            # torchft would connect to any listener, and wait forever for a silent one.
             if b"quorum" not in fetch(self.address, "status", timeout_s):
                 raise QSyncError("what answers is no lighthouse")
             self._client = self._connect()
         except Exception as error:
             raise QSyncError(
-                f"no lighthouse answers at {self.address}; start one with `qsync lighthouse`, or give its "
-                "address"
+                f"no lighthouse answers at {self.address}; start one with `qsync lighthouse`, or correct "
+                "its address"
             ) from error
         self._left = threading.Event()
         self._heartbeats: Future[None] | None = None
-        self._meeting: Future[Meeting | None] | None = None  # the last one that was begun in the background
+        self._meeting: Future[Meeting | None] | None = None  # the last meeting begun in the background
 
     def _connect(self) -> Any:
         return coordination().LighthouseClient(f"http://{self.address}", self._timeout)
 
     def own_host(self) -> str:
-        """Return the address under which this machine is seen from the lighthouse's network."""
+        """Return this machine's address as seen from the lighthouse's network."""
         host, _, port = self.address.rpartition(":")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, int(port)))
@@ -254,27 +254,27 @@ class Rendezvous:
         return found
 
     def begin(self, name: str) -> None:
-        """Start the heartbeats of a card."""
+        """Start a card's heartbeats."""
         self._heartbeats = in_background(lambda: self._beat(name))
         atexit.register(self._end)
 
     def in_background(self, meet: Callable[[], Meeting | None]) -> Future[Meeting | None]:
-        """Begin a meeting in a thread."""
+        """Start a meeting in a thread."""
         self._meeting = in_background(meet)
         return self._meeting
 
     def _end(self) -> None:
-        """End the threads that call torchft: one that returns from there while Python ends would abort it."""
+        """Join the threads that call torchft: one that returns during Python's exit would abort it."""
         self.leave()
         running: list[Future[Any]] = [one for one in (self._heartbeats, self._meeting) if one is not None]
-        wait(running, 2 * self._timeout.total_seconds())  # a call may take a little more than the timeout
+        wait(running, 2 * self._timeout.total_seconds())  # a call may take slightly longer than the timeout
 
     def _beat(self, name: str) -> None:
         client = self._client
         while not self._left.wait(HEARTBEAT_S):
             try:
                 client.heartbeat(f"{name}/{self._number}", self._timeout)
-            except Exception:  # the lighthouse is gone; `meet` says so
+            except Exception:  # the lighthouse is gone; `meet` reports it
                 if not self._left.wait(_RETRY_S):
                     client = self._reconnected(client)
 
@@ -287,8 +287,8 @@ class Rendezvous:
     def meet(self, card: Card, may_leave: Callable[[], bool]) -> Meeting | None:
         """Wait until the cards of the job have met.
 
-        While no lighthouse answers, the card waits for one and says so once. It returns None if it may leave,
-        or has left.
+        While no lighthouse answers, the card waits, with one log line. Returns None if it may leave, or has
+        left.
         """
         has_told, timeouts = False, 0
         while not self._left.is_set():
@@ -296,7 +296,7 @@ class Rendezvous:
                 quorum = self._quorum(card)
             except Exception as error:
                 timeouts += isinstance(error, TimeoutError)
-                # A card that lags costs one or two. A machine that has vanished gives no other error.
+                # A lagging card costs one or two timeouts. A vanished host gives no other error.
                 if not has_told and (timeouts > _USUAL_TIMEOUTS or not isinstance(error, TimeoutError)):
                     logger.warning("qsync: no lighthouse answers at %s; waiting for one", self.address)
                     has_told = True
@@ -311,9 +311,9 @@ class Rendezvous:
         return None
 
     def cards(self, asking: Card) -> list[Card]:
-        """Return the cards of one meeting. Raises QSyncError where there is none within the timeout.
+        """Return the cards of one meeting. Raises QSyncError if none takes place within the timeout.
 
-        MismatchError where all have another token.
+        Raises MismatchError if all other cards have another token.
         """
         try:
             cards, strangers = self._read(self._quorum(asking))
@@ -328,14 +328,14 @@ class Rendezvous:
 
     def _quorum(self, card: Card) -> Any:
         own = f"{card.name}/{self._number}"
-        # A message that is sent again by somebody who overheard it is older than the last one.
+        # A replayed message of an eavesdropper is older than the last one.
         self._stamp_ns = max(time.time_ns(), self._stamp_ns + 1)
         text = json.dumps({**asdict(card), "from": own, "stamp": self._stamp_ns})
         data: dict[Any, object] = {"card": text, "proof": self._token.proof("card", text.encode())}
         return self._client.quorum(replica_id=own, timeout=self._timeout, step=card.step, data=data)
 
     def _read(self, quorum: Any) -> tuple[list[Card], list[Card]]:
-        """Return the cards of a quorum, and those without a proof. What is no card of qsync is left out."""
+        """Return a quorum's cards, and those without a proof; other members are left out."""
         cards: list[Card] = []
         strangers: list[Card] = []
         for member in quorum.participants:
@@ -355,7 +355,7 @@ class Rendezvous:
         return cards, strangers
 
     def _pass_over(self, strangers: Sequence[Card], cards: Sequence[Card], own: Card) -> None:
-        """Warn of cards without a proof; raise MismatchError where the job is theirs, and this card alone."""
+        """Warn about cards without a proof; raise MismatchError if no other card has this one's token."""
         is_alone = not any(card.facts and card.store != own.store for card in cards)
         older = [card for card in strangers if card.has_trained or card.started_s <= own.started_s]
         if is_alone and not own.has_trained and any(card.facts for card in older):
@@ -375,14 +375,14 @@ class Rendezvous:
         )
 
     def leave(self) -> None:
-        """End the heartbeats and the connection: the next meeting is without this card."""
+        """End heartbeats and connection: the next meeting is without this card."""
         self._left.set()
         if self._meeting is None or self._meeting.done():
             self._client = None
 
 
 def in_background(run: Callable[[], _Found]) -> Future[_Found]:
-    """Run a function in a thread that ends with the process, which may wait for a lighthouse for ever."""
+    """Run a function in a daemon thread, since it may wait for a lighthouse forever."""
     future: Future[_Found] = Future()
 
     def work() -> None:
@@ -396,7 +396,7 @@ def in_background(run: Callable[[], _Found]) -> Future[_Found]:
 
 
 def checked_address(text: object) -> str:
-    """Return HOST:PORT. Raises FormatError for anything else, IPv6 among it."""
+    """Return an address HOST:PORT. Raises FormatError for anything else, including IPv6."""
     address = text.removeprefix("http://") if isinstance(text, str) else ""
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):

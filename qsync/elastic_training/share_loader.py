@@ -1,4 +1,4 @@
-"""Load the samples of this card's share, ahead of the training loop where worker processes do it."""
+"""Load this card's share of samples, ahead of the training loop by worker processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qsync.distributed.shares import SampleOrder, Share
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How an elastic job runs; see `qsync.elastic`."""
+    """Options of an elastic job; see `qsync.elastic`."""
 
     batch_size: int
     seed: int
@@ -28,23 +28,23 @@ class Options:
 
 
 def _outlive_signal(_: int) -> None:
-    """Let a worker process outlive one SIGTERM, which may go to all processes of a card together.
+    """Make a worker process ignore one SIGTERM, which may go to all processes of a card.
 
-    The card finishes its step and leaves, and its workers end with it; those that are stuck get a second one.
+    The card finishes its step and leaves, and its workers end with it; stuck workers get a second signal.
     """
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 class ShareLoader:
-    """Loads this card's micro-batches, also ahead in worker processes; `turn` makes those ahead stale."""
+    """Loads this card's micro-batches, also ahead in worker processes; `turn` invalidates those ahead."""
 
     def __init__(self, dataset: Any, options: Options) -> None:
         self._order = SampleOrder(len(dataset), options.seed)
         self._batch_size = options.batch_size
-        self._asked: list[int] = []  # the generation of every batch that workers have been asked for
+        self._asked: list[int] = []  # generation of every batch requested from workers
         self._generation = 0
-        self._place, self._share, self._pass = 0, Share(0, 1, 1), 0  # of the next batch that is taken
-        self._next = (0, 0)  # the step and pass of the next batch that is asked for
+        self._place, self._share, self._pass = 0, Share(0, 1, 1), 0  # of the next batch to return
+        self._next = (0, 0)  # step and pass of the next batch to request
         self._batches: Iterator[Any] = iter(
             DataLoader(
                 dataset, batch_sampler=self, collate_fn=options.collate_fn,
@@ -54,7 +54,7 @@ class ShareLoader:
         )  # fmt: skip
 
     def turn(self, step: int, share: Share) -> None:
-        """Go on with a share of this step. What was loaded ahead for another share is thrown away."""
+        """Continue with a share of this step, and discard batches loaded ahead for another share."""
         if (step, share, 0) == (self._place, self._share, self._pass):
             return
         self._generation += 1
@@ -71,7 +71,7 @@ class ShareLoader:
             yield self._order.indices(start, size)
 
     def close(self) -> None:
-        """Load nothing any more, and end the worker processes."""
+        """Stop loading, and end the worker processes."""
         self._batches = iter(())
 
     def next_batch(self) -> Any:

@@ -1,4 +1,4 @@
-"""`elastic`: stands where `hybrid` stands, in a job whose cards come and go."""
+"""`elastic`: the counterpart of `hybrid` for jobs whose cards join and leave."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from qsync.tracing.held_state import undisturbed
 
 logger = logging.getLogger("qsync")
 
-_PROFILED_PARTS = 4  # classes are profiled on this part of a batch
+_PROFILED_PARTS = 4  # classes are profiled on a batch divided by this number
 _RESERVED = ("model", "optimizer", "job", "random", "random_cuda")
 
 
@@ -72,41 +72,39 @@ def elastic(
     cache_dir: str | Path | None = None,
     **options: Any,
 ) -> ElasticJob:
-    """Join a training job whose cards come and go, at its lighthouse (`qsync lighthouse`).
+    """Join a training job whose cards join and leave, at its lighthouse (`qsync lighthouse`).
 
-    Called in one process per card, started by torchrun or by hand, at any time. It profiles the card's class
-    if no card of it ever did. The global batch stays, whatever the membership: its samples are shared out
-    over the cards that are there, and every step's gradient is their mean. Cards that die, stop or get stuck
-    are left out; cards that come are healed from a card that trains. (As torchft, whose lighthouse and
-    process groups this uses.)
+    Call it in one process per card, started by torchrun or by hand, at any time. It profiles the card's class
+    unless cached. The global batch is constant: its samples are divided among the current cards, and every
+    step's gradient is their mean. Dead, stopped or stuck cards are left out; new cards are healed from a
+    training card. (As in torchft, whose lighthouse and process groups this uses.)
 
     Args:
-        model: the same on every card. Those of the first card count.
-        optimizer: of the model's parameters.
-        dataset: with `len` and whole numbers as indices; the same on every card.
+        model: the same on every card; the first card's weights are used.
+        optimizer: the optimizer of the model's parameters.
+        dataset: a dataset with `len` and integer indices; the same on every card.
         batch_size: the number of samples of a step on all cards together.
-        loss_fn: `loss_fn(model, batch)` returns the scalar loss of a batch as `collate_fn` makes it: to
-            profile with. Without it the model's own `.loss` counts.
-        lighthouse: HOST:PORT; without it, what the variable QSYNC_LIGHTHOUSE says.
-        start_with: the number of cards to wait for before the first step; without it torchrun's WORLD_SIZE,
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss of a batch from `collate_fn`, for profiling.
+            Default: the model output's `.loss`.
+        lighthouse: HOST:PORT; default: the variable QSYNC_LIGHTHOUSE.
+        start_with: the number of cards to wait for before the first step; default: torchrun's WORLD_SIZE,
             else 1.
-        seed: of the order of samples.
-        states: more objects with `state_dict` and `load_state_dict` that a card which joins must have, by
-            name: schedulers, averages.
-        plan: run this plan under every membership; nothing is profiled then. False: lower nothing.
-        card: the name of this card, for `qsync release`; without it its class and a number.
+        seed: seed of the order of samples.
+        states: further objects by name with `state_dict` and `load_state_dict`, sent to joining cards:
+            schedulers, averages.
+        plan: use this plan under every membership, without profiling. False: lower nothing.
+        card: the name of this card, for `qsync release`; default: its class and a number.
         device_class: the name of this card's class, instead of the detected one.
-        emulated_share: the share of its core, in (0, 1], that this process gets from now on: as in
-            `qsync.hybrid`.
-        precisions: those to choose from, instead of all that this card multiplies in hardware.
-        base: as in `qsync.hybrid`; "fp32" without one.
+        emulated_share: slow this process to this share of its core, in (0, 1]: as in `qsync.hybrid`.
+        precisions: the precisions to choose from, instead of all that this card has in hardware.
+        base: as in `qsync.hybrid`; default "fp32".
         bitwise: as in `qsync.hybrid`.
         share: give cards samples in proportion to their predicted speed, instead of equally many.
-        max_samples: the most samples of a card in one pass; by the memory model without it.
-        timeout_s: seconds after which a card that does not answer is left out: longer than the slowest step
-            differs from the fastest.
-        join_timeout_s: seconds to wait, before the first step, for cards that do not come, or have no plan
-            yet. Every ten seconds a line says so.
+        max_samples: the largest number of samples of a card per pass; default: by the memory model.
+        timeout_s: seconds after which a silent card is left out; must exceed the difference between the
+            slowest and the fastest step.
+        join_timeout_s: seconds to wait before the first step for missing cards, or cards without a plan;
+            logged every ten seconds.
         num_workers: of `torch.utils.data.DataLoader`.
         collate_fn: of `torch.utils.data.DataLoader`.
         cache_dir: the folder of cached profiles, instead of `~/.cache/qsync`.
@@ -116,8 +114,8 @@ def elastic(
         The job: call `job.model`, and iterate over `job.steps(...)`.
 
     Raises:
-        QSyncError: no lighthouse answers. `steps` raises it where cards do not come.
-        FormatError: an option that does not exist or cannot be used.
+        QSyncError: no lighthouse answers; `steps` raises it for missing cards.
+        FormatError: an unknown or invalid option.
         CalibrationError, TracingError, UnsupportedError: as in `qsync.hybrid`.
 
     Example:
@@ -146,7 +144,7 @@ def elastic(
            start_with=start_with, seed=seed, max_samples=max_samples, num_workers=num_workers)  # fmt: skip
     for what, value in (("card", card), ("device_class", device_class)):
         if value is not None and not (isinstance(value, str) and value.strip()):
-            raise FormatError(f"{what} must be a name, found {shortened(value)}")
+            raise FormatError(f"{what} must be a name, found {shortened(value)}; correct it")
     address = lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
     if address is None:
         raise FormatError(
@@ -180,7 +178,7 @@ def elastic(
     if isinstance(plan, Plan):
         api.wrap_as(model, plan, own.name, speaks=True, bitwise=bitwise)
     elif plan is not False:
-        # The same on every card, whatever its number of cards: profiles of classes must be of one shape.
+        # Equal on every card, whatever their number: profiles of classes must have one shape.
         samples = min(-(-batch_size // _PROFILED_PARTS), max_samples or batch_size, len(dataset))
         batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in (samples, max(1, samples // 2))]
         book = _book(model, batches, loss_fn, own, server, cache_folder(cache_dir), precisions, base,
@@ -195,7 +193,7 @@ def elastic(
 
 
 def _predicts(plan: object) -> bool:
-    """Return whether a plan says how long its classes compute."""
+    """Return whether a plan predicts compute times for its classes."""
     return isinstance(plan, Plan) and all(own.predicted is not None for own in plan.classes.values())
 
 
@@ -207,8 +205,8 @@ def _check_kinds(
     collate_fn: object,
     states: object,
 ) -> None:
-    """Raise FormatError for an argument of another kind, or an optimizer of another model."""
-    device_of(model)  # which refuses another kind
+    """Raise FormatError for an argument of a wrong type, or another model's optimizer."""
+    device_of(model)  # raises for a wrong type
     own, is_plan = set(model.parameters()), plan is None or plan is False or isinstance(plan, Plan)
     for name, value, is_right, what in (
         ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "an optimizer of torch's"),
@@ -232,7 +230,7 @@ def _check(
     join_timeout_s: Any,
     **numbers: Any,
 ) -> None:
-    """Raise FormatError for an option that cannot be used."""
+    """Raise FormatError for an invalid option."""
     if options.get("levers"):
         raise FormatError(
             "an elastic job shares its samples out anew at every change; give share=True instead"
@@ -243,14 +241,15 @@ def _check(
             continue
         if type(number) is not int or number < least[name]:
             raise FormatError(
-                f"{name} must be a whole number of at least {least[name]}, found {shortened(number)}"
+                f"{name} must be a whole number of at least {least[name]}, found {shortened(number)}; "
+                "correct it"
             )
     for name, number in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.1 <= number < 1e6:
             raise FormatError(f"{name} must be seconds of at least 0.1, found {shortened(number)}")
     if numbers["start_with"] > numbers["batch_size"]:
         raise FormatError(
-            f"{numbers['start_with']} cards cannot share {numbers['batch_size']} samples a step; give a "
+            f"{numbers['start_with']} cards cannot share {numbers['batch_size']} samples per step; give a "
             "larger batch_size, or fewer cards"
         )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
@@ -282,7 +281,7 @@ def _book(
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     options: Mapping[str, Any],
 ) -> PlanBook:
-    """Profile the class, and trace the model for any number of samples, before the others see this card."""
+    """Profile the class and trace the model for any number of samples, before joining a meeting."""
     costs = class_costs(
         model, batches[0], loss_fn, own, folder, parse_base(base) if base is not None else None,
         precisions=precisions, make_optimizer=make_optimizer, seconds=profile_seconds(),
@@ -297,7 +296,7 @@ def _book(
 
 
 def _maker_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return what makes an optimizer of this kind and with these defaults: momentum is memory, and time."""
+    """Return a factory of this optimizer with its defaults: momentum needs memory and time."""
     taken = inspect.signature(type(optimizer)).parameters
     return partial(type(optimizer), **{k: v for k, v in optimizer.defaults.items() if k in taken})
 
@@ -305,7 +304,7 @@ def _maker_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.O
 def _facts(
     states: Mapping[str, Any], dataset: Any, how: Options, options: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return what must be the same on every card, by what a message calls it."""
+    """Return the facts that must be equal on every card, by their names in messages."""
     model, optimizer = states["model"], states["optimizer"]
     layout = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
     buffers = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]

@@ -1,4 +1,4 @@
-"""What a card needs to train on where another stands: weights, optimizer, other states, random numbers."""
+"""Capture and restore a card's training state: weights, optimizer, other states, random numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from qsync.backend.devices.device_detection import device_of
 from qsync.errors import MismatchError, shortened
 
-Hyperparameters = list[dict[str, Any]]  # of each group of the optimizer
+Hyperparameters = list[dict[str, Any]]  # of each parameter group of the optimizer
 
 
 class TrainingState:
-    """The training state of this card: objects with `state_dict`, "model" and "optimizer" among them."""
+    """This card's training state: objects with `state_dict`, including "model" and "optimizer"."""
 
     def __init__(self, states: Mapping[str, Any]) -> None:
         self._states = states
@@ -22,7 +22,7 @@ class TrainingState:
         self._device = device_of(states["model"])
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole state, for a card that is behind."""
+        """Return the complete state, for a card that is behind."""
         state: dict[str, Any] = {name: one.state_dict() for name, one in self._states.items()}
         state["random"] = torch.get_rng_state()
         if self._device.type == "cuda":
@@ -34,7 +34,7 @@ class TrainingState:
         return {name: one.state_dict() for name, one in self._states.items() if name != "model"}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the states that are there. Raises MismatchError for a state that does not fit its object."""
+        """Load the given states. Raises MismatchError for a state that does not fit its object."""
         for name, one in self._states.items():
             try:
                 if name in state:
@@ -42,14 +42,14 @@ class TrainingState:
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise MismatchError(
                     f"the job's {name} does not fit this card's ({shortened(error, 200)}); start this card "
-                    "with the same"
+                    "with the same objects as the others"
                 ) from error
 
     def heal(self, state: Mapping[str, Any], before: Hyperparameters) -> None:
-        """Load the whole state of another card, as it was when the step began.
+        """Load another card's complete state from the start of the step.
 
-        Hyperparameters that the loop has set since, by the step's number, stay. `before` is what `marked`
-        returned when the step began.
+        Hyperparameters that the loop has set since then stay. `before` is the result of `marked` at the
+        start.
         """
         own = self.hyperparameters()
         self.load(state)
@@ -60,24 +60,24 @@ class TrainingState:
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._device)
 
     def marked(self) -> Hyperparameters:
-        """Return the hyperparameters, each number an object that no equal one set later is."""
+        """Return the hyperparameters, each number as a unique object, to detect later assignments."""
         for group in self._optimizer.param_groups:
             group.update({name: float(repr(value)) for name, value in group.items() if type(value) is float})
         return self.hyperparameters()
 
     def hyperparameters(self) -> Hyperparameters:
-        """Return the present hyperparameters of the optimizer."""
+        """Return the optimizer's current hyperparameters."""
         return [
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Return the learning rate of each group that has one."""
+        """Return the learning rates of all groups that have one."""
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
 
     def free(self) -> None:
-        """Free the gradients, and what the optimizer keeps."""
+        """Free gradients and optimizer states."""
         self._optimizer.state.clear()
         self._optimizer.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
@@ -85,5 +85,5 @@ class TrainingState:
 
 
 def _was_set(value: object, before: object) -> bool:
-    """Return whether a hyperparameter was set since it was marked, be it to the value that it had."""
+    """Return whether a hyperparameter was set since it was marked, even to an equal value."""
     return value is not before if type(value) is float else value != before

@@ -1,4 +1,4 @@
-"""What a card waits for: said at once, then every ten seconds, up to a bound."""
+"""Log a card's waiting at once, then every ten seconds, up to a time limit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from qsync.errors import QSyncError
 
 logger = logging.getLogger("qsync")
 
-_TOLD_S = 10.0  # from one line to the next
+_TOLD_S = 10.0  # seconds between two lines
 
 
 class Waiting:
-    """What a card waits for now, and since when. The clock is an argument."""
+    """The current reason of waiting, and its start. The clock is an argument."""
 
     def __init__(self, card: str, bound_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._card, self._bound_s, self._clock = card, bound_s, clock
@@ -22,9 +22,9 @@ class Waiting:
         self._since_s = self._told_s = 0.0
 
     def note(self, what: str, is_bounded: bool) -> None:
-        """Log what the card waits for, unless that was just said; where it is not bounded, once.
+        """Log the reason of waiting, unless just logged; without a limit only once.
 
-        Raises QSyncError where it has waited for the same for longer than the bound.
+        Raises QSyncError after waiting for one reason longer than the limit.
         """
         now_s = self._clock()
         waited_s = now_s - self._since_s

@@ -2,7 +2,7 @@
 
 Source of the method: LEMON (ICLR 2024, arXiv:2310.07999). Each folder imports only folders above it:
 
-    recipe/      which module reads and writes which space, and how large each space is and becomes
+    recipe/      spaces that modules read and write, and their sizes before and after
     maps/        the map of every tensor, axis by axis
     apply/       the grown model, its optimizer state and schedule, and the check of the function
     plan/        plan an expansion: the map of a whole model

@@ -1,1 +1,1 @@
-"""Draw plans and predictions: precision map, timeline, memory of a step, trade between time and variance."""
+"""Draw plans and predictions: precision map, timeline, memory of a step, time against variance."""

@@ -13,7 +13,7 @@ from qsync.replayer.churn import ChurnEvent, ChurnReport
 
 _KINDS = ("kill", "stop", "cont", "release", "join", "lighthouse")
 _NUM_POINTS = 400
-# The longest unit of which the trace has more than two.
+# Time units; the longest one that fits more than twice into the trace is used.
 _UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 

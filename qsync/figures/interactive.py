@@ -1,6 +1,6 @@
-"""Figures of a plan that a reader can zoom and point at (plotly): precisions, costs, timeline, trade, memory.
+"""Interactive figures of a plan (plotly): precisions, costs, timeline, trade-off, memory.
 
-Colours are those of the pictures. Text and axes have none here: the page sets them, light or dark.
+Colours are those of the pictures. The page sets colours of text and axes, light or dark.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from qsync.replayer.timeline import Event, Timeline
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-# On a light and a dark page alike, what stays throughout is a darker grey than in pictures.
+# Memory that lasts the whole step is a darker grey than in pictures, to suit light and dark pages.
 _MEMORY_PARTS = MEMORY_PARTS | {"throughout": (MEMORY_PARTS["throughout"][0], "#a9b4c2")}
 _PATH = "critical path"
-_MOST_LABELS = 8  # at a logarithmic axis
+_MOST_LABELS = 8  # labels on a logarithmic axis
 
 
 def _figure(height: int, x: str = "", y: str = "", **layout: Any) -> Figure:
@@ -46,9 +46,9 @@ def _figure(height: int, x: str = "", y: str = "", **layout: Any) -> Figure:
 def precision_map(
     plan: Plan, graph: OpGraph, classes: Sequence[str], notes: Mapping[tuple[str, str], str]
 ) -> Figure:
-    """Return a row per class with the precision of every adjustable operator, in model order.
+    """Return a map of precisions: a row per class, a cell per adjustable operator.
 
-    `classes` is their order. `notes` are (class, operator) -> what to show beside its kind and precision.
+    `classes` sets the order of rows. `notes` maps (class, operator) to additional hover text.
     """
     used = {p for own in plan.classes.values() for p in own.assignment.values()}
     known = [precision for precision in PRECISION_COLOURS if precision in used or precision is Precision.FP32]
@@ -65,7 +65,7 @@ def precision_map(
             for op, precision in zip(graph.adjustable, chosen, strict=True)
         ])  # fmt: skip
     figure = _figure(150 + 60 * len(cells))
-    # Each colour from one place of the scale to the next, so that none blends into another.
+    # Each colour spans a step of the scale, so that none blends into another.
     scale = [[place / len(known), PRECISION_COLOURS[p]] for k, p in enumerate(known) for place in (k, k + 1)]
     figure.add_heatmap(
         z=cells, x=[op.name for op in graph.adjustable], y=list(classes), zmin=-0.5,
@@ -78,7 +78,7 @@ def precision_map(
 
 
 def sensitivities(sensitivity: Sensitivity, graph: OpGraph) -> Figure:
-    """Return the variance that each precision would add to every operator, in model order."""
+    """Return a figure of the variance that each precision adds to every operator."""
     figure = _figure(330, y="added variance")
     for precision, colour in PRECISION_COLOURS.items():
         points = [
@@ -97,7 +97,7 @@ def sensitivities(sensitivity: Sensitivity, graph: OpGraph) -> Figure:
 
 
 def timeline(found: Timeline, path: Sequence[Event] = ()) -> Figure:
-    """Return one step as lanes: work and communication of every class, and the critical path."""
+    """Return a timeline of one step: compute and communication per class, and the critical path."""
     lanes = [lane for name in found.classes for lane in (name, f"{name}: communication")]
     lanes += [_PATH] if path else []
     placed = [(_lane(event), event) for event in found.events] + [(_PATH, event) for event in path]
@@ -121,9 +121,9 @@ def _lane(event: Event) -> str:
 
 
 def trade(plans: Sequence[Plan], chosen: Plan) -> Figure:
-    """Return step time against added variance: plans that no other beats, and the one that was chosen.
+    """Return a figure of step time against added variance: Pareto-optimal plans and the chosen one.
 
-    Variance is logarithmic; a plan that adds none stands below all others.
+    Variance is logarithmic; a plan that adds none is drawn below all others.
     """
     every = [plan.added_variance or 0.0 for plan in (*plans, chosen)]
     least = min((value for value in every if value > 0.0), default=1.0)
@@ -155,7 +155,7 @@ def trade(plans: Sequence[Plan], chosen: Plan) -> Figure:
 
 
 def _logarithmic(figure: Figure, values: Sequence[float]) -> None:
-    """Make the y axis logarithmic, with labels that do not overlap; with none where all values are 0."""
+    """Make the y axis logarithmic with few labels; without labels if all values are 0."""
     positive = [value for value in values if value > 0.0]
     decades = math.log10(max(positive) / min(positive)) if positive else 0.0
     figure.update_yaxes(
@@ -165,7 +165,7 @@ def _logarithmic(figure: Figure, values: Sequence[float]) -> None:
 
 
 def memory(peaks: Mapping[str, Peak], graph: OpGraph) -> Figure:
-    """Return the bytes of a step of every class by part, operator by operator, forward and then backward."""
+    """Return a figure of each class's memory by part over a step, forward then backward."""
     forward = [op.name for op in graph.ops]
     names = [*forward, *(f"{name}, backward" for name in reversed(forward))]
     figure = _figure(60 + 230 * len(peaks))
@@ -188,7 +188,7 @@ def memory(peaks: Mapping[str, Peak], graph: OpGraph) -> Figure:
 
 
 def steps_of_runs(runs: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Return the measured and predicted step of every way to train; a line is the strongest cards alone."""
+    """Return measured and predicted steps of every training method; a line marks the fastest cards alone."""
     figure = _figure(90 + 46 * len(runs), x="step, ms", barmode="group")
     bars = (("measured", "measured_step_s"), ("predicted before training", "planned_step_s"))
     for (label, key), colour in zip(bars, SERIES_COLOURS, strict=False):
@@ -206,7 +206,7 @@ def steps_of_runs(runs: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def phases_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return the phases of every rank's step, measured above predicted."""
+    """Return a figure of each rank's step phases, measured above predicted."""
     rows = [
         (f"rank {one['rank']} ({one['device_class']}), {kind}", one[kind])
         for one in ranks for kind in ("measured", "predicted")
@@ -222,7 +222,7 @@ def phases_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def losses(curves: Mapping[str, Sequence[tuple[float, float]]], x: str) -> Figure:
-    """Return loss curves by name: points (x, loss)."""
+    """Return loss curves by name, from points (x, loss)."""
     figure = _figure(360, x=x, y="loss")
     for colour, (name, points) in zip(
         SERIES_COLOURS * math.ceil(len(curves) / 8), curves.items(), strict=False

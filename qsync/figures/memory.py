@@ -1,4 +1,4 @@
-"""Draw how a step fills the memory of every class, by part."""
+"""Draw how a step fills each class's memory, by part."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qsync.replayer import Peak
 
 
 def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
-    """Draw the memory of a step of every class (`qsync.replayer.memory_breakdown`), one below the other.
+    """Draw each class's memory over a step (`qsync.replayer.memory_breakdown`), one below the other.
 
-    The budget is drawn if it is less than twice the peak; the title always says which part of it is used.
+    The budget is drawn if it is less than twice the peak; the title always shows the used fraction.
 
     >>> steps(peaks(graph, plan, profiles, cluster), "memory.png")
     """

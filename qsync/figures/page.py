@@ -1,6 +1,6 @@
-"""One HTML page about a plan: what it lowers and why, its step, and what was measured.
+"""Write an HTML page about a plan: precisions with reasons, the step, and measurements.
 
-It needs no other file and no network: plotly is embedded. Sections without data say what is missing.
+It needs no other file and no network: plotly is embedded. Sections without data name the missing input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qsync.records.plans import Plan
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-_NUM_PLANS = 7  # on the line of plans that no other beats
+_NUM_PLANS = 7  # Pareto-optimal plans in the trade-off figure
 _TRADE = "Step time against variance"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #222; --faint: #666; --back: #fff; --line: #e3e6ea; --link: #0b62a8 }
@@ -38,7 +38,7 @@ table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .25rem .9r
   border-bottom: 1px solid var(--line) } nav a { margin-right: 1rem }
 .missing { border-left: 3px solid var(--line); padding-left: .7rem }
 """
-# Text and grid of every plot follow the page's colours; when it is printed, too.
+# Text and grid of every plot follow the page's colours, also in print.
 _SCRIPT = """
 function recolour() {
   const css = getComputedStyle(document.documentElement);
@@ -57,10 +57,10 @@ addEventListener('load', recolour);
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a page shows beside the plan, as far as there is any.
+    """Optional measurements that a page shows beside the plan.
 
-    `runs` are those of the demo's figures.json; `ranks` the phases of each rank, measured and predicted;
-    `losses` curves by title: name -> points; each with what its x is.
+    `runs` come from the demo's figures.json. `ranks` holds measured and predicted phases of each rank.
+    `losses` maps titles to curves (name -> points) with the label of x.
     """
 
     runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Measured:
 
     @classmethod
     def of_demo(cls, content: Mapping[str, Any]) -> Measured:
-        """Return what the demo measured: `content` is its figures.json; losses are means over seeds."""
+        """Read the demo's measurements from its figures.json `content`; losses are averaged over seeds."""
         runs = content.get("runs", {})
         if not isinstance(runs, Mapping) or not all(isinstance(run, Mapping) for run in runs.values()):
             raise FormatError("figures.json is none of qsync demo's: it has no runs by name; remove it")
@@ -84,7 +84,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """A part of the page: a figure, or the sentence that says what is missing."""
+    """A section of the page: a figure, or a sentence about the missing data."""
 
     title: str
     text: str
@@ -93,22 +93,22 @@ class _Section:
 
 
 def check_available() -> None:
-    """Raise QSyncError where plotly is missing."""
+    """Raise QSyncError if plotly is missing."""
     if find_spec("plotly") is None:
-        raise QSyncError("a page needs plotly, which is not installed; pip install plotly")
+        raise QSyncError("the page needs plotly, which is not installed; run pip install plotly")
 
 
 def check_path(path: object, name: str) -> None:
-    """Raise FormatError unless a page can have this path."""
+    """Raise FormatError unless a path ends in .html."""
     if not isinstance(path, (str, Path)) or Path(path).suffix != ".html":
         raise FormatError(f"{name} is the path of a page, found {shortened(str(path))}; end it in .html")
 
 
 def write(path: str | Path, plan: Plan, basis: Basis, measured: Measured | None = None) -> Path:
-    """Write the page about a plan and its basis, whole or not at all; return its path.
+    """Write the page about a plan and its basis atomically; return its path.
 
-    A plan.json beside it is linked. Raises QSyncError where plotly is missing; MismatchError or
-    UnsupportedError if plan and basis do not belong together.
+    A plan.json beside it is linked. Raises QSyncError if plotly is missing; MismatchError or UnsupportedError
+    if plan and basis do not belong together.
     """
     check_available()
     path = Path(path)
@@ -152,7 +152,7 @@ def _sections(plan: Plan, basis: Basis, measured: Measured) -> Iterator[_Section
     try:
         plans = frontier(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, _NUM_PLANS, **options)
         yield _Section(_TRADE, text, interactive.trade(plans, plan))
-    except InfeasibleError as error:  # as where levers are what makes the plan fit
+    except InfeasibleError as error:  # e.g. a plan that fits only with its levers
         yield _Section(_TRADE, text, missing=f"No plan by precisions alone: {error}.")
     yield _Section(
         "Memory over a step", "Simulated, margin included. Dashed: the budget, where it is near.",
@@ -207,7 +207,7 @@ def _html(number: int, section: _Section) -> str:
 
 
 def _facts(plan: Plan, basis: Basis) -> str:
-    """Return the table of what the plan is: a row per class, and the step that is predicted."""
+    """Return the table of a plan's classes, and its predicted step."""
     from qsync.replayer import changed_since_planned
 
     rows = [

@@ -1,4 +1,4 @@
-"""Draw the trade between step time and added variance: every point a plan."""
+"""Draw the trade-off between step time and added variance, a point per plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from qsync.records.profiles import shown
 
 
 def draw(plans: Sequence[Plan], path: str | Path) -> Path:
-    """Draw step time against added variance (both simulated), above what each plan lowers on each class.
+    """Draw step time against added variance (simulated), above the operators lowered on each class.
 
-    Points bear their plan's number, counted from 1 as the files of `qsync plan --pareto` are. Variance is
-    logarithmic; a plan that adds none is hollow and stands on the lower edge. The dashed line is the variance
-    that no plan is below, as far as that is proved.
+    Points show their plan's number, counted from 1 like the files of `qsync plan --pareto`. Variance is
+    logarithmic; a plan that adds none is hollow, on the lower edge. The dashed line is the proved lower bound
+    of variance.
 
     >>> draw(frontier(graph, profiles, sensitivity, cluster), "frontier.png")
     """
@@ -44,7 +44,7 @@ def _draw_trade(axes: Axes, plans: Sequence[Plan], steps: Sequence[float]) -> No
     axes.step(steps, heights, where="post", color=FAINT, linewidth=1, zorder=1)
     bounds = [max(plan.bound, floor) if plan.bound is not None else float("nan") for plan in plans]
     if any(bound < 0.99 * height for bound, height in zip(bounds, heights, strict=True)):
-        # A plan as fast as one of these, or faster, is not below that one's bound: so back to the one before.
+        # A faster plan is not below a slower plan's bound, so a bound holds back to the previous point.
         axes.step(
             steps, bounds, where="pre", color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=1,
             label="no plan is below",
@@ -70,5 +70,5 @@ def _draw_lowered(axes: Axes, plans: Sequence[Plan], steps: Sequence[float]) -> 
     axes.set_ylim(-4, 104)
     axes.set_ylabel("operators lowered, %", fontsize=9, color=INK)
     axes.set_xlabel("step, ms", fontsize=9, color=INK)
-    # Beside the lines, which may run anywhere.
+    # Beside the axes, because curves may run anywhere.
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

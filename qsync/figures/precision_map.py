@@ -1,4 +1,4 @@
-"""Draw which operator has which precision on which class, above what each precision would cost."""
+"""Draw the precision of each operator on each class, above each precision's cost."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _draw_assignments(axes: Axes, plan: Plan, ops: Sequence[str]) -> None:
     )
     for row in range(1, len(cells)):
         axes.axhline(row - 0.5, color="white", linewidth=4)
-    if len(ops) <= 60:  # beyond that the gaps would eat the cells
+    if len(ops) <= 60:  # beyond that the gaps would hide the cells
         for column in range(1, len(ops)):
             axes.axvline(column - 0.5, color="white", linewidth=1)
     for spine in axes.spines.values():
@@ -76,7 +76,7 @@ def _draw_assignments(axes: Axes, plan: Plan, ops: Sequence[str]) -> None:
 
 
 def _draw_costs(axes: Axes, sensitivity: Sensitivity, ops: Sequence[str]) -> None:
-    """Draw a point for each assessed precision, joined by a line from the least to the greatest."""
+    """Draw a point for each assessed precision, with a line from the least to the greatest."""
     size = 26 if len(ops) <= 60 else 9
     for precision, colour in PRECISION_COLOURS.items():
         points = [(i, sensitivity.omega.get(op, {}).get(precision, 0.0)) for i, op in enumerate(ops)]
@@ -95,7 +95,7 @@ def _draw_costs(axes: Axes, sensitivity: Sensitivity, ops: Sequence[str]) -> Non
 
 
 def _label_ops(axes: Axes, ops: Sequence[str], width: float) -> None:
-    """Label operators, or as many blocks as fit where operators do not, with a line between blocks."""
+    """Label operators, or blocks if operators do not fit, with a line between blocks."""
     blocks = [(block, len(list(members))) for block, members in groupby(ops, key=block_of)]
     begin, middles = 0, []
     for block, num_members in blocks:
@@ -116,7 +116,7 @@ def _label_ops(axes: Axes, ops: Sequence[str], width: float) -> None:
 
 
 def block_of(op: str) -> str:
-    """Return the block of an operator: its name up to its first numbers, or its first part.
+    """Return an operator's block: its name up to the first numbers, or its first part.
 
     >>> block_of("encoder.layer.3.attention.query"), block_of("stages.1.0.shortcut.0"), block_of("head")
     ('encoder.layer.3', 'stages.1.0', 'head')

@@ -1,7 +1,7 @@
-"""Colours and strokes that all figures share, and how a figure is written.
+"""Colours, strokes and PNG output shared by all figures.
 
-Figures are drawn without pyplot: no window system, no global state. Colours are Okabe and Ito's, which
-colour-blind readers tell apart. FP32 is grey, so that lowered operators stand out.
+Figures are drawn without pyplot: no window system, no global state. Colours are Okabe and Ito's,
+distinguishable by colour-blind readers. FP32 is grey, so that lowered operators stand out.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PRECISION_COLOURS = {
     Precision.INT8: "#e69f00",
     Precision.INT8_ALL: "#d55e00",
 }
-# By part of a step's memory (`Peak.curve`): its label and colour.
+# Part of a step's memory (`Peak.curve`) -> label and colour.
 MEMORY_PARTS = {
     "throughout": ("parameters, gradients, optimizer, batch", "#d5dae0"),
     "casts": ("copies of weights", "#e69f00"),
     "saved": ("saved for backward", "#0072b2"),
     "transient": ("temporaries, workspaces", "#d55e00"),
 }
-# Curves of several classes or models, in this order.
+# Colours of curves of classes or models, in this order.
 SERIES_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a900", "#4d4d4d")
 
 
@@ -55,9 +55,9 @@ def strip_axes(axes: Axes, grid: str) -> None:
 
 
 def save_png(figure: Figure, path: str | Path, dpi: int = 150) -> Path:
-    """Write the figure as a PNG, whole or not at all. Return its path.
+    """Write the figure as a PNG atomically; return its path.
 
-    Raises FormatError for a name that ends otherwise.
+    Raises FormatError unless the name ends in .png.
     """
     if Path(path).suffix.lower() != ".png":
         raise FormatError(f"pictures are PNG files, found {shortened(str(path))}; end the name in .png")

@@ -15,7 +15,7 @@ from qsync.figures.style import INK, save_png, strip_axes
 from qsync.records.profiles import shown
 from qsync.replayer.timeline import Timeline
 
-# Kinds of events, in the order of the legend.
+# Colours by kind of event, in the order of the legend.
 KIND_COLOURS = {
     "loading": "#f0e442",
     "host": "#4d4d4d",
@@ -30,7 +30,7 @@ KIND_COLOURS = {
 
 
 class Lane(TypedDict):
-    """What one rank (or every rank of a class) does in a step: events are (kind, start_s, duration_s)."""
+    """One rank's (or class's) step: events are (kind, start_s, duration_s)."""
 
     label: str
     events: Sequence[tuple[str, float, float]]
@@ -76,7 +76,7 @@ def timelines(
 
 
 def lanes_of(timeline: Timeline, emulated: Collection[str] = ()) -> list[Lane]:
-    """Return the lanes of a replayed timeline: one per device class, whose ranks all do the same."""
+    """Return the lanes of a replayed timeline: one per device class, whose ranks are equal."""
     lanes: list[Lane] = []
     for name, entry in timeline.classes.items():
         events = [(e.kind, e.start_s, e.duration_s) for e in timeline.events if e.device_class == name]

@@ -1,4 +1,4 @@
-"""A model of Hugging Face by its configuration: nothing is downloaded, and weights are random."""
+"""Build a Hugging Face model from its configuration, with random weights and no download."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from qsync.errors import FormatError, QSyncError, shortened
 
 PREFIX = "hf:"
-# The first that a model type has is made where its configuration names no class.
+# The first of these tasks that a model type supports is used if its configuration names no class.
 CAUSAL, MASKED, IMAGE = "CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION"
 
 
 def read_config(path: Path) -> tuple[Any, type[Any], str | None]:
-    """Read a `config.json`: return it, the class of its model, and its task.
+    """Read a `config.json`; return the configuration, its model class and its task.
 
-    The task is None where the class neither models language nor classifies images. FormatError for a file
-    that transformers makes no model of.
+    The task is None unless the class models language or classifies images. Raises FormatError for a file that
+    transformers cannot build a model from.
 
     >>> config, kind, task = read_config(Path("config.json"))
     >>> model = kind(config)

@@ -1,4 +1,4 @@
-"""Lightning over unequal devices: a strategy that plans the model before Lightning wraps it in DDP."""
+"""Lightning strategy that plans the model before Lightning wraps it in DDP."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of, wrapping_of
 from qsync.tracing.held_state import undisturbed
 
-_PLAN_KEY = "qsync_plan"  # in a checkpoint
+_PLAN_KEY = "qsync_plan"  # the plan's key in a checkpoint
 _BASES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 class QSyncStrategy(DDPStrategy):
-    """Lightning's DDPStrategy over unequal ranks.
+    """Lightning strategy: DDPStrategy over unequal ranks.
 
-    Before Lightning wraps the LightningModule in DDP, the network that its `training_step` calls is planned
-    on a batch of the training data: the LightningModule itself where that is called (`self(x)`), else the one
-    submodule with trained parameters that is. All else is Lightning's: `precision="bf16-mixed"` is the plan's
-    base, DDP's arguments those of profiling too. A checkpoint holds its plan; it loads without qsync, too.
-    A training loader of a `qsync.ShareSampler` keeps its batches, of the share that the plan gives a rank.
+    Before Lightning wraps the LightningModule in DDP, qsync plans the network that `training_step` calls, on
+    a batch of the training data: the LightningModule itself (`self(x)`), or the one submodule with trained
+    parameters. Lightning's `precision="bf16-mixed"` sets the plan's base; DDP's arguments also apply to
+    profiling. A checkpoint holds its plan, and loads with or without qsync. A training loader with a
+    `qsync.ShareSampler` yields batches of the rank's planned share.
 
     Args:
         hybrid_options: arguments of `qsync.hybrid` by name, such as `emulated_share`, `make_optimizer` or
@@ -49,10 +49,10 @@ class QSyncStrategy(DDPStrategy):
 
     Raises:
         UnsupportedError: another version of the library, or a training_step that calls several networks.
-        FormatError: options that the strategy states itself, or shares that nothing hands out.
+        FormatError: options that the strategy sets itself, or shares without a sampler for them.
         MismatchError: ranks with different settings.
 
-    Once this module is imported, Lightning knows the strategy by its name, too, with no options.
+    Importing this module also registers the strategy under the name "qsync", without options.
 
     Example:
         >>> trainer = pl.Trainer(devices=2, strategy=QSyncStrategy(hybrid_options={"slack": 0.05}))
@@ -65,18 +65,18 @@ class QSyncStrategy(DDPStrategy):
         check_version("lightning")
         super().__init__(**options)
         check_ddp_options(self._ddp_kwargs)
-        self._ddp_kwargs = stated_options(self._ddp_kwargs)  # LightningCLI passes every default of DDP's
+        self._ddp_kwargs = stated_options(self._ddp_kwargs)  # LightningCLI passes every DDP default
         self._hybrid_options = dict(hybrid_options or {})
-        self._plan_before: Any = None  # as JSON, of the checkpoint that training goes on from
+        self._plan_before: Any = None  # JSON of the plan in the loaded checkpoint
         self._sampler: ShareSampler | None = None  # of the loader that the plan was made with
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Let a Trainer find the strategy by its name alone; DDPStrategy's names stay its own."""
+        """Register the strategy's name with Lightning; DDPStrategy's names stay its own."""
         strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__ or "", override=True)
 
     def configure_ddp(self) -> None:
-        """Plan the network of the LightningModule, then let Lightning wrap that in DDP."""
+        """Plan the LightningModule's network, then let Lightning wrap the module in DDP."""
         module = self.lightning_module
         assert module is not None
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
@@ -85,7 +85,7 @@ class QSyncStrategy(DDPStrategy):
             "checking the Trainer's arguments", lambda: check_hybrid_options(self._hybrid_options, stated)
         )
         trainer = module.trainer
-        # Lightning would hand out a part of batches that are this rank's own.
+        # Lightning would shard batches that already belong to this rank.
         connector = trainer._data_connector
         is_cut = connector._requires_distributed_sampler
         setattr(connector, "_requires_distributed_sampler", lambda loader: (  # noqa: B010
@@ -132,13 +132,13 @@ class QSyncStrategy(DDPStrategy):
         return network, found
 
     def _loaders(self, module: pl.LightningModule) -> CombinedLoader:
-        """Return the loaders of the training data, as Lightning will ask for them again."""
+        """Return the loaders of the training data, which Lightning will request again."""
         with undisturbed(module):
             torch.manual_seed(0)
             return CombinedLoader(module.trainer.fit_loop._data_source.dataloader(), "max_size_cycle")
 
     def _example_batch(self, module: pl.LightningModule, loaders: CombinedLoader) -> Any:
-        """Return a batch of the training data, the same on every rank, as training_step gets it."""
+        """Return a training batch as training_step gets it, equal on every rank."""
         with ExitStack() as stack:
             stack.enter_context(undisturbed(module))
             torch.manual_seed(0)
@@ -151,7 +151,7 @@ class QSyncStrategy(DDPStrategy):
             return self.batch_to_device(batch)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let a loader hand out the plan's shares, and show Lightning where its sampler stands."""
+        """Make a loader yield the plan's shares, and report its sampler's position to Lightning."""
         sampler = sampler_of(dataloader)
         if sampler is not None and self._sampler is not None:
             sampler.share_as(self._sampler)
@@ -168,23 +168,23 @@ class QSyncStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint, and remember its plan."""
+        """Load a checkpoint, and remember its plan for comparison."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._plan_before = checkpoint.get(_PLAN_KEY)
         return checkpoint
 
 
 class _TrainingStep:
-    """The loss that a LightningModule's training_step returns, as `qsync.hybrid` takes a loss."""
+    """Adapts training_step of a LightningModule to `qsync.hybrid`'s loss function."""
 
     def __init__(
         self, module: pl.LightningModule, context: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         self._module, self._context = module, context
-        self._path = ""  # of the network in the module
+        self._path = ""  # the network's path in the module
 
     def network(self, batch: Any) -> nn.Module:
-        """Return the network that training_step calls, outermost, with trained parameters."""
+        """Return the outermost network with trained parameters that training_step calls."""
         called: dict[str, nn.Module] = {}
         depth = 0
 
@@ -222,7 +222,7 @@ class _TrainingStep:
         return network
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Run training_step with `model`, the network or DDP around it, in the network's place."""
+        """Run training_step with `model` (the network or its DDP) substituted for the network."""
         arguments = [batch]
         if is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2):
             arguments.append(0)
@@ -238,7 +238,7 @@ class _TrainingStep:
 
     @contextmanager
     def _in_place(self, model: nn.Module) -> Iterator[Any]:
-        """Yield training_step, with `model` in the network's place."""
+        """Yield training_step with `model` substituted for the network."""
         module = self._module
         if self._path == "":  # DDP around the LightningModule itself: its forward runs training_step once
             if model is module:
@@ -256,7 +256,7 @@ class _TrainingStep:
             siblings[name] = before
 
     def _redirected(self, model: nn.Module, *args: Any) -> Any:
-        """Call DDP around the LightningModule such that training_step runs inside."""
+        """Call DDP around the LightningModule so that its forward runs training_step."""
         module, before = self._module, self._module.__dict__.get("forward")
 
         def once(*args: Any) -> Any:
@@ -271,7 +271,7 @@ class _TrainingStep:
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:
-    """Let a module run a forward of its own; None stands for its class's."""
+    """Set a module's own forward; None restores its class's."""
     module.__dict__.pop("forward", None)
     if forward is not None:
         module.__dict__["forward"] = forward
@@ -279,7 +279,7 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 @contextmanager
 def _without_logs(module: pl.LightningModule) -> Iterator[None]:
-    """Let training_step log nothing: no loop runs yet."""
+    """Disable training_step's logging, because no training loop is running."""
     names, trainer = ("log", "log_dict"), module._trainer
     loggers = trainer.loggers if trainer is not None else []
     for name in names:

@@ -6,12 +6,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from qsync.errors import UnsupportedError
 
-# First version that works, and the first one that was not tried.
+# First supported version, and the first untested one.
 _RANGES = {"transformers": ("5.0", "6"), "accelerate": ("1.15", "2"), "lightning": ("2.5", "3")}
 
 
 def check_version(package: str) -> None:
-    """Raise UnsupportedError unless an installed library has a version that the integrations work with."""
+    """Raise UnsupportedError unless an installed library has a supported version."""
     first, last = _RANGES[package]
     try:
         found = version(package)
@@ -26,6 +26,6 @@ def check_version(package: str) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version, without what marks a pre-release."""
+    """Return a version's numbers without pre-release marks."""
     parts = text.split("+")[0].split(".")[:3]
     return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

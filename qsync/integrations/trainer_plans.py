@@ -1,4 +1,4 @@
-"""Plans under other libraries' Trainers: the options they are made with, the checkpoints that hold them."""
+"""Check hybrid options of other libraries' Trainers, and compare the plans of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("qsync")
 
 
 def check_hybrid_options(options: Mapping[str, Any], stated: Collection[str]) -> None:
-    """Raise FormatError for options that a Trainer states itself, and for several passes of a batch."""
+    """Raise FormatError for options that a Trainer sets itself, and for several passes per batch."""
     given = [name for name in sorted(options) if name in stated]
     if given:
         raise FormatError(f"the Trainer states {', '.join(given)} itself; leave it out of hybrid_options")
@@ -27,9 +27,9 @@ def check_hybrid_options(options: Mapping[str, Any], stated: Collection[str]) ->
 
 
 def needs_sampler(options: Mapping[str, Any], why_not: str) -> None:
-    """Raise FormatError where shares of the batch are asked for, and nothing hands them out."""
+    """Raise FormatError if shares of the batch are planned without a sampler for them."""
     if SHARE in (options.get("levers") or ()) or SHARE in _levers_of(options.get("plan")):
-        raise FormatError(f"shares of the batch cannot be handed out: {why_not}; plan without {SHARE}")
+        raise FormatError(f"shares of the batch are impossible here: {why_not}; plan without {SHARE}")
 
 
 def _levers_of(plan: object) -> Collection[str]:
@@ -37,7 +37,7 @@ def _levers_of(plan: object) -> Collection[str]:
 
 
 def warn_of_other_plan(read: Callable[[], Plan], now: Plan | None) -> None:
-    """Log, on rank 0, that training goes on under another plan than its checkpoint was made under."""
+    """Log on rank 0 that training continues under another plan than the checkpoint's."""
     if not is_rank_zero():
         return
     try:

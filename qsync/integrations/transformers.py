@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over unequal devices: the model is planned where a Trainer would wrap it in DDP."""
+"""Hugging Face Trainer that plans its model before wrapping it in DDP."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of
 from qsync.tracing.held_state import undisturbed
 
-_PLAN_FILE = "qsync_plan.json"  # in a checkpoint
-# What the batches of a step depend on: ranks that differ in it would wait for each other for ever.
+_PLAN_FILE = "qsync_plan.json"  # the plan's file in a checkpoint
+# Settings that determine batches: ranks that differ in them would wait for each other forever.
 _SAME_ON_RANKS = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "max_grad_norm",
     "max_steps", "num_train_epochs", "gradient_checkpointing", "label_smoothing_factor", "optim",
@@ -42,12 +42,12 @@ _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
 
 class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
-    """Make a Trainer class plan its model and train it over unequal ranks. Put it before that class.
+    """Mixin that makes a Trainer class plan and train its model over unequal ranks.
 
-    At the start of training the model is planned on a batch of the training data, with the Trainer's own
-    loss, and wrapped in DDP. Ranks take shares of the batches that the Trainer would take together. All else
-    is the Trainer's: its `bf16` and `fp16` are the plan's base, its DDP arguments those of profiling too. A
-    checkpoint names its plan, and loads with and without qsync.
+    List it before the Trainer class. At the start of training it plans the model on a training batch, with
+    the Trainer's own loss, and wraps it in DDP. Ranks train on shares of the Trainer's global batches. The
+    Trainer's `bf16` and `fp16` set the plan's base; its DDP arguments also apply to profiling. A checkpoint
+    holds its plan, and loads with or without qsync.
 
     Args:
         *args: the Trainer's.
@@ -57,7 +57,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
     Raises:
         UnsupportedError: another version of the library, or arguments that wrap or compile the model in
             another way (FSDP, DeepSpeed, DataParallel, torch_compile).
-        FormatError: options that the Trainer states itself, or shares that nothing hands out.
+        FormatError: options that the Trainer sets itself, or shares without a sampler for them.
         MismatchError: ranks with different arguments.
 
     Example:
@@ -69,30 +69,30 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         check_version("accelerate")
         super().__init__(*args, **kwargs)
         self._hybrid_options = dict(hybrid_options or {})
-        self._logged = 1.0  # by which this rank's losses are weighed in the mean that the Trainer logs
+        self._logged = 1.0  # weight of this rank's losses in the Trainer's logged mean
 
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's own loader, with a ShareSampler where it shards batches."""
+        """Return the Trainer's own loader, with a ShareSampler in place of Accelerate's sharding."""
         loader = super().get_train_dataloader()
         if super().get_train_dataloader.__module__ == "transformers.trainer":
             _hand_out_shares(loader)
         return loader
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on a batch; losses are logged as the mean over samples."""
+        """Train on a batch; log losses as the mean over samples."""
         loss: torch.Tensor = super().training_step(*args, **kwargs) * self._logged
         return loss
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Plan and wrap the model before training; the Trainer asks for this once for each `train`."""
+        """Plan and wrap the model before training; the Trainer calls this once per `train`."""
         if not training or self.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
             return super()._wrap_model(model, training, dataloader)
-        if plan_of(model) is not None:  # a batch size was too large: the Trainer wraps anew
+        if plan_of(model) is not None:  # after a too large batch size the Trainer wraps again
             unwrap(model)
         agree_locally("checking the Trainer's arguments", self._check_arguments)
         check_same({f"the Trainer's {name}": getattr(self.args, name) for name in _SAME_ON_RANKS})
         model.train()
-        self.log = lambda *_, **__: None  # its loss may log
+        self.log = lambda *_, **__: None  # the loss may log
         try:
             arguments, divides_by_tokens = self._arguments()
             wrapped = hybrid(model, **arguments)
@@ -100,12 +100,12 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
             del self.log
         sampler, self._logged = sampler_of(arguments.get("loader")), 1.0
         if sampler is not None and not sampler.is_equal:
-            if divides_by_tokens:  # those of all ranks: the sum of gradients is the step's
+            if divides_by_tokens:  # tokens of all ranks: the sum of gradients is the step's gradient
                 set_share(wrapped, 1, 1, self.args.world_size)
                 note_share(wrapped, sampler.share.samples)
             else:
                 self._logged = sampler.share.samples * self.args.world_size / sampler.global_batch
-        if wrapped is model:  # one process: Accelerate must not put torch.autocast around the plan
+        if wrapped is model:  # one process: keep Accelerate from adding torch.autocast
             setattr(model, "_is_accelerate_prepared", True)  # noqa: B010
             return model
         return self.accelerator.prepare_model(wrapped)
@@ -113,7 +113,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
     def _arguments(self) -> tuple[dict[str, Any], bool]:
         """Return the arguments of `qsync.hybrid`, and whether losses are divided by the step's tokens."""
         ddp = self.accelerator.ddp_handler.to_kwargs() if self.accelerator.ddp_handler else {}
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper
         kind: Any = type(optimizer)
         known = inspect.signature(kind).parameters
         settings = {name: value for name, value in optimizer.defaults.items() if name in known}
@@ -131,7 +131,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
                 if dist.is_initialized():  # ranks may read other rows, of other lengths
                     dist.broadcast_object_list(batches, 0)
                 batch = self._prepare_inputs(batches[0])
-            # All ranks exchange this number: not in steps that are profiled.
+            # Ranks exchange this number in real steps, but not in profiled ones.
             num_items = self._get_num_items_in_batch([batch], self.args.device)
         if "plan" not in self._hybrid_options:
             found["example_batch"] = batch
@@ -150,7 +150,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         return not type(self).compute_loss.__module__.startswith("transformers.")
 
     def _why_equal(self, batch: Any, sampler: ShareSampler, has_tokens: bool) -> str:
-        """Return why ranks take equal batches of a ShareSampler; empty where shares may be planned."""
+        """Return why ranks must have equal batches; empty if shares may be planned."""
         samples = sampler.global_batch // self.args.world_size
         tensors = [part for part in dict(batch).values() if isinstance(part, torch.Tensor) and part.ndim]
         if self._hybrid_options.get("check"):
@@ -220,9 +220,9 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
 
 
 def _hand_out_shares(loader: Any) -> None:
-    """Put a ShareSampler where Accelerate's loader deals batches out, in the order of its own sampler.
+    """Replace Accelerate's sharding by a ShareSampler with the loader's own order.
 
-    A loader of another kind, or of a sampler that does not draw the same on every rank, stays as it is.
+    A loader of another kind, or with a sampler whose order differs between ranks, is unchanged.
     """
     shard: Any = getattr(loader, "batch_sampler", None)
     batches: Any = getattr(shard, "batch_sampler", None)
@@ -243,13 +243,13 @@ def _hand_out_shares(loader: Any) -> None:
     def drawn(epoch: int) -> np.ndarray:
         if isinstance(sampler, SeedableRandomSampler):
             sampler.set_epoch(epoch)
-        return np.resize(list(sampler), length)  # as Accelerate fills up the last batch: from the first ones
+        return np.resize(list(sampler), length)  # the last batch is filled up with the first samples
 
     vars(loader.base_dataloader)["batch_sampler"] = ShareSampler(SampleOrder(length, drawn=drawn), batch_size)
 
 
 class QSyncTrainer(QSyncMixin, transformers.Trainer):
-    """A transformers.Trainer that trains over unequal ranks: see `QSyncMixin` for what it adds.
+    """transformers.Trainer over unequal ranks; see `QSyncMixin`.
 
     Example:
         >>> trainer = QSyncTrainer(model=model, args=TrainingArguments("out", bf16=True), train_dataset=rows)

@@ -1,4 +1,4 @@
-"""Lowering: the one place that decides where casts go. Pure; no torch.
+"""Lowering: decide where casts go for an assignment of precisions. Pure; no torch.
 
 `lowered_graph`  hold operators and casts in execution order
 `cast_rules`     decide about one operator from its neighbours

@@ -1,7 +1,7 @@
-"""The rule of lowering: pure functions of one operator or value and its neighbours.
+"""The rules of lowering: pure functions of one operator or value and its neighbours.
 
 The FX pass executes the lowered graph, the replayer prices it and the memory model reads it, node for node.
-The rule, in full:
+The rules in full:
 
 - Every operator takes each of its inputs in one type: an adjustable operator in its precision's operand
   type, a following operator in the widest type among its inputs, a fixed operator in the type that was
@@ -47,14 +47,14 @@ from qsync.records.save_less import FORMS
 
 _WIDTH = {name: -position for position, name in enumerate(CARRIED_FLOATS)}
 
-# Kinds of operators whose result is no image though it has four dimensions.
+# Kinds of operators whose 4-D result is not an image.
 _NO_IMAGES = ("view", "contiguous", "matmul", "attention", "softmax", "output")
-# The products, with the precisions in which they can compute the activation that alone reads their result.
+# Products, with the precisions in which they can compute a following activation.
 _WITH_EPILOGUE = {
     "linear": (Precision.INT8, Precision.INT8_ALL),
     "addmm": (Precision.INT8, Precision.INT8_ALL),
 }
-# The operands that a product saves for backward; of kinds not named, all.
+# Operands that a product saves for backward; for kinds not listed, all.
 _SAVED_OPERANDS = {
     "linear": (0,),
     "conv2d": (0,),
@@ -69,17 +69,17 @@ _SAVED_OPERANDS = {
 
 
 def may_be_cast_for(op: Op) -> bool:
-    """Return whether inputs may be cast for an operator: never for an embedding, which takes FP32 tables."""
+    """Return whether an operator's inputs may be cast; not for an embedding, which reads an FP32 table."""
     return op.role is Role.ADJUSTABLE and op.kind not in ROUNDS_WHAT_IT_READS
 
 
 def runs_as_traced(op: Op, precision: Precision) -> bool:
-    """Return whether an adjustable operator in a precision is the traced call on traced types."""
+    """Return whether an adjustable operator in a precision runs exactly the traced call."""
     return precision is Precision.FP32 or (op.dtype == "bf16" and precision not in EIGHT_BIT)
 
 
 def taken_type(op: Op, j: int, traced: str, precision: Precision, mode: str) -> str | None:
-    """Return the type in which an operator takes its `j`-th input; None if `traced` is no float."""
+    """Return the operand type of an operator's `j`-th input; None if `traced` is not a float."""
     if traced not in LARGEST:
         return None
     if op.role is Role.ADJUSTABLE:
@@ -89,7 +89,7 @@ def taken_type(op: Op, j: int, traced: str, precision: Precision, mode: str) -> 
 
 
 def mode_of(op: Op, precision: Precision, floats: Iterable[str]) -> str:
-    """Return the precision or type in which an operator runs, given the types of its float inputs."""
+    """Return the precision or type in which an operator runs, given its float inputs' types."""
     if op.role is Role.ADJUSTABLE:
         return str(precision)
     if op.role is Role.FIXED:
@@ -108,12 +108,12 @@ def output_of(op: Op, precision: Precision, mode: str, carried_16bit: str | None
 
 
 def takes_16bit(taken: str | None) -> bool:
-    """Return whether an adjustable operator that takes a value in this type needs 16 bits or fewer of it."""
+    """Return whether an adjustable operator with this operand type needs at most 16 bits of a value."""
     return taken is not None and (taken == "bf16" or is_encoded(taken))
 
 
 def may_be_16bit(op: Op, floats_may: Sequence[bool]) -> bool:
-    """Return whether some assignment carries an operator's result in 16 bits, given which floats' may."""
+    """Return whether some assignment carries an operator's result in 16 bits, given its float inputs."""
     if op.role is Role.ADJUSTABLE:
         return not {Precision.BF16, *EIGHT_BIT}.isdisjoint(PRECISIONS_BY_KIND[op.kind])
     if op.dtype != "fp32" or op.role is Role.FIXED:
@@ -122,17 +122,17 @@ def may_be_16bit(op: Op, floats_may: Sequence[bool]) -> bool:
 
 
 def passes_16bit_on(op: Op, floats_may: Sequence[bool]) -> bool:
-    """Return whether a following operator needs 16 bits of its float inputs if 16 of its result are wanted.
+    """Return whether a following operator whose result is wanted in 16 bits needs 16-bit inputs.
 
-    `floats_may` says of each float input whether some assignment carries it in 16 bits. Beside one that stays
-    FP32 the others would be cast back.
+    `floats_may` tells for each float input whether some assignment carries it in 16 bits. If one stays FP32,
+    the others would be cast back.
     """
     able = len(floats_may) == 1 or (len(floats_may) > 1 and all(floats_may))
     return op.role is Role.FOLLOWING and able and op.magnitude <= LARGEST["bf16"]
 
 
 def makes_channels_last(op: Op, precision: Precision, first_channels_last: bool) -> bool:
-    """Return whether an operator's result is images that lowering brings to channels-last order."""
+    """Return whether an operator's result is images that lowering makes channels-last."""
     if len(op.shape) != 4 or op.kind in _NO_IMAGES:
         return False
     if op.kind == "conv2d" and precision is not Precision.TF32 and not runs_as_traced(op, precision):
@@ -141,7 +141,7 @@ def makes_channels_last(op: Op, precision: Precision, first_channels_last: bool)
 
 
 def needed_casts(taken: Iterable[str | None], carried: str) -> tuple[str, ...]:
-    """Return the types to which a value is cast, given the type carrying it and those that readers take."""
+    """Return the types to which a value is cast, from its own type and its readers' operand types."""
     return tuple(sorted({t for t in taken if t is not None and t != carried}))
 
 
@@ -150,27 +150,26 @@ def has_epilogue(op: Op, readers: Sequence[Op]) -> bool:
     if op.kind not in _WITH_EPILOGUE or op.role is not Role.ADJUSTABLE or op.exposed or len(readers) != 1:
         return False
     follower = readers[0]
-    # The follower reads and returns the type that the product returns, whatever that is.
+    # The follower reads and returns the product's result type.
     same = follower.dtype == op.dtype == "fp32" and follower.magnitude <= LARGEST["bf16"]
-    # If gradients were switched off between product and follower, only one of them has a backward.
+    # If gradients were switched off in between, only one of the two has a backward.
     same &= follower.requires_grad == op.requires_grad and follower.shape == op.shape
     alone = follower.inputs == (op.name,) and not follower.kept
     return follower.role is Role.FOLLOWING and follower.kind in EPILOGUES and same and alone
 
 
 def computes_follower(op: Op, precision: Precision, follower_saves_less: bool) -> bool:
-    """Return whether an operator whose epilogue can compute its follower does compute it."""
+    """Return whether an operator computes its follower in its epilogue under these precisions."""
     return not follower_saves_less and precision in _WITH_EPILOGUE[op.kind]
 
 
 def run_form_of(
     op: Op, computed: str | None, is_computed: bool, saves_less: bool, is_saved: Callable[[], bool]
 ) -> str:
-    """Return the form in which an operator runs: see `Run.form`.
+    """Return the form in which an operator runs (see `Run.form`).
 
-    `computed` is the kind of the follower that the operator computes in its epilogue, if any. `is_computed`
-    says whether a product computes this operator. `is_saved` returns whether an adjustable consumer saves the
-    operator's result.
+    `computed` is the kind of the follower computed in its epilogue, if any. `is_computed`: a product computes
+    this operator. `is_saved` returns whether an adjustable consumer saves its result.
     """
     if computed is not None:
         return computed
@@ -183,7 +182,7 @@ def run_form_of(
 
 
 def saves_operand(op: Op, j: int, taken: str | None, carried: str) -> bool:
-    """Return whether an operator saves its `j`-th input for backward in the type that carries it."""
+    """Return whether an operator saves its `j`-th input for backward in its carried type."""
     if op.role is not Role.ADJUSTABLE or not op.requires_grad:
         return False
     return j in _SAVED_OPERANDS.get(op.kind, range(len(op.inputs))) and taken == carried

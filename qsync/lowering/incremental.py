@@ -26,13 +26,13 @@ from qsync.lowering.wiring import wiring
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import Precision
 
-# One write to a list, to be undone: the list, the index, and what stood there before.
+# One undoable write to a list: the list, the index, and the old value.
 _Write = tuple[list[Any], int, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The effect of one `Lowering.assign`: where nodes or casts changed, and how to undo it."""
+    """The effect of one `Lowering.assign`: changed nodes and casts, and data to undo it."""
 
     touched: tuple[int, ...]
     journal: tuple[_Write, ...]
@@ -44,13 +44,13 @@ def lower(
     carried_16bit: str | None = "bf16",
     saving_less: Collection[str] = (),
 ) -> LoweredGraph:
-    """Return the graph with the casts that this assignment needs.
+    """Lower a graph: return it with the casts that an assignment of precisions needs.
 
     `assignment` maps names of adjustable operators to precisions; operators it leaves out run in FP32.
-    `carried_16bit` is the 16-bit float that the device can carry along edges, None if it has none.
-    `saving_less` names following operators that save less for backward. Raises MismatchError for names that
-    are not adjustable operators of the graph, or cannot save less, and FormatError for a precision that an
-    operator of this kind does not have.
+    `carried_16bit` is the device's 16-bit float for tensors between operators, or None. `saving_less` names
+    following operators that save less for backward. Raises MismatchError for names that are not adjustable
+    operators of the graph, or cannot save less, and FormatError for a precision that an operator of this kind
+    does not have.
 
     >>> lower(graph, {"encoder.0.fc1": Precision.BF16}, saving_less=["encoder.0.gelu"]).nodes
     """
@@ -58,7 +58,7 @@ def lower(
 
 
 class Lowering:
-    """The lowered graph of an assignment that changes one operator at a time."""
+    """The lowered graph of an assignment, updated one operator at a time."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Lowering:
         self._lower_everything()
 
     def copy(self, carried_16bit: str | None) -> Lowering:
-        """Return a copy of this lowering, for a device that carries `carried_16bit`.
+        """Return a copy of this lowering for a device with this 16-bit float.
 
-        The copy may carry another 16-bit float only while no operator returns this lowering's.
+        The 16-bit float may differ only if no operator currently returns one.
         """
         other = copy(self)
         other.carried_16bit = carried_16bit
@@ -109,11 +109,11 @@ class Lowering:
         return self._mode[i]
 
     def form(self, i: int) -> str:
-        """Return the form in which operator `i` runs: see `Run.form`."""
+        """Return the form in which operator `i` runs (see `Run.form`)."""
         return self._form[i]
 
     def channels_last(self, i: int) -> bool:
-        """Return whether operator `i` reads images that are in channels-last order by lowering."""
+        """Return whether operator `i` reads images that lowering made channels-last."""
         return any(self._channels_last[value] for value in self.wiring.operands[i])
 
     def after_other(self, i: int) -> bool:
@@ -135,20 +135,20 @@ class Lowering:
         return self._carried[self._offset + i]
 
     def computed_by(self, i: int) -> str | None:
-        """Return the operator that operator `i` computes in its epilogue now, if any."""
+        """Return the operator that operator `i` currently computes in its epilogue, if any."""
         follower = self.wiring.epilogue[i]
         return self.graph.ops[follower].name if follower is not None and self._computes(i) else None
 
     def output_casts(self, i: int) -> list[Cast]:
-        """Return the casts that stand right after operator `i`."""
+        """Return the casts right after operator `i`."""
         return self._casts_of(self._offset + i)
 
     def anchored_casts(self, i: int) -> list[Cast]:
-        """Return the casts of graph inputs that stand right before operator `i`."""
+        """Return the casts of graph inputs right before operator `i`."""
         return [cast for value in self.anchored[i] for cast in self._casts_of(value)]
 
     def run(self, i: int) -> Run:
-        """Return operator `i` as it runs."""
+        """Return operator `i` as a `Run` node."""
         operands = tuple(
             self._carried[value] if (taken := self._taken(i, j)) is None else taken
             for j, value in enumerate(self.wiring.operands[i])
@@ -160,20 +160,20 @@ class Lowering:
         )  # fmt: skip
 
     def assignment(self) -> dict[str, Precision]:
-        """Return the assignment as it is now: every adjustable operator with its precision."""
+        """Return the current assignment: every adjustable operator with its precision."""
         return {
             op.name: self.precision[i] for i, op in enumerate(self.graph.ops) if op.role is Role.ADJUSTABLE
         }
 
     def lowered(self) -> LoweredGraph:
-        """Return the lowered graph as it is now."""
+        """Return the current lowered graph."""
         nodes: list[Cast | Run] = []
         for i in range(len(self.graph.ops)):
             nodes += [*self.anchored_casts(i), self.run(i), *self.output_casts(i)]
         return LoweredGraph(self.graph, tuple(nodes))
 
     def assign(self, name: str, precision: Precision) -> Change:
-        """Give one operator another precision and re-lower its neighbourhood only."""
+        """Give one operator another precision and re-lower only its neighbourhood."""
         self.wiring.check(name, precision)
         i = self.position[name]
         journal: list[_Write] = []
@@ -202,7 +202,7 @@ class Lowering:
         return Change(tuple(sorted(touched)), tuple(journal))
 
     def undo(self, change: Change) -> None:
-        """Restore the state before `change`, which must be the latest change that is not undone."""
+        """Restore the state before `change`, which must be the latest change not undone."""
         for target, index, old in reversed(change.journal):
             target[index] = old
 
@@ -261,7 +261,7 @@ class Lowering:
         )  # fmt: skip
 
     def _wants_16bit(self, value: int) -> bool:
-        """Return whether every consumer of this value would cast it to 16 bits or fewer anyway."""
+        """Return whether every consumer of this value would cast it to at most 16 bits."""
         consumers = self.wiring.consumers[value]
         return bool(consumers) and all(self._casts_to_16bit(i, value) for i in consumers)
 
@@ -283,7 +283,7 @@ class Lowering:
         )
 
     def _propagate_16bit_wants(self, values: Sequence[int], journal: list[_Write]) -> list[int]:
-        """Update upstream which values are wanted in 16 bits; return operators whose output may change."""
+        """Update upstream which values are wanted in 16 bits; return operators with changed outputs."""
         affected, pending = [], list(values)
         while pending:
             value = pending.pop()
@@ -296,7 +296,7 @@ class Lowering:
         return affected
 
     def _propagate_types(self, start: list[int], journal: list[_Write], touched: set[int]) -> set[int]:
-        """Update types downstream from these operators, in execution order; return the changed values."""
+        """Update types downstream from these operators, in execution order; return changed values."""
         changed: set[int] = set()
         reordered_values: set[int] = set()
         heap = sorted(set(start))

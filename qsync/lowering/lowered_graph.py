@@ -9,22 +9,22 @@ from qsync.records.precision import Precision
 
 EIGHT_BIT = (Precision.FP8, Precision.INT8, Precision.INT8_ALL)
 
-# Added to the mode of an operator that reads images in channels-last order, as a profile writes it.
+# Suffix of a profile's mode: the operator reads channels-last images.
 CHANNELS_LAST = " channels_last"
-# Added to the mode of an 8-bit operator that returns 16 bits.
+# Suffix of a profile's mode: an 8-bit operator returns 16 bits.
 TO_16BIT = " narrowing"
-# Added to the mode of an operator that runs torch's own kernel because no product is lowered.
+# Suffix of a profile's mode: torch's own kernel runs, because no product is lowered.
 AS_TRACED = " as traced"
-# Following operators whose own kernel runs in lowered graphs alone: a graph in FP32 stays as it was traced.
+# Following operators with their own kernel in lowered graphs; a graph in FP32 runs as traced.
 REPLACED = ("dropout", "interpolate")
-# Kinds of operators that an 8-bit product computes in its epilogue; the form of an operator computed so.
+# Kinds of operators that an 8-bit product can compute in its epilogue; also its form then.
 EPILOGUES = ("gelu", "relu")
 FUSED = "fused"
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A value brought to another type: a conversion, or an encoding (INT8, FP8, FP16 operands)."""
+    """A conversion of a value to another type, or its encoding (INT8, FP8, FP16 operands)."""
 
     value: str
     source: str
@@ -35,27 +35,26 @@ class Cast:
 
     @property
     def taken_as(self) -> str:
-        """Return the source as a profile names it: its type, and the memory order if it is channels-last."""
+        """Return the source's name in profiles: its type, and the memory order if channels-last."""
         return self.source + CHANNELS_LAST * self.channels_last
 
     @property
     def profile_key(self) -> tuple[str, str, str]:
-        """Return the key of its cost in a profile: value, source type, target type."""
+        """Return the key of the cast's cost in a profile: value, source type, target type."""
         return self.value, self.taken_as, self.target
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An operator as it runs.
+    """An operator node of the lowered graph.
 
-    `mode` is the precision of an adjustable operator, or the type in which any other operator runs. `form`
-    says what the operator saves for backward: "plain" as torch does, or one of
-    `qsync.records.save_less.FORMS`. A product that computes its follower in its epilogue has the follower's
-    kind as its form (`EPILOGUES`), and the follower has the form `FUSED`. `channels_last` says whether the
-    operator reads images that a lowered convolution has brought to channels-last order. `after_other` says of
-    a product whether the product before it runs in another precision, `before_other` whether the one after it
-    does: its forward, or its backward, then takes longer (`Profile.switch_s`). `as_traced` says of the kinds
-    in `REPLACED` that no operator of the graph is lowered, so that torch's own kernel runs.
+    `mode` is an adjustable operator's precision, or another operator's type. `form` names its saved tensors:
+    "plain" as in torch, or one of `qsync.records.save_less.FORMS`. A product that computes its follower in
+    its epilogue has the follower's kind as form (`EPILOGUES`), and the follower the form `FUSED`.
+    `channels_last`: it reads images that a lowered convolution made channels-last. `after_other`,
+    `before_other`: the product before, or after, this product runs in another precision, which slows its
+    forward, or backward (`Profile.switch_s`). `as_traced`: an operator of a kind in `REPLACED` runs torch's
+    own kernel, because the graph is not lowered.
     """
 
     op: str
@@ -64,17 +63,17 @@ class Run:
     output: str
     form: str = "plain"
     channels_last: bool = False
-    # Of price alone: a graph in segments is traced piece by piece, and a piece does not see what follows it.
+    # Affects the price only: a graph is traced in segments, and a segment does not see its successor.
     after_other: bool = field(default=False, compare=False)
     before_other: bool = field(default=False, compare=False)
     as_traced: bool = False
 
     @property
     def timed_as(self) -> str:
-        """Return how a profile names this way of running.
+        """Return the key under which a profile stores this node's cost.
 
-        The name is the mode; the form, if it is not plain; whether an 8-bit operator returns 16 bits; the
-        order of images, if that is channels-last; and whether torch's own kernel runs (`AS_TRACED`).
+        It joins the mode, the form unless plain, and suffixes for 16-bit results of 8-bit operators,
+        channels-last images and torch's own kernel (`AS_TRACED`).
         """
         form = "" if self.form == "plain" else f" {self.form}"
         returns_16bit = self.mode in EIGHT_BIT and self.output == "bf16"

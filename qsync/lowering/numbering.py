@@ -9,17 +9,17 @@ Ints = npt.NDArray[np.int64]
 
 
 class Numbered:
-    """Distinct keys (whole numbers), numbered from 0 in the order in which they were first met."""
+    """Distinct keys (whole numbers), numbered from 0 by first occurrence."""
 
     def __init__(self) -> None:
-        self._keys: Ints = np.zeros(0, dtype=np.int64)  # in ascending order, with their numbers
+        self._keys: Ints = np.zeros(0, dtype=np.int64)  # sorted keys, with their numbers
         self._numbers: Ints = np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __call__(self, keys: Ints) -> tuple[Ints, list[int]]:
-        """Return the number of each key, and for every new number, in order, the index of one of its keys."""
+        """Return each key's number, and for every new number the index of one of its keys."""
         found = self._find(keys)
         missing = np.flatnonzero(found < 0)
         if not len(missing):
@@ -39,14 +39,14 @@ class Numbered:
 
 
 class GrowingRows:
-    """Rows of whole numbers that are added one by one and read as one array."""
+    """Rows of whole numbers, appended one by one and read as one array."""
 
     def __init__(self, width: int, fill: int) -> None:
         self._rows: Ints = np.full((16, width), fill)
         self._fill, self._count = fill, 0
 
     def add(self, row: list[int]) -> None:
-        """Add a row; entries that it leaves out are filled."""
+        """Append a row; missing entries are filled."""
         if self._count == len(self._rows):
             self._rows = np.concatenate((self._rows, np.full_like(self._rows, self._fill)))
         self._rows[self._count, : len(row)] = row
@@ -54,5 +54,5 @@ class GrowingRows:
 
     @property
     def rows(self) -> Ints:
-        """Return the array, with unused rows at its end."""
+        """Return the array, including unused rows at its end."""
         return self._rows

@@ -1,11 +1,10 @@
-"""Lower a whole assignment at once: ask the rule once per distinct neighbourhood, then look answers up.
+"""Lower a whole assignment at once: apply the rules once per distinct neighbourhood, then look up.
 
 A neighbourhood determines how an operator runs: the kind and shapes of the operator, its precision, and the
 types in which its inputs are carried. Large models repeat themselves, so few neighbourhoods are distinct.
-`Tables` number them, ask the functions of `qsync.lowering.cast_rules` about each number once, and store the
-answers. An assignment is then lowered by indexing arrays. Two properties alone travel along chains of
-operators and are computed one operator at a time: types, forward through following operators, and the want
-of 16 bits, backward.
+`Tables` number them, call the functions of `qsync.lowering.cast_rules` once for each, and store the answers.
+An assignment is then lowered by indexing arrays. Only two properties propagate along chains and are computed
+one operator at a time: types, forward through following operators, and the demand for 16 bits, backward.
 
 Tables depend on neighbourhoods, not on an assignment. They are freed with their graph.
 """
@@ -31,13 +30,13 @@ Bools = npt.NDArray[np.bool_]
 
 _PRECISIONS = tuple(Precision)
 _NUMBER = {precision: number for number, precision in enumerate(_PRECISIONS)}
-_TYPE_BITS = 6  # bits of a key that hold one type
-_OPERANDS_PER_KEY = 6  # operands' types that fit into 63 bits beside the number of a neighbourhood
+_TYPE_BITS = 6  # bits per type in a key
+_OPERANDS_PER_KEY = 6  # operand types that fit into 63 bits beside the number of a neighbourhood
 
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """The answers of the rule for every adjustable structure at every precision (rows)."""
+    """Answers of the rules for every adjustable structure at every precision (rows)."""
 
     taken: Ints
     takes_16bit: Bools
@@ -46,7 +45,7 @@ class _Cells:
 
 
 class Tables:
-    """The tables of one graph. `structure[i]` numbers the kind of operator `i` and the shapes it reads."""
+    """Lookup tables of one graph. `structure[i]` numbers operator `i`'s kind and input shapes."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.wiring = wiring(graph)
@@ -76,10 +75,10 @@ class Tables:
         self._fill_followers()
         self._surroundings = Numbered()
         self._neighbourhoods = [Numbered() for _ in range(-(-max(1, self._most_floats) // _OPERANDS_PER_KEY))]
-        self.runs: list[Run] = []  # by number of the neighbourhood; without the operator's name
+        self.runs: list[Run] = []  # by neighbourhood number; without the operator's name
         self._taken = GrowingRows(self._most_operands, -1)
         self._cast_sets = Numbered()
-        self.cast_sets: list[tuple[int, ...]] = []  # numbers in `cast_kinds`, by number of the set
+        self.cast_sets: list[tuple[int, ...]] = []  # lists of numbers in `cast_kinds`, by number of the set
         self.cast_kinds: list[tuple[str, str, bool]] = []  # source, target, channels_last
         self._cast_kind_numbers: dict[tuple[str, str, bool], int] = {}
 
@@ -93,7 +92,7 @@ class Tables:
         return number
 
     def _structure(self, i: int, entries: Mapping[str, Any], parameters: Collection[str]) -> Any:
-        """Return all of an operator that the rule or the memory model reads, but its name and position."""
+        """Return an operator's properties for lowering and memory, except name and position."""
         op, follower = self.wiring.ops[i], self.wiring.epilogue[i]
         inputs = tuple(
             (
@@ -123,7 +122,7 @@ class Tables:
         )
 
     def _wire(self) -> None:
-        """Store the edges, sorted by the value that is read, and the float operands, slot by slot."""
+        """Store edges, sorted by the value read, and float operands by slot."""
         wiring, ops = self.wiring, self.wiring.ops
         edges = sorted(
             (v, i, j) for i, operands in enumerate(wiring.operands) for j, v in enumerate(operands)
@@ -140,7 +139,7 @@ class Tables:
             self._slots.append((np.array(having, dtype=np.int64), np.array(values, dtype=np.int64)))
         of_adjustable = np.isin(self._edge_op, self._adjustable)
         self._adjustable_edges = np.flatnonzero(of_adjustable)
-        # Values that may be wanted in 16 bits, and the edges that pass the want on, last reader first.
+        # Values that may be wanted in 16 bits, and the edges that propagate this, last reader first.
         self._may_want = np.zeros(wiring.num_values, dtype=np.bool_)
         self._may_want[self._read] = True
         passing = np.array(wiring.passes_16bit_on, dtype=np.bool_).reshape(-1)
@@ -182,9 +181,9 @@ class Tables:
         return cells
 
     def _fill_followers(self) -> None:
-        """Tabulate the type of every following operator's result by the types of its float inputs.
+        """Tabulate the result type of every following operator by its float inputs' types.
 
-        If the types of an operator's inputs never change, the type of its result is stored here.
+        An operator whose input types never change gets its fixed result type here.
         """
         wiring, tables = self.wiring, [dict[Any, int]() for _ in range(self.num_structures)]
         varies = np.zeros(wiring.num_values, dtype=np.bool_)
@@ -199,7 +198,7 @@ class Tables:
             table = tables[int(self.structure[i])]
             if len(floats) > 2:
                 entry = (result, floats, -1, table)
-            else:  # a single input fills both places, and without inputs the result does
+            else:  # a single input fills both places; without inputs the result does
                 entry = (result, *((*floats, *floats, result, result)[:2]), table)  # type: ignore[assignment]
             if varies[result]:
                 followers.append(entry)
@@ -207,7 +206,7 @@ class Tables:
                 self._follow([entry], carried)
         self._followers = followers
         self._carried = np.array(carried, dtype=np.int64)
-        # The operators that pass the order of images on: result and first input.
+        # Operators that propagate the memory order of images: result and first input.
         self._order_edges = [
             (self.offset + i, wiring.operands[i][0])
             for i, op in enumerate(wiring.ops)
@@ -221,7 +220,7 @@ class Tables:
                 )
 
     def _follow(self, followers: list[tuple[int, Any, int, dict[Any, int]]], carried: list[int]) -> None:
-        """Carry types through following operators, in order."""
+        """Propagate types through following operators, in order."""
         for result, first, second, table in followers:
             key: Any
             if second < 0:
@@ -240,7 +239,7 @@ class Tables:
         return self.type(rule.output_of(op, Precision.FP32, mode, None, False))
 
     def _output(self, carried_16bit: str | None) -> Ints:
-        """Return the types of adjustable operators' results, by cell and by whether 16 bits are wanted."""
+        """Return the result types of adjustable operators, by cell and by demand for 16 bits."""
         found = self._outputs.get(carried_16bit)
         if found is None:
             found = np.zeros((len(self._cells.allowed), 2), dtype=np.int64)
@@ -256,7 +255,7 @@ class Tables:
     def lower(
         self, assignment: Mapping[str, Precision], carried_16bit: str | None, saving_less: Collection[str]
     ) -> tuple[Ints, Ints, Ints, Bools, Ints]:
-        """Return operators' neighbourhoods, values' casts, types and channels_last order, and precisions."""
+        """Return operators' neighbourhoods, values' casts, types and memory order, and precisions."""
         precision = self._numbers_of(assignment)
         cell = self.structure * len(_PRECISIONS) + precision
         wanted = self._wanted(cell)
@@ -297,7 +296,7 @@ class Tables:
         return number, casts, carried, channels_last, precision
 
     def _numbers_of(self, assignment: Mapping[str, Precision]) -> Ints:
-        """Return the precision of every operator, as a number; FP32 for operators not in the assignment."""
+        """Return every operator's precision as a number; FP32 for operators not in the assignment."""
         precision = np.zeros(len(self.wiring.ops), dtype=np.int64)
         try:
             at = [self._named[name] for name in assignment]
@@ -312,7 +311,7 @@ class Tables:
         return precision
 
     def _wanted(self, cell: Ints) -> Bools:
-        """Return for every value whether all its readers would cast it to 16 bits or fewer anyway."""
+        """Return for every value whether all its readers would cast it to at most 16 bits."""
         edges = self._adjustable_edges
         fits = self._cells.takes_16bit[cell[self._edge_op[edges]], self._edge_slot[edges]]
         start = self._may_want.copy()
@@ -335,7 +334,7 @@ class Tables:
         return channels_last
 
     def _flags(self, cell: Ints, saving_less: Collection[str], carried: Ints) -> Ints:
-        """Return bits per operator: computes its follower, is computed, saves less, its result is saved."""
+        """Return flags per operator: computes its follower, is computed, saves less, result is saved."""
         flags = np.zeros(len(cell), dtype=np.int64)
         less = np.zeros(len(cell), dtype=np.bool_)
         for name in saving_less:
@@ -358,7 +357,7 @@ class Tables:
         return flags
 
     def _ask(self, i: int, precision: Precision, carried: list[int], flags: int) -> None:
-        """Ask the rule about the neighbourhood of operator `i`."""
+        """Apply the rules to the neighbourhood of operator `i`."""
         op, follower = self.wiring.ops[i], self.wiring.epilogue[i]
         mode = rule.mode_of(op, precision, [self.type_names[carried[v]] for v in self.wiring.floats[i]])
         values = self.wiring.operands[i]
@@ -389,16 +388,15 @@ _TABLES: IdentityCache[Tables] = IdentityCache()
 
 
 def tables(graph: OpGraph) -> Tables:
-    """Return the tables of a graph, made once."""
+    """Return the tables of a graph, cached."""
     return _TABLES.of(graph, lambda: Tables(graph))
 
 
 class Tabulated:
-    """One assignment lowered by tables: the same graph as `Lowering` makes of it.
+    """One assignment lowered by tables, equal to the graph from `Lowering`.
 
-    `neighbourhood[i]` numbers how operator `i` runs (`Tables.runs`), and `cast_set[value]` the casts of a
-    value (`Tables.cast_sets`). `precision[i]` numbers the precision of operator `i`; `after_other[i]` and
-    `before_other[i]` are those of its `Run`.
+    `neighbourhood[i]` indexes `Tables.runs` for operator `i`, `cast_set[value]` indexes `Tables.cast_sets`,
+    `precision[i]` is a precision's number; `after_other[i]` and `before_other[i]` are as in `Run`.
 
     >>> Tabulated(graph, assignment).lowered().nodes == lower(graph, assignment).nodes
     """
@@ -420,7 +418,7 @@ class Tabulated:
         self.after_other[after], self.before_other[before] = switched, switched
 
     def run(self, i: int) -> Run:
-        """Return operator `i` as it runs."""
+        """Return operator `i` as a `Run` node."""
         op: Op = self.graph.ops[i]
         found = self.tables.runs[int(self.neighbourhood[i])]
         return Run(
@@ -438,7 +436,7 @@ class Tabulated:
             )
 
     def casts_made(self) -> tuple[Ints, Ints]:
-        """Return every cast: the number of its value, and of its kind (`Tables.cast_kinds`)."""
+        """Return every cast: the numbers of its value and of its kind (`Tables.cast_kinds`)."""
         width = max((len(kinds) for kinds in self.tables.cast_sets), default=0)
         kinds = np.full((len(self.tables.cast_sets), width), -1)
         for row, cast_set in enumerate(self.tables.cast_sets):

@@ -1,4 +1,4 @@
-"""Wiring: which operator reads which value, as lowering reads it off a graph alone."""
+"""Wiring of a graph: the readers of each value, as lowering needs them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qsync.records.save_less import FORMS, can_save_less
 
 
 class Wiring:
-    """The readers and the inputs of every operator and value of a graph, by number.
+    """Readers and inputs of all operators and values of a graph, by number.
 
     Operators are numbered by position. Values are numbered too: graph inputs first, then one per operator.
     """
@@ -49,7 +49,7 @@ class Wiring:
             for value in dict.fromkeys(operands):
                 consumers[value].append(i)
         self.consumers = consumers
-        # anchor[value]: the operator before which casts of a graph input stand. anchored[i]: its inputs.
+        # anchor[value]: the operator before which a graph input is cast; anchored[i]: inputs cast before i.
         self.anchored: list[list[int]] = [[] for _ in graph.ops]
         self.anchor: list[int | None] = []
         for value in range(self.offset):
@@ -59,7 +59,7 @@ class Wiring:
             if anchor is not None:
                 self.anchored[anchor].append(value)
         self.replaced = [i for i, op in enumerate(graph.ops) if op.kind in REPLACED]
-        # before[i], after[i]: the products that run before and after product i.
+        # before[i], after[i]: the products before and after product i in execution order.
         self.before: list[int | None] = [None] * len(graph.ops)
         self.after: list[int | None] = [None] * len(graph.ops)
         products = [i for i, op in enumerate(graph.ops) if op.role is Role.ADJUSTABLE and op.flops]
@@ -75,15 +75,15 @@ class Wiring:
                 self.product[readers[0]] = i
 
     def owner(self, value: int) -> int | None:
-        """Return the operator beside which casts of this value stand."""
+        """Return the operator next to which this value's casts run."""
         return self.anchor[value] if value < self.offset else value - self.offset
 
     def is_view(self, i: int) -> bool:
-        """Return whether the result of operator `i` has the storage of its only input."""
+        """Return whether operator `i` returns a view of its only input."""
         return self.ops[i].kind == "view" and len(set(self.operands[i])) == 1
 
     def producer(self, value: int) -> int:
-        """Return the operator that made this value's storage, through views; below 0 for graph inputs."""
+        """Return the operator that made this value's storage, through views; negative for graph inputs."""
         i = value - self.offset
         while i >= 0 and self.is_view(i):
             i = self.operands[i][0] - self.offset
@@ -92,14 +92,14 @@ class Wiring:
     def is_saved(
         self, value: int, taken: Callable[[int, int], str | None], carried: Callable[[int], str]
     ) -> bool:
-        """Return whether an adjustable consumer saves this value, or a view of it, as it is carried."""
+        """Return whether an adjustable consumer saves this value, or a view of it, in its own type."""
         return any(
             saves_operand(self.ops[i], j, taken(i, j), carried(at))
             for i, j, at in self.storage_readers(value)
         )
 
     def storage_readers(self, value: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each reader of this value or of its views: operator, slot, and the value in that slot."""
+        """Yield each reader of this value or its views: operator, slot, and value in that slot."""
         for i in self.consumers[value]:
             if self.is_view(i):
                 yield from self.storage_readers(self.offset + i)
@@ -109,17 +109,20 @@ class Wiring:
                     yield i, j, value
 
     def check(self, name: str, precision: Precision) -> None:
-        """Raise MismatchError or FormatError unless an operator of this name can run in this precision."""
+        """Raise MismatchError or FormatError unless the named operator has a kernel in this precision."""
         i = self.position.get(name)
         if i is None or self.ops[i].role is not Role.ADJUSTABLE:
-            raise MismatchError(f"the graph of {self.model} has no adjustable operator {shortened(name)}")
+            raise MismatchError(
+                f"the graph of {self.model} has no adjustable operator {shortened(name)}; "
+                "choose one of graph.adjustable"
+            )
         kind = self.ops[i].kind
         if precision not in PRECISIONS_BY_KIND[kind]:
             known = ", ".join(PRECISIONS_BY_KIND[kind])
             raise FormatError(f"{name}: there is no {precision} kernel for {kind}; choose one of {known}")
 
     def check_saving(self, name: str) -> None:
-        """Raise MismatchError unless an operator of this name can save less."""
+        """Raise MismatchError unless an operator of this name can save less for backward."""
         i = self.position.get(name)
         if i is None or not can_save_less(self.ops[i]):
             raise MismatchError(
@@ -132,5 +135,5 @@ _WIRINGS: IdentityCache[Wiring] = IdentityCache()
 
 
 def wiring(graph: OpGraph) -> Wiring:
-    """Return the wiring of a graph, computed once."""
+    """Return the wiring of a graph, cached."""
     return _WIRINGS.of(graph, lambda: Wiring(graph))

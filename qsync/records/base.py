@@ -1,7 +1,7 @@
-"""Base precision: what the strong class runs in, and against which every class is judged.
+"""Base precision: the strong class's precision, against which added variance is stated.
 
-In `bf16`, `fp16` or `tf32` the operators that torch.autocast lowers run in that type, by its own list, and
-all others in FP32. A plan lowers weak classes below the base, and states variance above the base's own.
+Under `bf16`, `fp16` or `tf32` the operators on torch.autocast's list run in that type, and all others in
+FP32. A plan lowers weak classes below the base, and states variance in excess of the base's own.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
 
 BASES = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
-# Kinds of operators that torch.autocast lowers, on CPUs and GPUs alike (aten/src/ATen/autocast_mode.h).
+# Kinds of operators that torch.autocast lowers on CPUs and GPUs (aten/src/ATen/autocast_mode.h).
 _AUTOCAST_KINDS = (
     "linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose", "matmul", "baddbmm", "attention",
     "rnn", "einsum",
 )  # fmt: skip
-# A class without the base takes the first of these that it has: a T4 runs FP16 beside an A100's BF16.
+# Substitutes for a class without the base, first match wins: a T4 runs FP16 beside an A100's BF16.
 _ALTERNATIVES = {
     Precision.TF32: (Precision.FP32,),
     Precision.BF16: (Precision.FP16, Precision.FP32),
@@ -28,7 +28,7 @@ _SIXTEEN_BIT = (Precision.BF16, Precision.FP16)
 
 
 def parse_base(text: str) -> Precision:
-    """Return the base called `text`; FormatError gives the known ones if there is none."""
+    """Return the base called `text`; FormatError lists the known ones."""
     precision = Precision.parse(text)
     if precision not in BASES:
         raise FormatError(
@@ -45,7 +45,7 @@ def bases_of(device: str, precisions: Collection[Precision]) -> tuple[Precision,
 
 
 def check_base(base: Precision, known: Collection[Precision]) -> None:
-    """Raise UnsupportedError for a base that no device of a job multiplies in hardware."""
+    """Raise UnsupportedError for a base that no device of a job has in hardware."""
     if base not in known:
         raise UnsupportedError(
             f"no device here multiplies {base} in hardware; choose another base, one of {', '.join(known)}"
@@ -53,7 +53,7 @@ def check_base(base: Precision, known: Collection[Precision]) -> None:
 
 
 def base_on(base: Precision, known: Collection[Precision]) -> Precision:
-    """Return the base on a device that has these bases: itself, or the best there.
+    """Return a device's base: the given one, or its best substitute there.
 
     >>> base_on(Precision.BF16, (Precision.FP32, Precision.FP16))
     <Precision.FP16: 'fp16'>
@@ -62,11 +62,10 @@ def base_on(base: Precision, known: Collection[Precision]) -> Precision:
 
 
 def why_kept(op: Op, precision: Precision) -> str:
-    """Return why an operator has no such precision unless a pin or a plan names it; empty where it may.
+    """Return why an operator keeps its precision unless pinned; empty if it may be lowered.
 
-    A product of parameters makes a weight: an orthogonal one, a merge of LoRA's, what a hypernetwork returns.
-    It stays in the model's type, as weights do. Small steps of what it multiplies would vanish in its
-    rounding, where those of a weight add up in FP32.
+    A product of parameters computes a weight (orthogonal parametrization, merged LoRA, hypernetwork). It
+    stays in the model's type, because rounding would swallow small updates of its factors.
     """
     if not op.makes_weight or precision in (Precision.FP32, op.dtype):
         return ""
@@ -74,9 +73,9 @@ def why_kept(op: Op, precision: Precision) -> str:
 
 
 def base_of(op: Op, base: Precision) -> Precision:
-    """Return the precision of an operator under a base: the base where torch.autocast lowers it.
+    """Return an operator's precision under a base: the base if torch.autocast lowers it.
 
-    An operator of a model that was loaded in BF16 has BF16. What makes a weight is kept (`why_kept`).
+    Operators of a model loaded in BF16 have BF16; products that compute a weight keep theirs (`why_kept`).
     """
     if op.dtype == "bf16":
         return Precision.BF16
@@ -86,7 +85,7 @@ def base_of(op: Op, base: Precision) -> Precision:
 
 
 def base_of_graph(graph: OpGraph, asked: str | None = None) -> Precision:
-    """Return the base that is asked for; without one, that in which the model was loaded."""
+    """Return the requested base; by default the type in which the model was loaded."""
     if asked is not None:
         return parse_base(asked)
     traced = {op.dtype for op in graph.adjustable}
@@ -94,7 +93,7 @@ def base_of_graph(graph: OpGraph, asked: str | None = None) -> Precision:
 
 
 def is_below(precision: Precision, base: Precision) -> bool:
-    """Return whether a plan may give a precision to an operator that has this one under the base.
+    """Return whether a precision is lower than an operator's precision under the base.
 
     >>> is_below(Precision.INT8, Precision.BF16), is_below(Precision.FP16, Precision.BF16)
     (True, False)

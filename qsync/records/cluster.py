@@ -20,12 +20,11 @@ from qsync.records.record_json import LARGEST_FLOAT, Fraction, Number, Positive,
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """The abilities of one kind of card.
+    """One kind of device: its precisions, memory and hardware.
 
-    `emulated_share` is set when the class is emulated: the share of its core that such a rank gets.
-    `datasheet` names the data sheet of a device that is not here: a plan for it is simulated. `hardware` is
-    the name of the GPU, or of the processor with a rank's threads, if it is known: a profile of other
-    hardware is an error.
+    `emulated_share` is the share of its core that an emulated rank gets. `datasheet` names the data sheet of
+    an absent device, for which plans are simulated. `hardware` names the GPU, or the processor with a rank's
+    threads, if known: a profile of other hardware is an error.
     """
 
     ADDED_LATER = "hardware"
@@ -41,9 +40,9 @@ class DeviceClass:
 
     @property
     def carried_16bit(self) -> str | None:
-        """Return the 16-bit float that this class carries along edges, None if it has none.
+        """Return this class's 16-bit float for tensors between operators, or None.
 
-        It is never FP16: gradients leave an FP16 operator in true scale, which FP16 may not hold.
+        It is never FP16, which may not hold gradients in true scale.
         """
         return "bf16" if Precision.BF16 in self.precisions else None
 
@@ -53,15 +52,14 @@ class Link:
     """A link over which ranks exchange gradients.
 
     An all-reduce of b bytes takes latency_s + b / bytes_per_s once all ranks have arrived. `num_ranks` is the
-    number of ranks that it was measured between; None: as many as it is used for.
+    number of ranks at measurement; None: the same as in use.
 
-    On a CPU communication and compute share the cores: beside compute an all-reduce runs at `overlap_rate` of
-    its speed alone (1 where a copy engine does the work). It slows compute by an amount that each class has
-    measured (`Profile.reduce_s_per_byte`): by `waiting_toll` times as much where its peers only wait, and so
-    answer every message at once.
+    On a CPU communication and compute share cores: beside compute an all-reduce runs at `overlap_rate` of its
+    speed alone (1 with a copy engine). It slows compute by `Profile.reduce_s_per_byte`, times `waiting_toll`
+    if its peers only wait and so answer at once.
 
-    `error` is by how much steps that were taken with the link missed their replay, beyond what the profiles
-    missed: a standard deviation, as a part of a step; 0 where no steps were compared.
+    `error` is the link's share in the prediction error of steps: a relative standard deviation, 0 if not
+    measured.
     """
 
     latency_s: Number
@@ -76,9 +74,8 @@ class Link:
 class Cluster(Record):
     """The device classes of one synchronous job and the links between its ranks.
 
-    `link` is between all ranks; or, where `between` is given, between those of one host, and `between` is the
-    link from host to host, of which there are `num_hosts` with as many ranks each. `broadcasts_buffers` says
-    whether DDP hands out the model's buffers before every call of the model (its `broadcast_buffers`).
+    `link` connects all ranks. If `between` is given, `link` connects the ranks of one host, and `between` the
+    `num_hosts` hosts with equally many ranks each. `broadcasts_buffers` is DDP's `broadcast_buffers`.
     """
 
     ADDED_LATER = "broadcasts_buffers"
@@ -104,7 +101,7 @@ class Cluster(Record):
     def with_memory(self, budgets: Mapping[str, int]) -> Cluster:
         """Return this cluster with other memory for some classes: name -> bytes.
 
-        FormatError for an unknown class.
+        Raises FormatError for an unknown class.
         """
         for name in budgets:
             self[name]
@@ -113,7 +110,10 @@ class Cluster(Record):
 
     @classmethod
     def from_json(cls, value: Any, where: str | None = None) -> Cluster:
-        """Read what `to_json` returned; FormatError says `where`, and names the place that is wrong."""
+        """Read the JSON of `to_json`.
+
+        FormatError names the file or argument (`where`) and the wrong place in it.
+        """
         where = where or "cluster"
         classes = value.get("classes") if isinstance(value, Mapping) else None
         if isinstance(classes, (list, tuple)):
@@ -124,7 +124,7 @@ class Cluster(Record):
         return cluster
 
     def _check(self, where: str) -> None:
-        """Raise FormatError where fields are good each, but not together."""
+        """Raise FormatError for fields that contradict each other."""
         if not self.classes:
             raise FormatError(f"{where} has no device class; add a [[classes]] table")
         names = [device_class.name for device_class in self.classes]
@@ -139,29 +139,30 @@ class Cluster(Record):
             raise FormatError(f"{where}: num_hosts and a [between] link go together; give both or neither")
         if self.num_hosts > self.num_ranks:
             raise FormatError(
-                f"{where}: {shortened(self.num_hosts)} hosts for {shortened(self.num_ranks)} ranks; "
-                "give fewer hosts"
+                f"{where}: {shortened(self.num_ranks)} ranks do not divide evenly among "
+                f"{shortened(self.num_hosts)} hosts; give fewer hosts"
             )
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read cluster.toml. The format is the record's own fields; see docs/guide/clusters.md."""
+        """Read a cluster file (cluster.toml, see docs/guide/clusters.md); keys are the record's fields."""
         text = read_text(path, "a cluster.toml")
         try:
             return cls.from_json(tomllib.loads(text), where=str(path))
         except tomllib.TOMLDecodeError as error:
             raise FormatError(f"{path}: not valid TOML, {shortened(error)}; mend that line") from error
-        except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        # Nested too deeply, or a number with thousands of digits
+        except (RecursionError, ValueError) as error:
             raise FormatError(
-                f"{path} is no cluster file ({shortened(error)}); see docs/guide/clusters.md"
+                f"{path} is not a cluster file ({shortened(error)}); see docs/guide/clusters.md"
             ) from error
 
 
 def _completed(entry: Any, where: str) -> Any:
-    """Complete a class with the memory and precisions of its data sheet, where it has none of its own."""
+    """Fill in a class's missing memory and precisions from its data sheet."""
     name = entry.get("datasheet") if isinstance(entry, Mapping) else None
     if not isinstance(name, str):
-        return entry  # which is read as it is, or refused
+        return entry  # later checks accept or refuse it
     try:
         sheet = datasheet(name)
     except FormatError as error:

@@ -1,7 +1,7 @@
-"""Data sheets: peak rates, bandwidth and memory of GPUs that need not be here.
+"""Data sheets: peak rates, bandwidth and memory of GPUs, to plan without having them.
 
-A data sheet bounds the time of an operator from below (roofline); it does not say how near an operator comes.
-A plan made from one is simulated, and labelled so.
+A data sheet gives a lower bound on an operator's time (roofline), not the achieved fraction. Plans made from
+one are labelled simulated.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from qsync.errors import FormatError, nearest, shortened
 from qsync.records.precision import Precision
 from qsync.records.record_json import Count, Number, Record
 
-# The least time of a GPU kernel. No data sheet has it: launches of small kernels, back to back, take 2 to 10
-# microseconds on data-centre GPUs of the last years (an assumption).
+# Seconds of the shortest GPU kernel. Data sheets do not state it: back-to-back launches of small kernels take
+# 2 to 10 microseconds on recent data-centre GPUs (an assumption).
 LAUNCH_S = 5e-6
 
 
 @dataclass(frozen=True, slots=True)
 class DataSheet(Record):
-    """One device: dense peak rates by type (operations per second, a multiply-add counted as two), memory.
+    """One device's dense peak rates by type (operations/s, 2 per multiply-add) and memory.
 
-    `flops_per_s` names the types that the device multiplies in hardware, and so its precisions. `launch_s`
-    is the time of the smallest operator. `capability` is CUDA's compute capability, None for a CPU. `source`
-    says where the numbers come from.
+    `flops_per_s` has the types that the device multiplies in hardware, and so its precisions. `launch_s` is
+    the time of the smallest operator. `capability` is CUDA's compute capability, None for a CPU. `source`
+    cites the numbers.
     """
 
     name: str
@@ -38,7 +38,7 @@ class DataSheet(Record):
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Return the precisions that a plan may give this device, INT8 in all three products among them."""
+        """Return the precisions that a plan may give this device, `int8_all` included."""
         has = set(self.flops_per_s) | ({str(Precision.INT8_ALL)} if "int8" in self.flops_per_s else set())
         return tuple(precision for precision in Precision if str(precision) in has)
 
@@ -57,7 +57,7 @@ def _nvidia(
     source: str,
     **teraflops: float,
 ) -> DataSheet:
-    """Return a row of the table, from the units of NVIDIA's data sheets; `source` is the sheet's title."""
+    """Return a data sheet from numbers in the units of NVIDIA's sheets; `source` is the title."""
     rates = {type_name: rate * 1e12 for type_name, rate in teraflops.items()}
     return DataSheet(
         name, rates, gigabytes_per_s * 1e9, gigabytes * 10**9, cache_megabytes * 2**20, LAUNCH_S, capability,
@@ -65,16 +65,16 @@ def _nvidia(
     )  # fmt: skip
 
 
-# Dense rates: where a data sheet counts sparsity, half of what it says. FP32 is that of the ordinary cores. A
-# precision is left out where the tensor cores lack it (V100's INT8, BF16 and TF32; T4's BF16 and TF32). V100,
-# A100, H100 and H200 are the SXM boards, V100 the 32 GB and A100 the 80 GB one, B200 one of eight in an HGX
-# (180 GB as it ships; the brief says up to 192). T4's 320 GB/s are the product brief's (PB-09256), its data
-# sheet says 300. Cache sizes, and compute capabilities, are no data sheet's: they are those of the
-# architectures' white papers and of the CUDA C++ Programming Guide; B200's cache is what its driver reports.
-# RTX cards sum products of 16 and 8-bit floats in FP32, at half the rate of FP16 sums on GeForce cards: the
-# rates are those of the architectures' white papers. A6000 and A40 are in GA102's (appendix C), too. P100 is
-# the 16 GB SXM2 board, whose ordinary cores multiply FP16. A10G is Amazon's: 70 TFLOP/s of 16 bits by its
-# data sheet, where tables that take it for an A10 say 125.
+# Dense rates: half of rates stated with sparsity. FP32 is that of the ordinary cores. A precision that the
+# tensor cores lack is left out (V100's INT8, BF16 and TF32; T4's BF16 and TF32). V100, A100, H100 and H200
+# are the SXM boards, V100 the 32 GB and A100 the 80 GB one, B200 one of eight in an HGX (180 GB as it ships;
+# the brief says up to 192). T4's 320 GB/s are the product brief's (PB-09256), its data sheet says 300. Cache
+# sizes, and compute capabilities, are no data sheet's: they are those of the architectures' white papers and
+# of the CUDA C++ Programming Guide; B200's cache is what its driver reports. RTX cards sum products of 16 and
+# 8-bit floats in FP32, at half the rate of FP16 sums on GeForce cards: the rates are those of the
+# architectures' white papers. A6000 and A40 are in GA102's (appendix C), too. P100 is the 16 GB SXM2 board,
+# whose ordinary cores multiply FP16. A10G is Amazon's: 70 TFLOP/s of 16 bits by its data sheet, while tables
+# that confuse it with an A10 state 125.
 _HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979, "int8": 1979}
 DATASHEETS: dict[str, DataSheet] = {
     sheet.name: sheet
@@ -134,9 +134,9 @@ DATASHEETS: dict[str, DataSheet] = {
 
 
 def datasheet(name: str) -> DataSheet:
-    """Return the data sheet of a device by its name, in any case.
+    """Return a device's data sheet by its case-insensitive name.
 
-    FormatError names the nearest if there is none.
+    FormatError for an unknown name suggests the nearest.
 
     >>> datasheet("T4").flops_per_s["int8"]
     130000000000000.0

@@ -1,8 +1,8 @@
 """OpGraph: the operators of a captured model, in the order they run.
 
-The *inputs* of an operator are the values that it computes on; lowering brings them to the operator's type.
-Its *kept* values are read as they are (parameters of a norm, running statistics, indices, boolean masks). A
-value has the name of the operator that makes it, or of the graph input.
+An operator's *inputs* are values that lowering converts to the operator's type. Its *kept* values are read
+unchanged (parameters of a norm, running statistics, indices, boolean masks). A value has the name of its
+operator, or of the graph input.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from qsync.records.record_json import NOT_IN_FILES, Count, FileRecord, Number
 
 
 class Role(StrEnum):
-    """The source of an operator's precision."""
+    """What determines an operator's precision."""
 
-    ADJUSTABLE = "adjustable"  # the plan
-    FOLLOWING = "following"  # its inputs: it runs in the widest type among them
-    FIXED = "fixed"  # nobody: it runs in the type it was traced in
+    ADJUSTABLE = "adjustable"  # by the plan
+    FOLLOWING = "following"  # by its inputs: the widest type among them
+    FIXED = "fixed"  # by the trace: the traced type
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor that enters the graph: a parameter, a buffer, or part of the batch.
+    """A graph input: a parameter, a buffer, or part of the batch.
 
-    `channels_last`: it is an image, or a convolution's weight, in that memory order.
+    `channels_last`: an image or a convolution's weight in this memory order.
     """
 
     name: str
-    kind: str  # "parameter", "buffer", "batch", or "alias": one of them once more, in a graph of its own
+    # "parameter", "buffer", "batch", or "alias" (a second name of one of them in another segment's graph)
+    kind: str
     dtype: str
     shape: tuple[Count, ...]
     requires_grad: bool = False
@@ -50,21 +51,21 @@ class Input:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the tensor, and of its gradient."""
+        """Return the bytes of the tensor, which are also those of its gradient."""
         return type_bytes(self.dtype, self.num_elements)
 
     @property
     def passed_on(self) -> bool:
-        """Return whether an earlier traced graph of the same step made it: data has no gradient."""
+        """Return whether an earlier traced graph of the same step made it: unlike data, it has a gradient."""
         return self.kind == "batch" and self.requires_grad and self.name.startswith("segment")
 
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """What torch's derivative of a call saves for backward and needs there, as counted when it was traced.
+    """The tensors that torch's derivative of a call saves and needs, counted at tracing.
 
-    `saved` are operands by their place in (*inputs, *kept); `besides` is (type, number of elements) of each
-    other tensor; `workspace_bytes` are those alive in backward besides the gradients.
+    `saved` are indices into (*inputs, *kept). `besides` is (type, number of elements) of each other saved
+    tensor. `workspace_bytes` are alive in backward besides the gradients.
     """
 
     saved: tuple[Count, ...] = ()
@@ -75,21 +76,17 @@ class Derivative:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator.
+    """One operator of the graph.
 
-    `flops` counts a multiply-add as two, forward only. `magnitude` is the largest constant that its result
-    may hold by construction (masks); a type whose range ends below it is not used. `depth` counts the
-    products on the longest path up to and including this one, of those that are adjustable (an embedding
-    multiplies nothing). `dilated` is of convolutions. `fixed_because` says why an operator whose kind is not
-    fixed is: its tensors, or how it is called. `dropout` is the part of its weights that attention drops.
-    `exposed`: something that is no operator reads the result too, so that it must be made whatever its
-    consumers need. `copies`: a view or `contiguous` copied when it was traced, a linear layer its input, or
-    attention its values; None where that is not known.
-    `channels_last`: its result, an image, had that memory order when it was traced.
-    `splits`: its results are parts of its operand, and views of it are one part each.
-    `derivative`: what torch's derivative saves and needs, in the traced type; None where it was not counted.
-    `makes_weight`: a product that reads nothing of the batch, only parameters, buffers and constants
-    (`qsync.records.base.why_kept`).
+    `flops` counts 2 per multiply-add, forward only. `magnitude` is the largest constant that its result may
+    hold by construction (masks); types with a smaller range are not used. `depth` counts the adjustable
+    products (no embeddings) on the longest path up to and including this one. `dilated` is for convolutions,
+    `dropout` the dropout probability of attention weights. `fixed_because`: why an operator of an adjustable
+    kind is fixed. `exposed`: code outside of operators reads the result, too. `copies`: when traced, a view
+    or `contiguous` copied, a linear layer copied its input, or attention its values; None if unknown.
+    `channels_last`: the traced result was an image in this memory order. `splits`: the results are parts of
+    the operand. `derivative`: tensors saved in the traced type; None if not counted. `makes_weight`: a
+    product of only parameters, buffers and constants (`qsync.records.base.why_kept`).
     """
 
     name: str
@@ -121,12 +118,12 @@ class Op:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class OpGraph(FileRecord):
-    """A model's operators in execution order, with what enters the graph.
+    """A model's operators in execution order, with the graph's inputs.
 
-    Graph breaks are joined in order. `recomputed` lists the blocks that compute forward once more in
-    backward, where a plan wants that (`qsync.records.levers`): each as the positions of its first and last
-    operator. No file holds it. A step calls the model `num_calls` times (three in a triplet loss): profiles
-    and sensitivities are those of all calls together.
+    Segments between graph breaks are joined in order. `recomputed` lists blocks that backward recomputes
+    under a plan (`qsync.records.levers`), each as the positions of its first and last operator; files do not
+    store it. A step calls the model `num_calls` times (three in a triplet loss); profiles and sensitivities
+    cover all calls together.
     """
 
     FILE_KIND = "graph"
@@ -151,7 +148,7 @@ class OpGraph(FileRecord):
 
     @property
     def hash(self) -> str:
-        """Return the identity of the model as a plan sees it: adjustable operators and parameter shapes."""
+        """Return a hash of the model as plans see it: adjustable operators and parameter shapes."""
         return _HASHES.of(self, self._hash)
 
     def _hash(self) -> str:
@@ -169,11 +166,11 @@ class OpGraph(FileRecord):
 
     @property
     def shapes_hash(self) -> str:
-        """Return the identity of the model at one batch shape, as a profile was measured for it."""
+        """Return a hash of the model at one batch shape, which a profile belongs to."""
         return _SHAPES_HASHES.of(self, lambda: digest([[op.name, op.shape] for op in self.ops]))
 
     def check_content(self) -> None:
-        """Raise FormatError if an operator reads an unknown value, or is adjustable without a kernel."""
+        """Raise FormatError for an operator with an unknown input, or adjustable without a kernel."""
         known = {value.name for value in self.inputs}
         for op in self.ops:
             missing = [name for name in (*op.inputs, *op.kept) if name not in known]
@@ -185,8 +182,7 @@ class OpGraph(FileRecord):
             if op.role is Role.ADJUSTABLE and op.kind not in PRECISIONS_BY_KIND:
                 raise FormatError(
                     f"graph: operator {shortened(op.name)} is adjustable, but there is no kernel of kind "
-                    f"{shortened(op.kind)}; "
-                    "capture the model again"
+                    f"{shortened(op.kind)}; capture the model again"
                 )
             known.add(op.name)
 
@@ -201,5 +197,5 @@ def num_elements(shape: Iterable[int]) -> int:
 
 
 def digest(value: Any) -> str:
-    """Return a short, stable hash of a JSON-able value."""
+    """Return a short, stable hash of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

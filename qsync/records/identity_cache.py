@@ -1,4 +1,4 @@
-"""Cache what follows from a record alone: it is computed once, and freed with the record."""
+"""Cache values derived from a record: computed once, and freed with the record."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class IdentityCache(Generic[T]):
-    """A cache of one value per record, by identity: comparing graphs would cost more than it saves.
+    """A cache of one value per record, keyed by identity, because comparing graphs is slow.
 
-    A value must not hold its record, or neither would ever be freed.
+    A value must not reference its record, or neither would be freed.
 
     >>> HASHES: IdentityCache[str] = IdentityCache()
     >>> HASHES.of(graph, lambda: graph.hash)
@@ -22,13 +22,13 @@ class IdentityCache(Generic[T]):
         self._held: dict[int, tuple[weakref.ref[Any], T]] = {}
 
     def of(self, record: Any, make: Callable[[], T]) -> T:
-        """Return the value of this record; make it if there is none yet."""
+        """Return a record's cached value; compute it on the first call."""
         key = id(record)
         found = self._held.get(key)
         if found is None:
             value = make()
             held = self._held
-            # Once a record is gone its number may be another's.
+            # Once a record is freed, its id may be reused.
             self._held[key] = (weakref.ref(record, lambda _: held.pop(key, None)), value)
             return value
         return found[1]

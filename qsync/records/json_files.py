@@ -1,4 +1,4 @@
-"""Read and write qsync's JSON files: whole or not at all, with the line of what is malformed."""
+"""Read and write qsync's JSON files atomically; errors name the malformed line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qsync.errors import FormatError, shortened
 
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
-    """Write `data` to `path` so that a reader sees the old file or the new one, never a part.
+    """Write `data` to `path` atomically: a reader sees the old file or the new one.
 
-    A link stays, and what it names is replaced. Devices and pipes are written to.
+    A link is kept, and its target replaced. Devices and pipes are written to directly.
     """
     given, path = Path(path), Path(os.path.realpath(path))
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -30,19 +30,19 @@ def write_bytes(path: str | Path, data: bytes) -> Path:
         os.replace(temporary, path)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # of a full disk
+        if isinstance(error, OSError) and error.filename is None:  # full disk
             error.filename = str(path)
         raise
     return given
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write `text` as UTF-8, whole or not at all."""
+    """Write `text` as UTF-8, atomically."""
     return write_bytes(path, encoded(text, f"the text of {path}"))
 
 
 def encoded(text: str, place: str) -> bytes:
-    """Return a text as UTF-8. Raises FormatError for half of a pair of surrogates, which JSON can hold."""
+    """Encode a text as UTF-8. Raises FormatError for a lone surrogate, which JSON can hold."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -60,12 +60,12 @@ def _umask() -> int:
 
 
 def write_json(path: str | Path, value: Mapping[str, Any]) -> Path:
-    """Write a JSON object, indented and diffable."""
+    """Write a JSON object, indented for diffs."""
     return write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_text(path: str | Path, expected: str) -> str:
-    """Read a text file; FormatError names it where it cannot be read, and says what was `expected`."""
+    """Read a text file. FormatError names the file, and the `expected` content."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except TypeError:
@@ -77,16 +77,16 @@ def read_text(path: str | Path, expected: str) -> str:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object; FormatError names the file, and the line where it is malformed."""
+    """Read a JSON object. FormatError names the file and the malformed line."""
     text = read_text(path, "a JSON file that qsync wrote")
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise FormatError(
-            f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend that line or write the file "
-            "anew"
+            f"{path}, line {error.lineno}: not valid JSON ({error.msg}); correct that line or write the "
+            "file again"
         ) from error
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number with thousands of digits
         raise FormatError(
             f"{path} is no file that qsync wrote ({shortened(error)}); write it anew"
         ) from error
@@ -98,7 +98,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Raise FormatError unless files can be made in a folder, or it can: a long run would fail at its end."""
+    """Raise FormatError unless a folder is writable or can be created, before a long run."""
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
     if there.exists() and not there.is_dir():
         what = "is" if there == folder else f"cannot be made: {there} is"
@@ -113,6 +113,6 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_kind(given: object, kind: type | tuple[type, ...], name: str, how: str) -> None:
-    """Raise FormatError for an argument of another kind; `how`: what returns one of this kind."""
+    """Raise FormatError for an argument of another type; `how` names the function that returns this one."""
     if not isinstance(given, kind):
         raise FormatError(f"{name} is a {type(given).__name__}, {shortened(given)}; give what {how} returns")

@@ -1,6 +1,4 @@
-"""State which kernels exist, by kind of operator, precision, device and shape, and why others do not.
-
-This module holds the reasons. `allocator/explanation/unsupported` reports them for the operators of a plan.
+"""List the existing kernels by kind of operator, precision, device and shape, with reasons for the rest.
 
 Everything is computed from records: planning for a GPU, and explaining the plan, need no GPU. Only a profile
 knows what a machine lacks (a compiler, a library): see `Profile.refused`.
@@ -13,7 +11,7 @@ from collections.abc import Collection
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
-# CUTLASS keeps one bit for each row and column of a filter.
+# Largest filter side: CUTLASS uses one bit per row and column of a filter.
 LARGEST_FILTER = 32
 
 _SIGNALS = "there is no INT8 convolution of signals on GPUs"
@@ -22,9 +20,9 @@ _DILATED = "CUTLASS has no input gradient of dilated convolutions"
 _FORWARD_ONLY = "the INT8 convolutions of CUTLASS are forward only"
 _GROUPED_GRADIENTS = "the windows of grouped convolutions are too short for INT8 products"
 
-# Unsupported shapes of kinds that are supported otherwise, by kind of device: (kind, precision, reason).
-# On CPUs oneDNN, or a product of windows, takes every shape (grouped 3.2, dilated 3.4 times as fast as
-# FP32; Zen 5), but gradients of groups have no INT8 product.
+# Unsupported shapes of otherwise supported kinds, by device: (kind, precision, reason). On CPUs every shape
+# has a kernel (grouped 3.2, dilated 3.4 times as fast as FP32; Zen 5), but gradients of groups have no INT8
+# product.
 SHAPE_LIMITS: dict[str, tuple[tuple[str, Precision, str], ...]] = {
     "cpu": (("conv2d", Precision.INT8_ALL, _GROUPED_GRADIENTS),),
     "cuda": (
@@ -33,8 +31,8 @@ SHAPE_LIMITS: dict[str, tuple[tuple[str, Precision, str], ...]] = {
         ("conv2d", Precision.INT8, f"CUTLASS has no filters longer than {LARGEST_FILTER}"),
     ),
 }
-# The least compute capability at which tensor cores multiply the type. TF32 and BF16 came with Ampere,
-# INT8 with Turing (Volta's four-byte dot products are no faster than its FP16), FP8 with Ada.
+# Least compute capability of tensor cores for each type. TF32 and BF16 came with Ampere, INT8 with Turing
+# (Volta's four-byte dot products are no faster than its FP16), FP8 with Ada.
 _LEAST_CAPABILITY = {
     Precision.TF32: (8, 0),
     Precision.BF16: (8, 0),
@@ -43,8 +41,7 @@ _LEAST_CAPABILITY = {
     Precision.FP8: (8, 9),
 }
 _NO_FP8_CONVOLUTION = "not written; torch has no convolution in FP8"
-# Reasons for the combinations that are not in PRECISIONS_BY_KIND: of a whole kind, or of one precision of
-# a kind.
+# Reasons for combinations missing in PRECISIONS_BY_KIND: for a whole kind, or one precision of a kind.
 _UNWRITTEN_KINDS = {
     "attention": "not written; torch's fused attention takes 16-bit floats at the least",
     "embedding": "not written; it multiplies nothing",
@@ -58,7 +55,7 @@ _UNWRITTEN = {
     ("matmul", Precision.FP8): "not written; torch._scaled_mm multiplies one pair of matrices, not a batch",
     ("matmul", Precision.INT8_ALL): "not written; without a weight nothing is encoded once and used twice",
 }
-# The precisions above one, in order, below FP32; "16-bit" is the device's 16-bit float.
+# Higher precisions to fall back to, in order, below FP32; "16-bit" is the device's 16-bit float.
 _ALTERNATIVES: dict[Precision, tuple[str, ...]] = {
     Precision.INT8_ALL: ("int8", "16-bit"),
     Precision.INT8: ("16-bit",),
@@ -67,7 +64,7 @@ _ALTERNATIVES: dict[Precision, tuple[str, ...]] = {
 
 
 def why_unwritten(kind: str, precision: Precision) -> str:
-    """Return why no device has a kernel for a combination that is not in `PRECISIONS_BY_KIND`.
+    """Return why no device has a kernel for a combination missing in `PRECISIONS_BY_KIND`.
 
     >>> why_unwritten("conv2d", Precision.FP8)
     'not written; torch has no convolution in FP8'
@@ -76,7 +73,7 @@ def why_unwritten(kind: str, precision: Precision) -> str:
 
 
 def why_not_multiplied(precision: Precision, capability: tuple[int, int] | None) -> str | None:
-    """Return why the hardware does not multiply in this precision; None if it does.
+    """Return why a device does not support a precision in hardware; None if it does.
 
     `capability` is a GPU's compute capability, None for a CPU.
 
@@ -94,10 +91,10 @@ def why_not_multiplied(precision: Precision, capability: tuple[int, int] | None)
 
 
 def unsupported_by_shape(graph: OpGraph, device: str) -> dict[str, dict[str, str]]:
-    """Map operator -> precision -> why no kernel of this kind of device computes an operator of that shape.
+    """Map operator -> precision -> reason why this kind of device has no kernel for its shape.
 
-    `device` is "cpu" or "cuda". Only precisions that the operator's kind has otherwise (`PRECISIONS_BY_KIND`)
-    appear, and only operators that lack one of them.
+    `device` is "cpu" or "cuda". It lists only precisions that the operator's kind otherwise has
+    (`PRECISIONS_BY_KIND`).
 
     >>> unsupported_by_shape(graph, "cpu")["features.3.conv"]
     {'int8_all': 'the windows of grouped convolutions are too short for INT8 products'}
@@ -134,9 +131,9 @@ def why_not_in_cutlass(groups: int, dilated: bool, filter_shape: tuple[int, ...]
 
 
 def precisions_up(precision: Precision, sixteen_bit: str | None) -> list[Precision]:
-    """Return a precision, and those to run an operator in where it is unsupported or slower, in order.
+    """Return a precision followed by its higher alternatives, in the order of preference.
 
-    `sixteen_bit` is the 16-bit float that the device carries along edges; without one it multiplies FP16.
+    `sixteen_bit` is the device's 16-bit float between operators; None means FP16.
 
     >>> precisions_up(Precision.INT8, "bf16")
     [<Precision.INT8: 'int8'>, <Precision.BF16: 'bf16'>, ...]
@@ -148,7 +145,7 @@ def precisions_up(precision: Precision, sixteen_bit: str | None) -> list[Precisi
 def supported_up(
     kind: str, precision: Precision, unsupported: Collection[Precision], sixteen_bit: str | None
 ) -> list[Precision]:
-    """Return the precisions to run an operator in, in order: this one and those up that its kind has here.
+    """Return the supported precisions for an operator, in order: this one and higher ones.
 
     An operator runs in the first of them, or in the fastest.
 
@@ -161,7 +158,7 @@ def supported_up(
 
 
 def is_fixed_despite_kernels(op: Op) -> bool:
-    """Return whether an operator is fixed though its kind has precisions: `Op.fixed_because` says why."""
+    """Return whether an operator is fixed although its kind is adjustable (see `Op.fixed_because`)."""
     return op.role is Role.FIXED and op.kind in PRECISIONS_BY_KIND and bool(op.fixed_because)
 
 

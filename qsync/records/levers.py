@@ -1,8 +1,7 @@
-"""Levers: the changes that a plan may make beside precisions, for each device class.
+"""Levers: a plan's changes beside precisions, for each device class.
 
-Shares of the batch and passes (micro-batches) are taken by `qsync.weigh_gradients` and `qsync.micro_batches`,
-blocks are recomputed by `qsync.wrap`; the size of DDP's buckets, and which operators save less for backward,
-stand in the plan itself.
+`qsync.weigh_gradients` and `qsync.micro_batches` apply shares and passes (micro-batches), `qsync.wrap`
+recomputes blocks. The plan itself holds DDP's bucket size and the operators that save less.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
 
 @dataclass(frozen=True, slots=True)
 class ClassLevers(Record):
-    """The levers of one class.
+    """One class's levers: samples, passes and recomputed blocks.
 
-    Each of its ranks takes `samples` per optimizer step (None: as many as the graph was captured with) in
-    `passes` micro-batches. The blocks `recomputed` (paths of modules) compute forward once more in backward.
+    Each rank trains on `samples` per optimizer step (None: the captured number) in `passes` micro-batches.
+    Backward recomputes the modules at the paths `recomputed`.
     """
 
     samples: Positive | None = None
@@ -32,7 +31,7 @@ class ClassLevers(Record):
     recomputed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Say the levers in words: "4 samples in 2 passes, layer.0 recomputed"."""
+        """Format the levers: "4 samples in 2 passes, layer.0 recomputed"."""
         parts = [f"{self.samples} samples" if self.samples is not None else "samples as captured"]
         parts[0] += f" in {self.passes} passes" if self.passes > 1 else ""
         if self.recomputed:
@@ -42,10 +41,10 @@ class ClassLevers(Record):
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The plan with one lever off, the others as they are, and precisions chosen anew.
+    """The prediction of the same plan with one lever off and precisions chosen again.
 
-    Its difference from the plan is the gain of the lever. Fields are None where there is no such plan;
-    `reason` says why, or that the target is then missed.
+    Its difference from the plan is the lever's gain. Fields are None if there is no such plan; `reason`
+    explains this, or that the target is missed.
     """
 
     step_s: Number | None = None
@@ -55,11 +54,10 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Levers(Record):
-    """The levers that a plan uses; a class not named uses none. In a plan each is named, with its samples.
+    """The levers of a plan by class; a class not named uses none.
 
-    `without` holds the plan with each lever switched off. `ClassPlan.origin` says how the costs at other
-    numbers of samples were found: "interpolated" or "proportional". `untried` names levers that a search
-    could not use, with the reasons.
+    `without` holds the plan with each lever switched off. `ClassPlan.origin` tells how costs at other sample
+    counts were derived: "interpolated" or "proportional". `untried` gives reasons for unusable levers.
 
     >>> Levers({"infer": ClassLevers(samples=4, passes=2)})
     """
@@ -75,7 +73,7 @@ class Levers(Record):
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Return the levers that some class of a plan uses."""
+        """Return the levers that at least one class of a plan uses."""
         entries = self.classes.values()
         found = {
             SHARE: len({entry.samples for entry in entries}) > 1,
@@ -87,10 +85,9 @@ class Levers(Record):
 
 @dataclass(frozen=True, slots=True)
 class CarriedTo:
-    """The setting that a profile was carried over to: the graph of a pass, the samples of a step, the levers.
+    """The setting to which a profile was scaled: the graph of a pass, samples per step, levers.
 
-    `captured` is the hash of the shapes, and `captured_samples` the number of samples, that graph and profile
-    were made with.
+    `captured` (hash of shapes) and `captured_samples` describe the original graph and profile.
     """
 
     graph: OpGraph
@@ -101,14 +98,14 @@ class CarriedTo:
 
 
 def is_in_module(op: str, path: str) -> bool:
-    """Return whether an operator, by its name, belongs to the module at this path."""
+    """Return whether an operator's name belongs to the module at this path."""
     return f"{op}.".startswith(f"{path}.")
 
 
 def samples_of(graph: OpGraph) -> int:
-    """Return the number of samples a graph was captured with: the first size of the batch's first tensor.
+    """Return a graph's captured number of samples: the first dimension of the batch's first tensor.
 
-    Raises FormatError for a graph whose batch has none.
+    Raises FormatError if the batch has no tensor.
 
     >>> samples_of(graph)
     """

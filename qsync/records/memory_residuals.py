@@ -1,4 +1,4 @@
-"""The bytes by which the measured memory of a step differs from the predicted, operator by operator."""
+"""Differences between a step's measured and predicted memory in bytes, by operator."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class Residual(NamedTuple):
-    """Bytes of one operator, measured less predicted.
+    """Measured minus predicted bytes of one operator.
 
-    `saved` stay from its forward to its backward; `forward` and `backward` are beside them while it runs.
+    `saved` live from its forward to its backward; `forward` and `backward` only while it runs.
     """
 
     saved: int = 0
@@ -18,7 +18,7 @@ class Residual(NamedTuple):
     backward: int = 0
 
     def scaled(self, factor: float) -> Residual:
-        """Return so many times the bytes."""
+        """Return the residual with its bytes multiplied by a factor."""
         return Residual(*(round(factor * num_bytes) for num_bytes in self))
 
 
@@ -27,10 +27,10 @@ NOTHING = Residual()
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class MemoryResiduals:
-    """The residuals of a graph on a device: `ops` maps operator -> precision -> bytes.
+    """Memory residuals of a graph on a device: `ops` maps operator -> precision -> bytes.
 
-    The precision of an operator that has none to choose is that of the product before it (`Layout.product`).
-    Of the `loss`, outside the graph, only `forward` is used.
+    An operator without its own precision uses that of the product before it (`Layout.product`). For the
+    `loss`, outside the graph, only `forward` is used.
 
     >>> MemoryResiduals({"fc1": {"bf16": Residual(0, 4096, 0)}}).of("fc1", "bf16")
     Residual(saved=0, forward=4096, backward=0)
@@ -43,17 +43,17 @@ class MemoryResiduals:
         return bool(self.ops) or self.loss != NOTHING
 
     def of(self, op: str, precision: str) -> Residual:
-        """Return the residual of an operator; nothing where it was not measured in this precision."""
+        """Return an operator's residual; zero if it was not measured in this precision."""
         return self.ops.get(op, {}).get(precision, NOTHING)
 
     def scaled(self, factor: float) -> MemoryResiduals:
-        """Return the residuals of a batch with so many times the samples."""
+        """Return the residuals scaled to another number of samples."""
         ops = {op: {p: found.scaled(factor) for p, found in own.items()} for op, own in self.ops.items()}
         return MemoryResiduals(ops, self.loss.scaled(factor))
 
     @classmethod
     def joined(cls, parts: Iterable[MemoryResiduals]) -> MemoryResiduals:
-        """Return what several steps show: of operators the first in each precision, of the loss the most."""
+        """Combine several steps: per operator and precision the first residual, for the loss the largest."""
         ops: dict[str, dict[str, Residual]] = {}
         losses: list[Residual] = []
         for part in parts:

@@ -1,4 +1,4 @@
-"""Save and load a plan with all that it was made from, to be replayed, explained and checked later.
+"""Save and load a plan with its inputs, to replay, explain and check it later.
 
 plan.json  graph.json  cluster.json  sensitivity.json  profile-<class>.json
 """
@@ -27,7 +27,7 @@ class Basis:
     sensitivity: Sensitivity
 
     def save(self, folder: str | Path) -> None:
-        """Write the basis; each file whole or not at all."""
+        """Write the basis, each file atomically."""
         folder = Path(folder)
         self.graph.save(folder / "graph.json")
         write_json(folder / "cluster.json", self.cluster.to_json())
@@ -37,9 +37,9 @@ class Basis:
 
     @classmethod
     def load(cls, folder: str | Path, cluster: Cluster | None = None) -> Basis:
-        """Read a basis, for its own cluster or the one given.
+        """Read a basis, for its own or a given cluster.
 
-        Classes of data sheets have no profile here. FormatError names the file that is missing or malformed.
+        Classes from data sheets have no profile. FormatError names a missing or malformed file.
         """
         folder = Path(folder)
         if not (folder / "graph.json").is_file():
@@ -61,7 +61,7 @@ class Basis:
 
 
 def _check_name(path: Path, device_class: str, name: str) -> None:
-    """Raise MismatchError for the profile of another class under a class's file name."""
+    """Raise MismatchError for another class's profile under a class's file name."""
     if device_class != name:
         raise MismatchError(
             f"{path} is the profile of {shortened(device_class)}, not of {name}; put the right one there, or "
@@ -70,7 +70,10 @@ def _check_name(path: Path, device_class: str, name: str) -> None:
 
 
 def save_plan(folder: str | Path, plan: Plan, basis: Basis) -> None:
-    """Write a plan beside its basis. It goes first and comes last: no plan lies beside another's basis."""
+    """Write a plan beside its basis.
+
+    An old plan is removed first and the new one written last, so no plan lies beside another's basis.
+    """
     (Path(folder) / "plan.json").unlink(missing_ok=True)
     basis.save(folder)
     plan.save(Path(folder) / "plan.json")

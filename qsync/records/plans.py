@@ -1,4 +1,4 @@
-"""Plans: for each device class an assignment of precisions, with the predictions for it."""
+"""Plans: an assignment of precisions for each device class, with predictions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from qsync.records.verdict import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The prediction of replay for one class under the plan.
+    """Replay's prediction for one class under a plan.
 
-    Variance is in squared gradient norm, weighted n_c / N^2: what the plan adds above the base, and what the
-    base itself adds to FP32's.
+    Variances are in squared gradient norm, weighted n_c / N^2: added by the plan to the base, and by the base
+    to FP32.
     """
 
     ADDED_LATER = "base_variance"
@@ -38,7 +38,7 @@ class Predicted:
 class ClassPlan:
     """The assignment of one device class: every adjustable operator, in model order, with its precision.
 
-    `saving_less` are patterns of the names of following operators that save less for backward.
+    `saving_less` are name patterns of following operators that save less for backward.
     """
 
     ADDED_LATER = "origin"
@@ -47,11 +47,11 @@ class ClassPlan:
     predicted: Predicted | None = None
     profile_hash: str | None = None
     saving_less: tuple[str, ...] = ()
-    origin: str = "measured"  # of the costs it was chosen by: Profile.origin
-    base: Precision = Precision.FP32  # of this class: see qsync.records.base
-    margin: Number = 0.0  # part of its compute by which it may be late and the step still reach the target
-    carries_16bit: bool = True  # BF16 along edges, where the device has it; False: not even there
-    bitwise: bool = True  # FP32 by torch's own kernels, as it was profiled; False: by the fastest
+    origin: str = "measured"  # origin of the underlying costs: Profile.origin
+    base: Precision = Precision.FP32  # this class's base: see qsync.records.base
+    margin: Number = 0.0  # relative delay of its compute with which the step still reaches the target
+    carries_16bit: bool = True  # whether tensors between operators are BF16, if the device has it
+    bitwise: bool = True  # FP32 by torch's own kernels, as profiled; False: by the fastest
 
     @property
     def lowered(self) -> tuple[str, ...]:
@@ -61,9 +61,9 @@ class ClassPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan(FileRecord):
-    """Precisions per device class. Keyed by class, never by rank.
+    """A plan: precisions per device class (not per rank), with predictions.
 
-    Predictions, warnings and verdict are of the plan as it was made: `pin` and `save_less` drop them.
+    `pin` and `save_less` drop predictions, warnings and verdict.
 
     >>> plan = qsync.Plan.load("plan.json").pin("encoder.layer.0.*", "fp32")
     >>> plan.save("pinned.json")
@@ -77,18 +77,19 @@ class Plan(FileRecord):
     classes: Mapping[str, ClassPlan]
     step_s: Number | None = None
     target_s: Number | None = None
-    bucket_cap_bytes: Count | None = None  # DDP's cap that the prediction assumes; None: its default
-    bound: Number | None = None  # below which the added variance of no plan for this problem can fall
-    status: str | None = None  # of the solver: "optimal", "time-limited", "unproved" or "unsolved"
-    levers: Levers | None = None  # what it changes beside precisions
-    pins: Mapping[str, Precision] = field(default_factory=dict)  # patterns that were pinned when it was made
-    budgets: Mapping[str, Count] = field(default_factory=dict)  # class -> bytes, where not the cluster's
-    together: tuple[tuple[str, ...], ...] = ()  # patterns of operators that were to run alike
-    base: Precision = Precision.FP32  # against which it was planned: see qsync.records.base
-    batch: tuple[tuple[Count, ...], ...] = ()  # the shapes of a rank's batch that it was planned for
-    kept_base: str = ""  # why nothing is lowered though lowering was predicted to save time
-    warnings: tuple[str, ...] = ()  # reasons to doubt it, found when it was made
-    verdict: Verdict | None = None  # what it makes beside other ways to use the same cards
+    bucket_cap_bytes: Count | None = None  # DDP's bucket size assumed by the prediction; None: DDP's default
+    bound: Number | None = None  # lower bound on the added variance of any plan for this problem
+    status: str | None = None  # the solver's: "optimal", "time-limited", "unproved" or "unsolved"
+    levers: Levers | None = None  # changes beside precisions
+    pins: Mapping[str, Precision] = field(default_factory=dict)  # patterns pinned at planning
+    # Class -> bytes, where different from the cluster's
+    budgets: Mapping[str, Count] = field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()  # patterns of operators that must run alike
+    base: Precision = Precision.FP32  # the base that it was planned above: see qsync.records.base
+    batch: tuple[tuple[Count, ...], ...] = ()  # shapes of a rank's batch at planning
+    kept_base: str = ""  # why nothing is lowered although lowering was predicted to save time
+    warnings: tuple[str, ...] = ()  # reasons for doubt, found at planning
+    verdict: Verdict | None = None  # comparison with other ways to use the same cards
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -100,23 +101,23 @@ class Plan(FileRecord):
         return self.classes[device_class]
 
     def levers_of(self, device_class: str) -> ClassLevers:
-        """Return the levers that a class uses: none where the plan has none."""
+        """Return a class's levers; none if the plan has none."""
         return self.levers[device_class] if self.levers is not None else ClassLevers()
 
     @property
     def added_variance(self) -> float | None:
-        """Return the added variance of all classes together; None if nothing was predicted."""
+        """Return the sum of all classes' added variance; None without predictions."""
         found = [entry.predicted.added_variance for entry in self.classes.values() if entry.predicted]
         return sum(found) if len(found) == len(self.classes) else None
 
     @property
     def margin(self) -> float | None:
-        """Return the part by which lowered classes may be late and still reach the target; None for none."""
+        """Return the relative delay with which lowered classes still reach the target, or None."""
         return max((entry.margin for entry in self.classes.values()), default=0.0) or None
 
     @property
     def gap(self) -> float | None:
-        """Return the part of the added variance that a better plan might not add; None if unknown."""
+        """Return the share of the added variance that a better plan might avoid; None if unknown."""
         added = self.added_variance
         if self.bound is None or added is None:
             return None
@@ -128,10 +129,10 @@ class Plan(FileRecord):
         return next(matching, None)
 
     def check_graph(self, graph: OpGraph, layers: Collection[str] = ()) -> None:
-        """Raise MismatchError unless this plan was made for `graph`; the message names both sides.
+        """Raise MismatchError unless this plan was made for `graph`.
 
-        `layers` are the model's where the data may choose which of them run (experts, in code that cannot be
-        traced): the graph may lack the operators of some.
+        `layers` lists the model's layers if the data chooses which of them run (experts in untraceable code):
+        the graph may then lack some operators.
         """
         names = {op.name: op.kind for op in graph.adjustable}
         planned = {op for each in self.classes.values() for op in each.assignment}
@@ -150,7 +151,7 @@ class Plan(FileRecord):
                 if precision not in PRECISIONS_BY_KIND[names[op]]:
                     raise FormatError(
                         f"the plan gives {shortened(op, quote=False)} ({names[op]}) {precision}, "
-                        "which has no kernel; choose another"
+                        "which has no kernel; choose another precision"
                     )
             missing = [op for op in names if op not in class_plan.assignment]
             if missing:
@@ -168,14 +169,16 @@ class Plan(FileRecord):
             )
 
     def pin(self, pattern: str, precision: str | Precision) -> Plan:
-        """Return a plan in which every operator that matches `pattern` has this precision in every class.
+        """Return a plan with one precision for all operators that match `pattern`, in every class.
 
-        Predictions are dropped: they were made for another assignment. Replay the result to have them again.
+        Predictions are dropped; replay the result to predict again.
         """
         chosen = Precision.parse(precision)
         known = next(iter(self.classes.values())).assignment
         if not fnmatch.filter(known, pattern):
-            raise MismatchError(f"no operator matches {shortened(pattern)}{nearest(pattern, known)}")
+            raise MismatchError(
+                f"no operator matches {shortened(pattern)}{nearest(pattern, known)}; correct the pattern"
+            )
         classes = {
             name: replace(
                 class_plan,
@@ -190,12 +193,11 @@ class Plan(FileRecord):
         return replace(self, classes=classes, step_s=None, bound=None, warnings=(), verdict=None)
 
     def save_less(self, pattern: str = "*", device_class: str | None = None) -> Plan:
-        """Return a plan in which the following operators that match save less for backward.
+        """Return a plan in which matching following operators save less for backward.
 
-        The change is to every class, or to one. Following operators are gelu, layer_norm, dropout and their
-        like. Lowering decides what they save then: their result if the next product saves it anyway, else
-        one or eight bits per element (`qsync.backend.compressed_saves.saved_ops`). Predictions are dropped,
-        as by `pin`.
+        It changes one class, or all. Following operators are gelu, layer_norm, dropout and the like. They
+        save their result if the next product saves it anyway, else one or eight bits per element
+        (`qsync.backend.compressed_saves.saved_ops`). Predictions are dropped.
 
         >>> plan.save_less("encoder.layer.*", device_class="infer")
         """
@@ -213,10 +215,10 @@ class Plan(FileRecord):
         )
 
     def diff(self, other: Plan) -> str:
-        """Return the differences to another plan, one a line; empty if the plans run alike.
+        """Return the differences to another plan, one per line; empty if the plans run equally.
 
-        The first line is of the buckets, then one per operator and class whose precision differs, and one per
-        class in which other operators save less or that has other levers.
+        Buckets come first, then operators with another precision by class, then classes with other saved
+        tensors or levers.
         """
         caps = [
             "DDP's own" if plan.bucket_cap_bytes is None else f"{plan.bucket_cap_bytes} bytes"
@@ -241,16 +243,16 @@ class Plan(FileRecord):
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as a JSON object, classes by name: equal plans are written alike."""
+        """Return the plan as JSON, classes sorted by name, so that equal plans have equal texts."""
         body = FileRecord.to_json(self)
         for holder, name in ((body, "pins"), (body, "budgets"), (body.get("levers", {}), "classes")):
             if name in holder:
                 holder[name] = dict(sorted(holder[name].items()))
         classes = dict(sorted(body.pop("classes").items()))
-        return {**body, "classes": classes}  # last: they are long
+        return {**body, "classes": classes}  # last, because they are long
 
     def check_content(self) -> None:
-        """Raise FormatError for a plan of no class, and for a base that is none."""
+        """Raise FormatError for a plan without a class, or with an invalid base."""
         if not self.classes:
             raise FormatError("the plan has no device class; plan again")
         for base in (self.base, *(entry.base for entry in self.classes.values())):
@@ -258,7 +260,7 @@ class Plan(FileRecord):
 
 
 def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> None:
-    """Raise MismatchError for a pattern, other than "*", that matches no operator that can save less."""
+    """Raise MismatchError for a pattern (except "*") that no operator able to save less matches."""
     where, model = (shortened(name, quote=False) for name in (device_class, graph.model))
     for pattern in patterns:
         if pattern != "*" and not ops_that_save_less(graph, [pattern]):
@@ -270,7 +272,7 @@ def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> 
 
 
 def _layer_of(op: str) -> str:
-    """Return the path of the module that an operator is of: its name, but for a product in a forward."""
+    """Return the path of an operator's module; a product inside a forward has its own name."""
     path = op.partition("#")[0]
     module, _, last = path.rpartition(".")
     return module if last in PRECISIONS_BY_KIND else path

@@ -1,4 +1,4 @@
-"""Profile: measured costs of a graph on a device class. Sensitivity: the added variance of a precision.
+"""Profile: measured costs of a graph on a device class. Sensitivity: added variance by precision.
 
 Both are measured once, saved, and read by replay and allocation without torch.
 """
@@ -21,9 +21,9 @@ from qsync.records.record_json import NOT_IN_FILES, Count, FileRecord, Number, a
 
 
 class Cost(NamedTuple):
-    """Seconds that a node of the lowered graph takes, forward and backward, measured in a running step.
+    """Seconds of a lowered graph's node, forward and backward, measured in a running step.
 
-    `spread_s` is how much both together vary from step to step (a robust standard deviation).
+    `spread_s` is the variation of their sum between steps (a robust standard deviation).
     """
 
     forward_s: Number
@@ -36,7 +36,7 @@ class Cost(NamedTuple):
         return self.forward_s + self.backward_s
 
 
-# Rows of a file: the key of `Profile.casts` or `Profile.cast_fit`, and the seconds of its costs.
+# Rows of a file: the key of `Profile.casts` or `Profile.cast_fit`, and the costs in seconds.
 _CAST_ROWS = tuple[tuple[str, str, str, Number, Number, Number], ...]
 _FIT_ROWS = tuple[tuple[str, str, Number, Number, Number, Number], ...]
 
@@ -46,15 +46,15 @@ _SHOWN = {
     MEASURED: "", LEARNED: " (learned costs)", SIMULATED: " (simulated device)",
     CARRIED: " (carried over from a smaller model)",
 }  # fmt: skip
-# The device itself was measured, whatever the model was.
+# Origins for which the device itself was measured, on this or another model.
 DEVICE_MEASURED = (MEASURED, LEARNED, CARRIED)
 MEASURE_AGAIN = "measure it again with qsync.profile, or take it as what-if with --force"
-# A throttled rank gets the share of its core that was asked for but for some parts in a thousand.
+# A throttled rank gets the requested share of its core to within some parts in a thousand.
 _SAME_SHARE = 0.02
 
 
 def shown(device_class: str, origin: str) -> str:
-    """Return the name of a class for tables: with the origin of its costs, unless they are measured."""
+    """Return a class's name for tables, with the origin of its costs unless measured."""
     return device_class + _SHOWN.get(origin, f" ({origin})")
 
 
@@ -84,26 +84,23 @@ class Profile(FileRecord):
     they were measured for something else (`what_if`).
 
     `model` and `batch` (shapes) say in words what it was measured for, `machine` on what and with which
-    versions; empty in files from before.
+    versions; empty in files from before. `refused` maps operator -> precision -> why the device did not serve
+    it in one that was to be measured.
 
-    `refused` maps operator -> precision -> why the device did not serve it in one that was to be measured.
-
-    `held_down`: why the device ran below its own clock while it was taken (heat).
-
-    `launches` prices the launches of the kernels, which the host makes while the device runs earlier ones (a
-    GPU): the same costs, in seconds of the host. None where a call returns when its work is done.
+    `held_down`: why the device ran below its own clock while it was taken (heat). `launches` prices the
+    launches of the kernels, which the host makes while the device runs earlier ones (a GPU): the same costs,
+    in seconds of the host. None where a call returns when its work is done.
 
     `memory_residuals` are bytes of steps as measured beyond those that the memory model predicts; none on
-    GPUs, and for losses that call the model several times.
-
-    `bitwise`: FP32 was measured with torch's own kernels, not the fastest of a CPU.
+    GPUs, and for losses that call the model several times. `bitwise`: FP32 was measured with torch's own
+    kernels, not the fastest of a CPU.
 
     `setting` is what it was carried over to where a plan uses levers (`replayer.levers.apply`). It is in no
     file.
     """
 
     FILE_KIND = "profile"
-    ADDED_LATER = "refused"  # plans bear the hash of what files hold
+    ADDED_LATER = "refused"  # plans store the hash of the file's content
 
     device_class: str
     graph_hash: str
@@ -141,13 +138,13 @@ class Profile(FileRecord):
 
     @property
     def device(self) -> str | None:
-        """Return the device that it was measured on, "cpu" or "cuda"; None if that is unknown."""
-        stated = self.machine.get("device")  # older profiles do not say; they list the machine's GPUs
+        """Return the profiled device, "cpu" or "cuda"; None if unknown."""
+        stated = self.machine.get("device")  # older profiles only list the machine's GPUs
         return stated or ("cpu" if self.machine.get("gpus") == [] else None)
 
     @property
     def hardware(self) -> str | None:
-        """Return the GPU, or the processor with the rank's threads, that it was measured on, if known."""
+        """Return the profiled GPU, or the processor with the rank's threads, if known."""
         stated = self.machine.get("hardware")
         if stated is None and self.device == "cpu" and {"processor", "threads"} <= self.machine.keys():
             return processor_with(self.machine["processor"], self.machine["threads"])
@@ -155,14 +152,14 @@ class Profile(FileRecord):
 
     @property
     def uncertainty(self) -> float:
-        """Return the standard deviation to expect of (measured - predicted) / predicted, median step.
+        """Return the expected standard deviation of (measured - predicted) / predicted, median step.
 
-        It holds for steps that take turns with the profile's, or of a profile that was carried `ahead`.
+        It holds for steps interleaved with the profile's, or for a profile extrapolated by `ahead`.
         """
         return math.hypot(self.error, self.drift)
 
     def ahead(self, run_s: float) -> Profile:
-        """Return the profile with the drift that the mean step of the next `run_s` seconds shows.
+        """Return the profile with `drift` extrapolated to the mean step of the next `run_s` seconds.
 
         The machine's slowness is a random walk (`predictor.profiling.machine_drift`). A walk of rate q
         departs from its own mean over S seconds by a variance of qS/6, which is what `drift` states. Its mean
@@ -210,7 +207,7 @@ class Profile(FileRecord):
             )
 
     def _other_operators(self, graph: OpGraph) -> str:
-        """Name the operators in which `graph` differs from the one that was measured, if names differ."""
+        """Name the operators that only one of `graph` and the profiled graph has, if any."""
         here = {op.name for op in graph.ops}
         lacking = [op.name for op in graph.adjustable if op.name not in self.ops]
         surplus = [name for name in self.ops if name not in here]
@@ -219,11 +216,11 @@ class Profile(FileRecord):
         return f", which has no {_some(surplus)}" if surplus else ", whose parameters have other shapes"
 
     def graph_of(self, graph: OpGraph) -> OpGraph:
-        """Return the graph that this profile prices: under its class's levers, if it has any."""
+        """Return the graph that this profile prices: under its class's levers, if any."""
         return self.setting.graph if self.setting else graph
 
     def check_class(self, device_class: DeviceClass) -> None:
-        """Raise MismatchError unless this profile was measured on the class's hardware, as far as known."""
+        """Raise MismatchError unless this profile's hardware, if known, is the class's."""
         if self.origin not in DEVICE_MEASURED:
             return
         name = shortened(self.device_class, quote=False)
@@ -253,7 +250,7 @@ class Profile(FileRecord):
             )
 
     def what_if(self, graph: OpGraph) -> Profile:
-        """Return this profile as if it had been measured for `graph`; all that is shown says so."""
+        """Return this profile relabelled "what if", as if measured for `graph`."""
         return replace(
             self, origin=WHAT_IF, graph_hash=graph.hash, shapes_hash=graph.shapes_hash,
             model=graph.model, batch=graph.batch_shapes, memory_residuals=MemoryResiduals(),
@@ -272,14 +269,17 @@ class Profile(FileRecord):
 
     @classmethod
     def from_json(cls, value: Any, where: str | None = None) -> Profile:
-        """Read what `to_json` returned; FormatError says `where`, and names the place that is wrong."""
+        """Read the JSON of `to_json`.
+
+        FormatError names the file or argument (`where`) and the wrong place in it.
+        """
         name = value.get("device_class") if isinstance(value, Mapping) else None
         where = where or f"profile of {shortened(name, quote=False)}"
         return as_record(_with_tables(value, where), cls, where)
 
 
 def _with_tables(value: Any, where: str) -> dict[str, Any]:
-    """Return the fields of a profile's JSON: its rows of casts, and those of its launches, as tables."""
+    """Return a profile's JSON fields with casts and launches converted from rows to tables."""
     body = without_header(value, "profile")
     if "casts" in body:
         casts = as_record(body["casts"], _CAST_ROWS, f"{where}, casts")
@@ -293,7 +293,7 @@ def _with_tables(value: Any, where: str) -> dict[str, Any]:
 
 
 def check_versions(profiles: Mapping[str, Profile]) -> None:
-    """Raise MismatchError unless all profiles have one version of torch and this one of qsync.
+    """Raise MismatchError unless all profiles share torch's version and this qsync's version.
 
     Patch releases count as equal.
     """
@@ -313,7 +313,7 @@ def check_versions(profiles: Mapping[str, Profile]) -> None:
             (one, first), (other, second) = list(known.items())[:2]
             raise MismatchError(
                 f"the profile of {first} was measured with {what} {one}, that of {second} with {other}; "
-                "measure one of them again, or take it as what-if with --force"
+                "measure one of them again, or accept it as a what-if with --force"
             )
 
 
@@ -322,7 +322,7 @@ def _minor(version: object) -> str:
 
 
 def processor_with(processor: str, num_threads: int) -> str:
-    """Return the hardware name of a rank on a processor: with the number of the rank's threads."""
+    """Return the hardware name of a CPU rank: the processor and the rank's threads."""
     return f"{processor}, {num_threads} thread{'s' if num_threads != 1 else ''}"
 
 
@@ -331,13 +331,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def shown_shapes(batch: Sequence[tuple[int, ...]]) -> str:
-    """Return the shapes of a batch's tensors as a message shows them."""
+    """Format the shapes of a batch's tensors for a message."""
     return shortened(", ".join("x".join(map(str, shape)) or "a number" for shape in batch), quote=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity(FileRecord):
-    """Added gradient variance of each adjustable operator at each precision (unit: squared gradient norm)."""
+    """Sensitivity: gradient variance added by each operator at each precision (squared gradient norm)."""
 
     FILE_KIND = "sensitivity"
 

@@ -1,6 +1,6 @@
-"""Records as JSON: written by their fields, and read with every type and limit checked, by msgspec.
+"""Write records as JSON, and read them with types and limits checked by msgspec.
 
-A record's annotations say what a file may hold. An error names the place, the value and what was expected.
+A record's annotations define valid files. An error names the place, the value and the expected type.
 """
 
 from __future__ import annotations
@@ -28,62 +28,67 @@ _LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, sys.float_info.max  # infinity lies bey
 Count = Annotated[int, Meta(ge=0, le=_LARGEST_INT)]  # of samples, elements, bytes
 Positive = Annotated[int, Meta(ge=1, le=_LARGEST_INT)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
-# Seconds, variances, rates. Whole numbers stay what they are: hashes of files tell 1 from 1.0.
+# Seconds, variances, rates. Whole numbers stay integers: hashes of files tell 1 from 1.0.
 Number = Count | Annotated[float, Meta(ge=0, le=LARGEST_FLOAT)]
 
-NOT_IN_FILES = {"in_files": False}  # metadata of a field that no file holds
+NOT_IN_FILES = {"in_files": False}  # metadata of a field that files do not store
 
 
 class Record:
     """A record that JSON can hold.
 
-    It may name in `ADDED_LATER` the first of the fields that files leave out while they have their default,
-    as in files from before them.
+    `ADDED_LATER` names the first of the newer fields, which files omit at their default, like older files.
     """
 
     __slots__ = ()
     ADDED_LATER: ClassVar[str] = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object."""
+        """Return the record as JSON."""
         found: dict[str, Any] = as_json(self)
         return found
 
     @classmethod
     def from_json(cls, value: Any, where: str | None = None) -> Self:
-        """Read what `to_json` returned; FormatError says `where`, and names the place that is wrong."""
+        """Read the JSON of `to_json`.
+
+        FormatError names the file or argument (`where`) and the wrong place in it.
+        """
         return as_record(value, cls, where or cls.__name__.lower())
 
 
 class FileRecord(Record):
-    """A record with a file of its own, which states its kind and version."""
+    """A record with its own file, which holds its kind and version."""
 
     __slots__ = ()
     FILE_KIND: ClassVar[str]
     FILE_VERSION: ClassVar[int] = 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object."""
+        """Return the record as JSON with kind and version."""
         return {"kind": self.FILE_KIND, "version": self.FILE_VERSION, **as_json(self)}
 
     @classmethod
     def from_json(cls, value: Any, where: str | None = None) -> Self:
-        """Read what `to_json` returned; FormatError says `where`, and names the place that is wrong."""
+        """Read the JSON of `to_json`, checking kind and version.
+
+        FormatError names the file or argument (`where`) and the wrong place in it.
+        """
         body = without_header(value, cls.FILE_KIND, cls.FILE_VERSION)
         found = as_record(body, cls, where or cls.FILE_KIND)
         found.check_content()
         return found
 
     def check_content(self) -> None:
-        """Raise FormatError where fields are good each, but not together."""
+        """Raise FormatError for fields that contradict each other."""
 
     def save(self, path: str | Path) -> Path:
-        """Write the record to a file, whole or not at all."""
+        """Write the record to a file, atomically."""
         return write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read the record from a file; FormatError names the file, and the line or place that is wrong."""
+        """Read the record from a file; FormatError names the file, and the wrong line or place."""
         content = read_json(path)
         try:
             return cls.from_json(content)
@@ -92,7 +97,7 @@ class FileRecord(Record):
 
 
 def without_header(value: Mapping[str, Any], kind: str, version: int = 1) -> dict[str, Any]:
-    """Return the rest of a file, once its header names this kind and a version that this code reads."""
+    """Return a file's content without its header; check kind and version first."""
     found = value.get("kind", "no kind") if isinstance(value, Mapping) else value
     if found != kind:
         raise FormatError(f"expected a {kind} file, found {shortened(found)}; give a {kind} file")
@@ -105,7 +110,7 @@ def without_header(value: Mapping[str, Any], kind: str, version: int = 1) -> dic
 
 
 def as_json(value: Any) -> Any:
-    """Return a record, or a table or sequence of them, as JSON holds it."""
+    """Return a record, or a mapping or sequence of records, as JSON."""
     if _is_record(value):
         kind: Any = type(value)
         written = _written_fields(kind)
@@ -126,7 +131,7 @@ def _plain(value: Any) -> Any:
 
 
 def _builtin(value: Any) -> str | int | float:
-    """Return a string or number of a derived type (torch's version, NumPy's float64) as Python's own."""
+    """Convert a derived string or number (torch's version, NumPy's float64) to Python's own type."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
@@ -134,7 +139,7 @@ def _builtin(value: Any) -> str | int | float:
 
 
 def as_record(value: Any, kind: type[T], where: str) -> T:
-    """Return the record that JSON holds; FormatError says `where`, at which place and what is wrong.
+    """Read a record from JSON; FormatError names `where`, the place and the problem.
 
     >>> as_record({"latency_s": 1e-5, "bytes_per_s": 1e9}, Link, "link")
     """
@@ -144,13 +149,13 @@ def as_record(value: Any, kind: type[T], where: str) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise FormatError(f"{_reason(value, kind, where, error)}; mend it or write the file anew") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
-        raise FormatError(f"{where} cannot be read ({shortened(error)}); write the file anew") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number with thousands of digits
+        raise FormatError(f"{where} cannot be read ({shortened(error)}); write the file again") from None
 
 
 @cache
 def _written_fields(record: Any) -> list[tuple[str, Any, Callable[[Any], Any]]]:
-    """Return the fields that files hold: name, value at which it is left out, and what writes it."""
+    """Return the stored fields: name, the default at which it is omitted, and its writer."""
     found: list[tuple[str, Any, Callable[[Any], Any]]] = []
     later = False
     for each in fields(record):
@@ -163,7 +168,7 @@ def _written_fields(record: Any) -> list[tuple[str, Any, Callable[[Any], Any]]]:
 
 
 def _check_names(value: Any, kind: Any, where: str) -> None:
-    """Raise FormatError for a field that a record does not have, such as a misspelt one."""
+    """Raise FormatError for an unknown field, such as a misspelt one."""
     kind = _given(kind)
     if _is_record(kind) and isinstance(value, Mapping):
         known = [name for name, *_ in _written_fields(kind)]
@@ -184,7 +189,7 @@ def _has_records(kind: Any) -> bool:
 
 
 def _reason(value: Any, kind: Any, where: str, error: msgspec.ValidationError) -> str:
-    """Say what is wrong with a value, at the place of the first part that is wrong."""
+    """Describe the first invalid part of a value, with its place."""
     for name, part, part_kind in _parts(value, kind):
         try:
             msgspec.convert(part, part_kind)
@@ -199,7 +204,7 @@ def _reason(value: Any, kind: Any, where: str, error: msgspec.ValidationError) -
 
 
 def _parts(value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the parts of a value with their names and the types that they should have."""
+    """Yield a value's parts with their names and expected types."""
     kind = _given(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     if _is_record(kind) and isinstance(value, Mapping):
@@ -217,7 +222,7 @@ def _parts(value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 @cache
 def _given(kind: Any) -> Any:
-    """Return the type of a value that is there: X for `X | None`."""
+    """Return the type of a value that is not None: X for `X | None`."""
     is_union = get_origin(kind) in (Union, UnionType)
     return next(each for each in get_args(kind) if each is not NoneType) if is_union else kind
 

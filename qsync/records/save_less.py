@@ -1,4 +1,4 @@
-"""Operators that can save less for backward, and the forms in which they do."""
+"""Operators that can save less for backward, and the forms of their saved tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from qsync.records.graph import Op, OpGraph, Role
 
-# What a following operator that saves less saves for backward: if a consumer saves its result anyway, and if
-# not. "plain" is what torch saves, which is then no more than that result.
+# Forms of saved tensors of a following operator: if a consumer saves its result anyway, and otherwise.
+# "plain" is torch's own, which is then just that result.
 FORMS: dict[str, tuple[str, str]] = {
     "gelu": ("output", "codes"),
     "silu": ("codes", "codes"),
@@ -21,14 +21,14 @@ FORMS: dict[str, tuple[str, str]] = {
 
 
 def can_save_less(op: Op) -> bool:
-    """Return whether an operator can be run so that it saves less for backward."""
+    """Return whether an operator can save smaller tensors for backward."""
     return op.role is Role.FOLLOWING and op.kind in FORMS and op.requires_grad
 
 
 def ops_that_save_less(graph: OpGraph, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the operators that can save less and match one of these patterns, in order.
+    """Return the operators that match a pattern and can save less for backward, in order.
 
-    Operators in blocks that are recomputed in backward are left out: what those save lives only briefly.
+    Operators in recomputed blocks are left out: their saved tensors live only briefly.
 
     >>> ops_that_save_less(graph, ["encoder.layer.0.*"])
     """

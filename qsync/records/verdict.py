@@ -1,4 +1,4 @@
-"""Verdict: what the cards of a job make together, way by way, and what each class adds."""
+"""Verdict: samples per second of each way to use a job's cards, and each class's gain."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ PLAN = "this plan"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Samples per second that one way of using the cards makes; nine medians in ten lie within `interval`."""
+    """Samples per second of one way to use the cards; nine of ten medians lie within `interval`."""
 
     name: str
     samples_per_s: Number
-    interval: tuple[Number, Number] | None = None  # None for profiles that state no error
+    interval: tuple[Number, Number] | None = None  # None if profiles have no error estimate
 
     @property
     def least(self) -> float:
-        """Return the lower end of the interval, or what is predicted where there is none."""
+        """Return the lower end of the interval, or the prediction without one."""
         return self.interval[0] if self.interval else self.samples_per_s
 
 
@@ -28,10 +28,10 @@ class Way:
 class Verdict(Record):
     r"""Ways to train on a cluster, the strongest class alone first and the plan last. Simulated.
 
-    `times` is by class how many times as fast the plan is as the best one without that class; a class in
-    `leave_out` adds nothing beyond the interval. `with_shares` is about what shares of the batch would make
-    where the plan has none; None where they were planned, or cannot be. `lower_base` is the best way with a
-    base of 16 bits, named by it, where that is faster than a plan of a higher base by more than its interval.
+    `times` maps each class to the plan's speed relative to the best way without it; a class in `leave_out`
+    adds nothing beyond the interval. `with_shares` estimates the speed with shares of the batch if the plan
+    has none; None if they were planned, or are impossible. `lower_base` is the fastest way with a 16-bit
+    base, named by it, if it exceeds the plan's interval.
 
     >>> print("\n".join(plan.verdict.lines()))
     """
@@ -43,7 +43,7 @@ class Verdict(Record):
     lower_base: Way | None = None
 
     def lines(self) -> list[str]:
-        """Return the verdict as lines of text: a way each, and what each class adds."""
+        """Return the verdict as lines of text: one per way, and the gain of each class."""
         alone = self.ways[0].samples_per_s
         wide = max(len(way.name) for way in self.ways)
         found = ["samples per second, predicted:"]
@@ -60,6 +60,6 @@ class Verdict(Record):
                 f"{self.ways[-1].samples_per_s / alone:.2f}x: give a loader of a qsync.ShareSampler"
             )
         if self.lower_base is not None:
-            base, rate = self.lower_base.name, self.lower_base.samples_per_s / alone
-            found.append(f'with the strong cards in {base}, too: {rate:.2f}x (base="{base}")')
+            base, times = self.lower_base.name, self.lower_base.samples_per_s / alone
+            found.append(f'with the strong cards in {base}, too: {times:.2f}x (base="{base}")')
         return found

@@ -1,4 +1,4 @@
-"""Activation recomputation: modules save only their inputs and compute forward again in backward."""
+"""Activation recomputation: modules save only their inputs and recompute forward in backward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from qsync.errors import MismatchError, shortened
 
 
 def recompute(model: torch.nn.Module, paths: Sequence[str]) -> None:
-    """Make exactly these modules of a model compute forward again in backward (torch's checkpoint).
+    """Make these modules recompute forward in backward (torch's checkpoint), and no others.
 
-    The change is in place, with the same class and state_dict, and for training alone. Raises MismatchError
-    for a module that the model does not have, before anything is changed.
+    Works in place, keeps class and state_dict, and affects only training. Raises MismatchError for an unknown
+    module, before any change.
 
     >>> recompute(model, ["layers.0", "layers.1"])
     """
@@ -35,18 +35,18 @@ def recompute(model: torch.nn.Module, paths: Sequence[str]) -> None:
             if forward.own is not None:
                 module.forward = forward.own
     for path in paths:
-        # A hook or an adapter, or qsync.wrap on a part, may have given this one module a forward of its own.
+        # A hook, an adapter, or qsync.wrap on a part may have replaced this module's forward.
         modules[path].forward = Recomputed(modules[path], modules[path].__dict__.get("forward"))
 
 
 class Recomputed:
-    """A forward that is computed again in backward. `own`: the module's own before, if it had one."""
+    """A forward that backward recomputes. `own`: the module's previous instance forward, if any."""
 
     def __init__(self, module: torch.nn.Module, own: Callable[..., Any] | None) -> None:
         self.module, self.own = module, own
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's forward once, and in training once more in backward."""
+        """Call the module's forward once, and in training again during backward."""
         forward = self.own or partial(type(self.module).forward, self.module)
         if not (self.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Choose precisions: functions from a graph to the precision of each operator, and to what saves less."""
+"""Functions that choose each operator's precision in a graph, and the operators that save less."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.coverage import listed, warn_once
 from qsync.runtime.rewriting import needs_kernel
 
-# Given a graph (of one segment), the precision of each of its adjustable operators.
+# Graph (of one segment) -> precision of each adjustable operator.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
-# Given a graph, its operators that save less for backward.
+# Graph -> operators that save less for backward.
 SavingChooser = Callable[[OpGraph], Collection[str]]
 
 
 def at_base(base: Precision, kernels: backend.Kernels) -> Chooser:
-    """Choose what a base gives every operator: the base where torch.autocast lowers it, FP32 elsewhere."""
+    """Choose the base for operators that torch.autocast lowers, FP32 elsewhere."""
     own = base_on(base, bases_of(kernels.device.type, kernels.precisions()))
 
     def choose(graph: OpGraph) -> dict[str, Precision]:
@@ -33,11 +33,10 @@ def at_base(base: Precision, kernels: backend.Kernels) -> Chooser:
 
 
 def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Chooser:
-    """Choose one precision wherever the operator's kind has it, FP32 elsewhere.
+    """Choose one precision wherever the operator's kind supports it, FP32 elsewhere.
 
-    With `kernels` (of the device) an operator whose kind lacks it, or that none of them serves in it, runs in
-    the next precision up, and so does one that makes a weight. Where a kernel is missing a warning says so,
-    once for each reason.
+    With the device's `kernels`, an operator without a kernel for it runs in the next higher precision, and so
+    does one that computes a weight. A missing kernel gives a warning, once per reason.
     """
 
     def choose(graph: OpGraph) -> dict[str, Precision]:
@@ -61,7 +60,7 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
 def candidates(
     graph: OpGraph, wanted: Mapping[str, Precision], kernels: backend.Kernels
 ) -> dict[str, list[Precision]]:
-    """Return the precisions from the wanted one up that this device serves each operator in, in order."""
+    """Return each operator's precisions with a kernel on this device, from the wanted one up."""
     half = kernels.sixteen_bit
     up = dict.fromkeys(p for own in set(wanted.values()) for p in precisions_up(own, half))
     missing = {precision: unsupported(graph, precision, kernels) | kept(graph, precision) for precision in up}
@@ -73,15 +72,15 @@ def candidates(
 
 
 def kept(graph: OpGraph, precision: Precision) -> dict[str, str]:
-    """Return operator -> why it has no such precision unless a plan names it."""
+    """Return operator -> why it keeps its precision unless pinned."""
     return {op.name: why for op in graph.adjustable if (why := why_kept(op, precision))}
 
 
 def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:
-    """Return operator -> why this device does not serve it in a precision that its kind has.
+    """Return operator -> why this device lacks a kernel for it, in a precision that its kind has.
 
-    The reason is its shapes (see qsync.records.kernel_support), or a kernel that is missing here or wrong
-    here.
+    The reason is its shape (see qsync.records.kernel_support), or a kernel that is missing or wrong on this
+    device.
     """
     by_shape = unsupported_by_shape(graph, kernels.device.type)
     found = {}
@@ -97,9 +96,9 @@ def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) 
 
 
 def following(assignment: Mapping[str, Precision]) -> Chooser:
-    """Choose the precisions of a plan's assignment.
+    """Choose a plan's precisions.
 
-    Operators that it does not name run in FP32: they occur in graphs that it was not made for (evaluation).
+    Operators that the plan does not name run in FP32; they occur in other graphs (evaluation).
     """
     return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}
 

@@ -1,4 +1,4 @@
-"""Say how many of a model's products run in the precisions that were asked for, and why the others do not."""
+"""Report how many of a model's products run in the requested precision, with reasons for the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qsync.records.kernel_support import why_unwritten
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.tracing.tracer import tensor_names
 
-# Below this part of the FLOPs that were to be lowered, the line is a warning.
+# Below this share of the requested FLOPs, the line becomes a warning.
 _LEAST_LOWERED = 0.5
 _MAX_NAMED = 3
 _LONGEST = 160 - len("qsync: ")  # characters of the line at a model's first call
@@ -26,7 +26,7 @@ _LONGEST = 160 - len("qsync: ")  # characters of the line at a model's first cal
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product of a traced graph: the precision asked for it, the one it runs in, and why they differ."""
+    """One product of a traced graph: requested and actual precision, and the reason of a difference."""
 
     op: Op
     asked: str
@@ -35,7 +35,7 @@ class Product:
 
     @property
     def is_lowered(self) -> bool:
-        """Return whether it runs in another type than the model has it in."""
+        """Return whether it runs in another type than the model's own."""
         return self.runs not in (Precision.FP32, self.op.dtype)
 
 
@@ -44,17 +44,17 @@ def products(
     asked: Mapping[str, Precision] | Precision,
     why_not: Callable[[OpGraph, Precision], Mapping[str, str]],
 ) -> list[Product]:
-    """Return the products of the graphs of one call.
+    """Return the products in the graphs of one call.
 
-    `asked` is an assignment, or one precision for all. Of an operator that the assignment does not name,
-    its first low precision counts as asked.
+    `asked` is an assignment, or one precision for all. For an operator not in the assignment, its first low
+    precision counts as requested.
     """
     each = [asked] if isinstance(asked, Precision) else asked.values()
     low = next((precision for precision in each if precision is not Precision.FP32), Precision.FP32)
     found = []
     for part in lowered:
         modes = {node.op: node.mode for node in part.nodes if isinstance(node, Run)}
-        reasons = cache(partial(why_not, part.graph))  # of a precision; each looks at the whole graph
+        reasons = cache(partial(why_not, part.graph))  # per precision; each scans the whole graph
         for op in part.graph.ops:
             if not op.flops:
                 continue
@@ -75,7 +75,7 @@ def products(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Products of a model that run in one precision for one reason; no reason where that was asked for."""
+    """Products that run in one precision for one reason; an empty reason means as requested."""
 
     runs: str
     because: str
@@ -89,9 +89,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many products of a model run as they were asked to, and in rows why the others do not.
+    """Number of products in the requested precision, and rows of reasons for the others.
 
-    `asked` is in words: a precision, or low precision on a device class. `notes` are of the whole model.
+    `asked` is a text: a precision, or low precision on a device class. `notes` concern the whole model.
     """
 
     model: str
@@ -120,7 +120,7 @@ class Coverage:
 
     @property
     def line(self) -> str:
-        """Return one line of at most `_LONGEST` characters: the counts, and where the reasons are."""
+        """Return one line of at most `_LONGEST` characters: the counts, and a pointer to the reasons."""
         counts = Counter[str]()
         for row in self.rows:
             counts[row.runs] += len(row.operators)
@@ -137,14 +137,14 @@ class Coverage:
         return (text if len(text) <= most else f"{text[: most - 3]}...") + end
 
     def __str__(self) -> str:
-        """Return the table, a row a line."""
+        """Return the table, one row per line."""
         total = sum(len(row.operators) for row in self.rows)
         title = f"{self.model}: {self.kept} of {total} products in {self.asked}"
         return "\n".join([title, *(f"  {row}" for row in self.rows), *(f"  {note}" for note in self.notes)])
 
 
 def is_mostly_lowered(found: list[Product]) -> bool:
-    """Return whether at least half of the FLOPs that were to be lowered are; what makes weights is not."""
+    """Return whether at least half of the requested FLOPs are lowered (products of weights apart)."""
     to_lower = [p for p in found if p.asked != Precision.FP32 and not p.op.makes_weight]
     adjustable = [p for p in to_lower if p.op.role is Role.ADJUSTABLE]
     lowered = sum(p.op.flops for p in adjustable if p.is_lowered or p.runs == p.asked)
@@ -152,9 +152,9 @@ def is_mostly_lowered(found: list[Product]) -> bool:
 
 
 def layers_outside(model: nn.Module, graph: OpGraph) -> list[str]:
-    """Return the linear and convolutional layers of which the traced graph of a call reads no parameter.
+    """Return the linear and convolutional layers whose parameters no traced graph reads.
 
-    Either nothing calls them, or what does is not traced.
+    Either nothing calls them, or untraced code does.
     """
     read, names = {value.name for value in graph.inputs}, tensor_names(model)
     layers = (
@@ -167,7 +167,7 @@ def layers_outside(model: nn.Module, graph: OpGraph) -> list[str]:
 
 @cache
 def say_once(text: str, is_good: bool) -> None:
-    """Say a line once a process: print it on stderr if it is good news, else warn."""
+    """Print a line on stderr, or warn with it if it is bad news; once per process."""
     if is_good:
         print(f"qsync: {text}", file=sys.stderr)
     else:
@@ -176,12 +176,12 @@ def say_once(text: str, is_good: bool) -> None:
 
 @cache
 def warn_once(text: str) -> None:
-    """Warn, once a process."""
+    """Warn once per process."""
     warnings.warn(text, stacklevel=2)
 
 
 def listed(names: list[str]) -> str:
-    """Name operators that run as they were not asked to, each once: all if they are few."""
+    """Name the operators that do not run as requested; all of them if there are few."""
     names = list(dict.fromkeys(names))
     return f"{_named(names)} {'runs' if len(names) == 1 else 'run'}"
 

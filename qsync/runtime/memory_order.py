@@ -1,8 +1,8 @@
-"""Memory order: where a rewritten graph has to lay elements out as they were traced.
+"""Decide where a rewritten graph must restore the traced memory order.
 
-Kernels of convolutions and of attention return channels-last order. Most calls take any order, so their
-operands stay as they lie. Four readers need the traced order: callers of the graph, operators that somebody
-registered, calls that fail at other strides, and writes through views.
+Kernels of convolutions and of attention return channels-last order. Most calls accept any order, so their
+operands keep theirs. Four readers need the traced order: callers of the graph, custom registered operators,
+calls that fail at other strides, and writes through views.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from qsync.tracing.inplace_calls import traced_storages, written_by
 from qsync.tracing.operator_table import UNSAVED_FUNCTION, call_name, classify, is_torch, names_a_type
 from qsync.tracing.segments import Segment
 
-_RESHAPE = {"size": "shape"}  # the argument of a view, as reshape calls it
-_VIEWS = ("detach", "as_strided")  # whose kind is not of views
-# Torch's calls that fail at another order of elements than was traced. Its other calls take any.
+_RESHAPE = {"size": "shape"}  # the argument of a view, by its name in reshape
+_VIEWS = ("detach", "as_strided")  # views that the table of kinds does not list
+# torch calls that fail at another memory order than traced; other calls accept any.
 _ASK_FOR_ORDER = ("view", "view_as", "view_as_complex", "view_as_real")
 
 
 def lies_by_rows(value: torch.Tensor) -> bool:
-    """Return whether no dimension of a tensor has a larger stride than one before it."""
+    """Return whether a tensor's strides do not increase from one dimension to the next."""
     strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
     return all(outer >= inner for outer, inner in pairwise(strides))
 
 
 def by_rows(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies by rows: itself, or a contiguous copy."""
+    """Return a tensor in row-major order: itself, or a contiguous copy."""
     return value if lies_by_rows(value) else value.contiguous()
 
 
 def is_image_by_rows(node: torch.fx.Node) -> bool:
-    """Return whether a node's result, of three dimensions or more, lay by rows when it was traced."""
+    """Return whether a node's traced result had at least three dimensions in row-major order."""
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.ndim >= 3 and lies_by_rows(value)
 
 
 def is_filter_of_open_strides(node: torch.fx.Node, source: torch.fx.Node) -> bool:
-    """Return whether an operand is the weight of a convolution, with dimensions of size 1.
+    """Return whether an operand is a convolution's weight with dimensions of size 1.
 
-    The gradient that torch returns for it lies as the images do, and those may lie otherwise than traced.
+    torch's gradient for it follows the images' memory order, which may differ from the traced one.
     """
     weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
     value = source.meta.get("example_value")
@@ -52,12 +52,12 @@ def is_filter_of_open_strides(node: torch.fx.Node, source: torch.fx.Node) -> boo
 
 
 def is_registered(node: torch.fx.Node) -> bool:
-    """Return whether a call is of an operator that somebody registered, which may ask for any strides."""
+    """Return whether a call is of a custom registered operator, which may require any strides."""
     return isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 def asks_for_order(op: Op, node: torch.fx.Node) -> bool:
-    """Return whether a call may depend on the strides that its operands had when it was traced."""
+    """Return whether a call may depend on its operands' traced strides."""
     name = call_name(node).partition(".")[0]
     if name in _ASK_FOR_ORDER:
         return node.target != "view" or names_a_type(node)  # other views become reshape
@@ -65,9 +65,9 @@ def asks_for_order(op: Op, node: torch.fx.Node) -> bool:
 
 
 def owners_of_order(segment: Segment) -> set[torch.fx.Node]:
-    """Return the nodes whose result has to lie as it was traced, as it is written to through views.
+    """Return the nodes whose result must keep the traced order, because views write to it.
 
-    A view of another order is a copy. The first node of a storage decides how all that share it lie.
+    With another order such a view would be a copy. A storage's first node sets the order of all its views.
     """
     shared: set[int] = set()
     for node in segment.module.graph.nodes:
@@ -84,18 +84,18 @@ def owners_of_order(segment: Segment) -> set[torch.fx.Node]:
 
 
 def spell_as_reshape(node: torch.fx.Node) -> None:
-    """Make a call of `view` one of `reshape`: a convolution's result may have another order of elements."""
+    """Turn a call of `view` into `reshape`, since a convolution's result may have another order."""
     if node.op == "call_method" and node.target == "view" and not names_a_type(node):
         node.target = "reshape"
         node.kwargs = {_RESHAPE.get(key, key): value for key, value in node.kwargs.items()}
 
 
 def viewed(segment: Segment, node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node that a node is a view of, of views of views the first; of others the node itself."""
+    """Return the base node of a view, through views of views; any other node itself."""
     while node.op in ("call_function", "call_method") and node.all_input_nodes:
         source = node.all_input_nodes[0]
         is_view = classify(node)[0] in ("view", "contiguous", "float") or call_name(node) in _VIEWS
-        # Parts are taken from a tuple, which a view has made: of another tuple they are no views.
+        # Parts come from a tuple that a view returned; items of other tuples are no views.
         is_whole = isinstance(source.meta.get("example_value"), torch.Tensor) or classify(source)[0] == "view"
         shares = not set(traced_storages(node)).isdisjoint(traced_storages(source))
         if source in segment.nested or not (is_view and is_whole and shares):
@@ -110,7 +110,7 @@ def viewed_again(
     views: dict[torch.fx.Node, torch.fx.Node],
     new: dict[torch.fx.Node, torch.fx.Node],
 ) -> torch.fx.Node:
-    """Add the calls that made a node from `base` once more, on what `views` has for it; extend `views`."""
+    """Recompute a node's views on another `base`, reusing `views`; extend `views`."""
     if node not in views:
         source = node.all_input_nodes[0]
         found = viewed_again(source, base, views, new)

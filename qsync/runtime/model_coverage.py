@@ -1,4 +1,4 @@
-"""`qsync.coverage`: which products of a wrapped model run in which precision, and why."""
+"""`qsync.coverage`: report the precision of each product of a wrapped model, with reasons."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from qsync.runtime.wrapping import wrapped_module, wrapping_of
 
 
 def coverage(model: torch.nn.Module) -> Coverage:
-    """Print, and return, which products of a wrapped model run in which precision, by reason.
+    """Print and return the precisions of a wrapped model's products, by reason.
 
     Args:
-        model: what `qsync.wrap` or `qsync.hybrid` returned, after its first call.
+        model: the result of `qsync.wrap` or `qsync.hybrid`, after its first call.
 
     Returns:
-        A record: `kept` of the products run as asked, and each of its `rows` names products (`operators`)
-        that run in one precision (`runs`) for one reason (`because`); `notes` are of the whole model.
+        A record: `kept` counts products that run as requested; each of `rows` names products (`operators`)
+            that run in one precision (`runs`) for one reason (`because`); `notes` concern the whole model.
 
     Raises:
         MismatchError: the model is not wrapped, or was not called yet.
@@ -29,9 +29,7 @@ def coverage(model: torch.nn.Module) -> Coverage:
     module = wrapped_module(model)
     program, wrapping = program_of(module), wrapping_of(module)
     if wrapping is None or not program.was_called:
-        raise MismatchError(
-            f"{program.name} was not called yet, and is traced at its first call; train a step, then ask"
-        )
+        raise MismatchError(f"{program.name} was not called yet, so nothing is traced; train a step first")
     found, _ = wrapping.covered(program)
     print(found)
     return found

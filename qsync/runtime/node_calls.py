@@ -1,4 +1,4 @@
-"""What the nodes of a rewritten graph call, besides torch's own functions: casts, kernels, reports."""
+"""Calls of a rewritten graph's nodes besides torch functions: casts, kernels, reports."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from qsync.runtime.weight_cache import CastFunction
 
 
 class KernelTable(Protocol):
-    """What the pass needs of a backend: see qsync.backend.select, and OpaqueKernels for exported graphs."""
+    """The interface of a backend for the FX pass: see qsync.backend.select and OpaqueKernels."""
 
-    replaced_in_fp32: tuple[str, ...]  # kinds of products that `kernel` computes in the traced call's place
+    replaced_in_fp32: tuple[str, ...]  # kinds of products that `kernel` computes instead of the traced call
 
     @property
     def sixteen_bit(self) -> str | None:
-        """The 16-bit float that the device carries along edges."""
+        """Return the device's 16-bit float between operators."""
 
     def cast(self, tensor: torch.Tensor, target: str) -> Any:
-        """Return a tensor in another type."""
+        """Return a tensor converted to another type."""
 
     def kernel(self, kind: str, precision: Precision) -> Callable[..., torch.Tensor]:
         """Return the kernel of a kind of operator in a precision."""
 
     @property
     def keeps_copies(self) -> bool:
-        """Return whether a copy of a weight may serve several calls."""
+        """Return whether a weight's cast may serve several calls."""
 
     @property
     def plain_casts(self) -> tuple[str, ...]:
-        """Return the types to which a cast is torch's own conversion."""
+        """Return the types for which a cast is torch's own conversion."""
 
     def saving(self, kind: str, form: str) -> Callable[..., torch.Tensor]:
-        """Return the operator of a kind that saves in a form."""
+        """Return the operator of a kind that saves its tensors in a form."""
 
     @property
     def replaced_in_bf16(self) -> tuple[str, ...]:
-        """Return the kinds of products whose traced call in BF16 has a faster one here."""
+        """Return the kinds of products with a faster kernel in BF16 than the traced call."""
 
     def in_lowered_graphs(self, kind: str) -> Callable[..., torch.Tensor]:
-        """Return the operator of a kind in `REPLACED` or `replaced_in_bf16`."""
+        """Return the replacement of a kind in `REPLACED` or `replaced_in_bf16`."""
 
 
 class Observer(Protocol):
-    """An observer of a run: it sees each node of the lowered graph with its result and its operands.
+    """An observer of a run, called at each node of the lowered graph with result and operands.
 
-    An observer with a method `taken(op, index, operand)` also sees each operand of an adjustable operator
-    that is about to run in FP32. The operator gets the value that the method returns. An observer with
-    `only_times` keeps no tensors: it is shown no operands, and what would be written over still is.
+    A method `taken(op, index, operand)` is called for each operand of an adjustable operator in FP32; the
+    operator uses its return value. An observer with `only_times` gets no operands, and in-place writes stay
+    in place.
     """
 
     def began(self) -> None:
-        """Note that a traced graph is about to run."""
+        """Handle the start of a traced graph."""
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """Note that a node has run."""
+        """Handle a finished node."""
 
 
 class CastCall(torch.nn.Module):
-    """One Cast node of an activation."""
+    """Casts an activation: the call of one Cast node."""
 
     def __init__(self, cast: CastFunction, target: str) -> None:
         super().__init__()
@@ -75,16 +75,16 @@ class CastCall(torch.nn.Module):
 
     def forward(self, value: Any) -> Any:
         """Return the value in the target type."""
-        if isinstance(value, (tuple, list)):  # what split and chunk return
+        if isinstance(value, (tuple, list)):  # results of split and chunk
             return type(value)(self.forward(item) for item in value)
         return self._cast(value, self._target)
 
 
 class KernelCall(torch.nn.Module):
-    """One Run node whose precision needs a kernel. Operands to be encoded come as (value, encoded) pairs.
+    """Runs a kernel for one Run node; encoded operands come as (value, encoded) pairs.
 
-    With an `activation` the kernel computes it in its epilogue. A call that the kernel does not support runs
-    in the next precision up that torch has, with a warning.
+    The kernel computes an `activation` in its epilogue. An unsupported call runs in torch's next higher
+    precision, with a warning.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class KernelCall(torch.nn.Module):
 
 
 class FollowingCall(torch.nn.Module):
-    """One Run node of a following operator that is not torch's own: it saves less, or is faster."""
+    """Runs a following operator by qsync's own kernel, which saves less or is faster."""
 
     def __init__(self, run: Callable[..., torch.Tensor], target: Callable[..., Any]) -> None:
         super().__init__()
@@ -136,25 +136,25 @@ class FollowingCall(torch.nn.Module):
 
 
 class Report(torch.nn.Module):
-    """A call that shows the observer a node that has run."""
+    """Reports a finished node to the observer."""
 
     def __init__(self, observer: Observer, node: Cast | Run) -> None:
         super().__init__()
         self._observer, self._node = observer, node
 
     def forward(self, result: Any, *operands: Any) -> Any:
-        """Return the result once the observer has seen it."""
+        """Report the result to the observer, and return it."""
         self._observer.seen(self._node, result, operands)
         return result
 
 
 class Taken(torch.nn.Module):
-    """A call that shows the observer an operand on its way into one operator."""
+    """Shows the observer an operand before an operator uses it."""
 
     def __init__(self, observer: Any, op: str, index: int) -> None:
         super().__init__()
         self._observer, self._op, self._index = observer, op, index
 
     def forward(self, operand: Any) -> Any:
-        """Return the operand that the observer gives for this one."""
+        """Return the observer's replacement of an operand."""
         return self._observer.taken(self._op, self._index, operand)

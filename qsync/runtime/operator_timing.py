@@ -1,10 +1,9 @@
-"""Time operators of a traced graph, to run each in the fastest precision from the asked one up.
+"""Time a traced graph's operators, to run each in its fastest precision from the requested one up.
 
-An operator runs alone, forward and backward, as the lowered graph has it: its operands come as its neighbours
-carry them, its casts count, and so do the operators behind it that run in the type it hands on (activations,
-norms, a residual sum), up to readers that choose their own type. Operators of one shape that read the same
-values (q, k and v) run side by side, as they share their casts. Each shape is timed once on a machine, and
-the choice is kept on disk.
+An operator runs alone, forward and backward, as in the lowered graph: with its neighbours' operand types, its
+casts, and the operators behind it that inherit its type (activations, norms, a residual sum). Operators of
+one shape that read the same values (q, k and v) are timed together, since they share casts. Each shape is
+timed once per machine, and the choice is kept on disk.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from qsync.runtime.rewriting import rewrite
 from qsync.tracing.operator_table import DTYPES, traced_shape, traced_size
 from qsync.tracing.segments import Segment
 
-# A precision is left only for one that takes this part less time: a nearer race is decided by noise.
+# Relative time that another precision must save: closer races are decided by noise.
 _TIE = 0.05
-_ROUNDS, _TIMED_S = 20, 0.05  # of one choice
+_ROUNDS, _TIMED_S = 20, 0.05  # rounds and seconds per choice
 _BELOW_16_BITS = (Precision.INT8, Precision.INT8_ALL, Precision.FP8)
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
-_OFFSETS = "offsets"  # of groups of rows
+_OFFSETS = "offsets"  # kind of argument: offsets of groups of rows
 _READER = "the readers of the result"
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A tensor that an operator reads, as its neighbours carry it; `order` lists dimensions by stride."""
+    """Properties of a tensor that an operator reads; `order` lists dimensions by stride."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
@@ -54,7 +53,7 @@ class _Value:
     requires_grad: bool
 
     def made(self, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Return such a tensor; integers are below `num_rows`, and offsets split these rows evenly."""
+        """Create such a tensor; integers are below `num_rows`, and offsets split these rows evenly."""
         if self.kind == _OFFSETS:
             return (torch.arange(1, self.shape[0] + 1) * num_rows // self.shape[0]).to(device)
         dtype, shape = _TYPES[self.type], [self.shape[k] for k in self.order]
@@ -113,14 +112,14 @@ def _choices(device: torch.device, bitwise: bool) -> Choices:
 
 
 class _Part:
-    """A lowered segment, whose operators are taken out to be run alone."""
+    """A lowered segment from which operators are taken to run alone."""
 
     def __init__(self, segment: Segment, lowered: LoweredGraph) -> None:
         graph = lowered.graph
         self._ops = {op.name: op for op in graph.ops}
         self._inputs = {value.name: value for value in graph.inputs}
         self._runs = {node.op: node for node in lowered.nodes if isinstance(node, Run)}
-        self._taken: dict[str, list[tuple[str, str]]] = {}  # by value: its readers, the types they take
+        self._taken: dict[str, list[tuple[str, str]]] = {}  # value -> its readers and their operand types
         for run in self._runs.values():
             for value, taken in zip(self._ops[run.op].inputs, run.operands, strict=True):
                 self._taken.setdefault(value, []).append((run.op, taken))
@@ -136,17 +135,17 @@ class _Part:
             self._value_of |= one.value_of
 
     def activations(self, op: str) -> tuple[str, ...]:
-        """Return the values that an operator reads and another one made."""
+        """Return the values that an operator reads from other operators."""
         return tuple(name for name in self._ops[op].inputs if name not in self._inputs)
 
     def alone(self, op: str) -> tuple[Any, ...]:
-        """Return what determines the time of an operator without those behind it."""
+        """Return the facts that determine an operator's time without its followers."""
         return self._described([self._nodes[op]])
 
     def description(self, ops: Sequence[str]) -> tuple[Any, ...]:
-        """Return all that determines the time of these operators, sizes of activations rounded up.
+        """Return the facts that determine these operators' time, with activation sizes rounded up.
 
-        It is empty for a call that cannot be made again.
+        Empty for a call that cannot be repeated.
         """
         calls = self._calls(ops)
         found = self._described(calls)
@@ -167,20 +166,20 @@ class _Part:
         return tuple(found)
 
     def fastest(self, ops: Sequence[str], precisions: Sequence[Precision], kernels: Kernels) -> int:
-        """Return the number of the precision in which these operators, side by side, take least time."""
+        """Return the index of the precision in which these operators together take least time."""
         gpus = [kernels.device] if kernels.device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus), torch.enable_grad():
             torch.manual_seed(0)
             runs = [self._pass_of(ops, precision, kernels) for precision in precisions]
-            if gpus:  # a product in 8 bits launches more kernels
+            if gpus:  # an 8-bit product launches more kernels
                 return fastest_on_gpu(runs, [precision in _BELOW_16_BITS for precision in precisions], _TIE)
             return fastest(runs, _ROUNDS, _TIMED_S, _TIE)
 
     def _calls(self, ops: Sequence[str]) -> list[torch.fx.Node]:
-        """Return the calls of these operators and of those behind them that run in the type handed on.
+        """Return the calls of these operators and of followers that inherit their type.
 
-        Behind each they go past one sum with another stream, and end before the next: a residual stream
-        passes all layers.
+        They include one residual sum and end before the next, because a residual stream passes through all
+        layers.
         """
         found, streams = {self._nodes[op] for op in ops}, len(ops)
         seen = set(found)
@@ -203,11 +202,12 @@ class _Part:
             source in self._value_of if isinstance(value, torch.Tensor) else isinstance(value, torch.SymInt)
             for source, value in read
         )
-        is_known &= not any(_is_integer(value) for _, value in read)  # others than drawn may be out of range
+        # Other random values may be out of range
+        is_known &= not any(_is_integer(value) for _, value in read)
         return is_known and isinstance(result[1], torch.Tensor) and result[1].is_floating_point()
 
     def _made(self, node: torch.fx.Node) -> bool:
-        """Return whether an operator makes this value: it is no input of the graph and no size."""
+        """Return whether a value is an operator's result, not a graph input or a size."""
         return self._value_of.get(node) in self._ops
 
     def _op(self, node: torch.fx.Node) -> Op:
@@ -217,7 +217,7 @@ class _Part:
         return [node for node in calls if not node.users or not set(node.users).issubset(calls)]
 
     def _results_16bit(self, calls: Sequence[torch.fx.Node]) -> bool:
-        """Return whether all readers of what these calls hand on take 16 bits or fewer of it."""
+        """Return whether all readers of these calls' results use at most 16 bits of them."""
         inside = {self._value_of[node] for node in calls}
         taken = [
             type_
@@ -228,7 +228,7 @@ class _Part:
         return bool(taken) and all(map(takes_16bit, taken))
 
     def _value(self, node: torch.fx.Node, reader: torch.fx.Node) -> _Value:
-        """Return a value as it is carried to a reader."""
+        """Return the properties of a value as its reader gets it."""
         name, example = self._value_of[node], node.meta["example_value"]
         entry = self._inputs.get(name) or self._ops[name]
         kind = "parameter" if isinstance(entry, Input) and entry.kind in ("parameter", "alias") else "batch"
@@ -243,7 +243,7 @@ class _Part:
         return _Value(traced_shape(example), order, carried, kind, requires_grad)
 
     def _pass_of(self, ops: Sequence[str], precision: Precision, kernels: Kernels) -> Callable[[], None]:
-        """Return a forward and backward pass of these operators and those behind them."""
+        """Return a function that runs these operators and their followers forward and backward."""
         graph, new = torch.fx.Graph(), dict[torch.fx.Node, Any]()
         op_of: dict[torch.fx.Node, str] = {}
         value_of: dict[torch.fx.Node, str] = {}
@@ -276,13 +276,13 @@ class _Part:
         run = rewrite(segment, lowered, kernels)
         rows = next((value.shape[0] for value in values.values() if value.kind == "parameter"), 1)
         if any(value.kind == _OFFSETS for value in values.values()):
-            rows = next(iter(values.values())).shape[0]  # of the first operand, whose rows are grouped
+            rows = next(iter(values.values())).shape[0]  # rows of the first operand, which are grouped
         operands = [value.made(rows, kernels.device) for value in values.values()]
         leaves = [operand for operand in operands if operand.requires_grad]
         gradients: list[torch.Tensor] = []
 
         def step() -> None:
-            found = tree_leaves(run(*operands))  # a recurrence returns its states, too
+            found = tree_leaves(run(*operands))  # a recurrence also returns its states
             if leaves:
                 gradients.extend(torch.randn_like(one) for one in found[len(gradients) :])
                 torch.autograd.grad(found, leaves, gradients, allow_unused=True)

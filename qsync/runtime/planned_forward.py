@@ -1,6 +1,6 @@
-"""Make a model run through its program, in place: its forward is replaced on the instance (PlannedForward).
+"""Replace a model's forward on the instance, so that it runs through its program.
 
-Class and state_dict keys stay, and a copy runs under the plan too. An outer torch.compile or torch.export
+Class and state_dict keys stay, and copies run under the plan, too. An outer torch.compile or torch.export
 traces the lowered graph.
 """
 
@@ -40,7 +40,7 @@ from qsync.tracing.replaced_forward import (
 )
 from qsync.tracing.tracer import cannot_trace, dynamo_settings, tensor_names, without_autocast
 
-# Where the lowered form of a graph in the graph of an outer torch.compile is kept.
+# Attribute that stores the lowered form inside an outer torch.compile's graph.
 _LOWERED = "qsync_lowered"
 _numbers = itertools.count()
 _WHY_UNTRACED = "it runs qsync's kernels; call qsync.unwrap(model) first"
@@ -49,34 +49,34 @@ programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyD
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_one_graph() -> bool:
-    """Return whether the torch.compile that traces now may not break its graph."""
+    """Return whether the current torch.compile forbids graph breaks."""
     tracer = InstructionTranslator.current_tx()
     return bool(tracer.one_graph or tracer.error_on_graph_break)
 
 
 class PlannedForward(ReplacedForward):
-    """The forward of a model that runs through a program.
+    """A model's replaced forward, which runs a program.
 
-    `make(model)` makes the program: at once for the model itself, at the first call for a copy (deepcopy,
-    pickle), and anew when the model has moved to another device.
+    `make(model)` creates the program: at once for the model itself, at the first call of a copy (deepcopy,
+    pickle), and again after a move to another device.
     """
 
     def __init__(self, module: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> None:
         super().__init__(module)
         self.make = make
         self._compiled: Callable[..., Any] | None = None
-        self._kind: type | None = None  # of the module; fully_shard gives it another
+        self._kind: type | None = None  # the module's class; fully_shard changes it
         self._set_lowering()
 
     def _set_lowering(self) -> None:
-        """Set the function that lowers the graph in an outer torch.compile, which calls it by this name."""
+        """Set the function that lowers graphs in an outer torch.compile, which finds it by name."""
 
         def lowering(traced: torch.fx.GraphModule) -> Callable[..., Any]:
             lowered: torch.fx.GraphModule = apart(partial(self._lowered, traced))
             return lowered.forward
 
         self._lowering = lowering
-        self._number = str(next(_numbers))  # one graph of an outer torch.compile serves one plan
+        self._number = str(next(_numbers))  # an outer torch.compile's graph belongs to one plan
 
     def _lowered(self, traced: torch.fx.GraphModule) -> Any:
         if _LOWERED not in traced.meta:
@@ -89,9 +89,9 @@ class PlannedForward(ReplacedForward):
         return traced.meta[_LOWERED]
 
     def program(self) -> Program:
-        """Return the program, made where there is none yet for the model's device."""
+        """Return the program; create it if there is none for the model's device."""
         program = programs.get(self.module)
-        if program is not None and program.runs_as_torch:  # on any device, sharded or not
+        if program is not None and program.runs_as_torch:  # whatever its device and sharding
             return program
         if self._kind is not type(self.module):
             self._kind, self._compiled = type(self.module), None
@@ -102,7 +102,7 @@ class PlannedForward(ReplacedForward):
         return program
 
     def go_on_with(self, program: Program) -> None:
-        """Run what `make` makes with the graphs that another program of the module has traced."""
+        """Run the program from `make`, reusing the traced graphs of the module's old program."""
         program.adopt(self.make(self.module))
         programs[self.module], self._kind = program, type(self.module)
         self._compile(program)
@@ -129,7 +129,7 @@ class PlannedForward(ReplacedForward):
         return self._call(*args, **kwargs)
 
     def _export(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model as torch.export traces it, not strictly: on tensors without numbers."""
+        """Call the model under torch.export (non-strict), on fake tensors."""
         program = self.program()
 
         def lowered(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -145,7 +145,7 @@ class PlannedForward(ReplacedForward):
             except torch._dynamo.exc.TorchDynamoException as error:
                 raise cannot_trace(self.module, error) from None
 
-    # An outer compile breaks its graph here instead of tracing through.
+    # An outer compile breaks its graph here instead of tracing into it.
     @untraced(_WHY_UNTRACED, recursive=False)
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         program = self.program()
@@ -179,9 +179,9 @@ class PlannedForward(ReplacedForward):
 def take_over(
     model: torch.nn.Module, make: Callable[[torch.nn.Module], Program], traced: Program | None = None
 ) -> Program:
-    """Make a model run through the program that `make` makes for it, in place.
+    """Make a model run the program from `make`, in place.
 
-    A program of the model that has `traced` it already goes on as that program would.
+    If a program has already `traced` the model, its graphs are reused.
     """
     forward = PlannedForward(model, make)
     programs.pop(model, None)
@@ -198,24 +198,24 @@ def attach(
     check: Callable[[OpGraph, Collection[str]], None] | None = None,
     **options: Any,
 ) -> Program:
-    """Make `model` run as `choose` says, in place. `check` sees the graph after the first call.
+    """Make `model` run in the precisions that `choose` returns, in place.
 
-    `options` are further arguments of `Program`.
+    `check` is called with the graph after the first call. `options` are further arguments of `Program`.
     """
     return take_over(model, partial(Program, choose=choose, check=check, **options))
 
 
 def detach(model: torch.nn.Module) -> None:
-    """Make `model` run as torch would run it."""
+    """Make `model` run in plain torch again."""
     programs.pop(model, None)
     restore_forward(model)
 
 
 def program_of(model: torch.nn.Module) -> Program:
-    """Return the program of a wrapped model; raise MismatchError if it was not wrapped."""
+    """Return a wrapped model's program. Raises MismatchError for a model that is not wrapped."""
     if model in programs:
         return programs[model]
-    forward = standing_forward(model)  # that of a copy which was not called yet
+    forward = standing_forward(model)  # a copy that was not called yet
     if not isinstance(forward, PlannedForward):
         raise MismatchError(f"this {type(model).__name__} is not wrapped; call qsync.wrap(model, plan) first")
     return forward.program()

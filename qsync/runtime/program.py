@@ -1,4 +1,4 @@
-"""What runs in a model's place: its traced graphs, rewritten as a plan says.
+"""The program of a wrapped model: its traced graphs, rewritten for a plan.
 
 A Program is the backend that torch.compile calls. It holds each traced graph as a Segment, so that another
 assignment rewrites the segments without tracing again. `planned_forward` makes a model run through one.
@@ -61,9 +61,9 @@ from qsync.tracing.tracer import (
     without_autocast,
 )
 
-_MANY_TRACES = 32  # of one model: torch traces lengths that its code does not depend on once
-_MANY_ALIKE = 8  # as many as torch.compile makes by itself
-# What torch.compile makes of nn.MultiheadAttention and of layers with it, unless qsync sets the tracer up.
+_MANY_TRACES = 32  # traces per model; torch traces lengths that its code does not depend on once
+_MANY_ALIKE = 8  # traces of equal shapes; torch.compile's own limit
+# Settings without which torch.compile replaces nn.MultiheadAttention and its layers by one call.
 _WHOLE_ATTENTION = {
     "multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
 }  # fmt: skip
@@ -74,12 +74,12 @@ class _Entry:
     segment: Segment
     graph: OpGraph
     lowered: LoweredGraph
-    slower: dict[str, str]  # operators that run in a precision up, each with the reason
+    slower: dict[str, str]  # operators in a higher precision, with the reason
     run: torch.fx.GraphModule
 
 
 def _has_products(entries: Iterable[_Entry]) -> bool:
-    """Return whether any traced graph has an operator whose precision is chosen."""
+    """Return whether a traced graph has an adjustable operator."""
     return any(op.role is Role.ADJUSTABLE for entry in entries for op in entry.graph.ops)
 
 
@@ -90,14 +90,14 @@ class _Placed:
         self._observer, self._program = observer, program
         self.only_times = getattr(observer, "only_times", False)
         if hasattr(observer, "taken"):
-            self.taken = self._placed_taken  # an observer without this method is not shown operands
+            self.taken = self._placed_taken  # an observer without this method gets no operands
 
     def began(self) -> None:
-        """Note that a traced graph is about to run."""
+        """Handle the start of a traced graph."""
         self._observer.began()
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """Show a node under its name in the joined graph."""
+        """Pass on a node under its name in the joined graph."""
         self._observer.seen(self._renamed(node), result, operands)
 
     def _renamed(self, node: Cast | Run) -> Cast | Run:
@@ -111,7 +111,7 @@ class _Placed:
 
 
 class Program:
-    """The program that runs in a model's place: its traced segments, rewritten for the present assignment."""
+    """Runs in a model's place: its traced segments, rewritten for the current assignment."""
 
     def __init__(
         self,
@@ -129,57 +129,57 @@ class Program:
         bitwise: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
-        self.dynamic = dynamic  # as in torch.compile: False traces every shape by itself
-        self._strict = strict  # else an operator runs in the fastest precision from the chosen one up
-        self._carries_16bit = carries_16bit  # where the device does; False: as the plan was priced
-        self._is_part = is_part  # of a model whose sharded blocks have programs of their own
+        self.dynamic = dynamic  # as in torch.compile: False traces every shape separately
+        self._strict = strict  # if not, operators run in the fastest precision from the chosen one up
+        self._carries_16bit = carries_16bit  # if the device does; False if the plan was priced without
+        self._is_part = is_part  # of a model with separate programs for sharded blocks
         self._choose, self._check, self._report = choose, check, report
-        self._num_reported = -1  # none yet: a call that traces nothing is reported, too
-        self._base = base  # the type of torch.autocast that a call may be in; None: any
+        self._num_reported = -1  # nothing yet: the first call is always reported
+        self._base = base  # allowed type of torch.autocast around a call; None: any
         self._observer: Observer | None = None
         self._saving_less = saving_less or saving(())
-        self._checked = self._has_run = False  # against the plan; at all
-        # Nothing is lowered: once the plan is known to fit, the model's own forward runs, and is not traced.
+        self._checked = self._has_run = False  # checked against the plan; called at all
+        # Nothing is lowered: once the plan is checked, the model's own forward runs untraced.
         self._as_torch = as_torch
-        self.names: dict[str, str] = {}  # in the joined graph, of the segment that runs now, where others
+        self.names: dict[str, str] = {}  # names in the joined graph for the running segment, where different
         self._entries: list[_Entry] = []
-        self._times_alike: Counter[str] = Counter()  # that a graph of the same shapes was traced
+        self._times_alike: Counter[str] = Counter()  # number of traces with the same shapes
         self._ran: list[_Entry] = []
-        self._copies: list[WeightCopy] = []  # of all that was rewritten
-        self._tensor_names: dict[int, str] | None = None  # in this call, once somebody asked
-        self._num_given_up = num_skipped_frames()  # by the tracer, when code was last to be traced anew
+        self._copies: list[WeightCopy] = []  # of all rewritten segments
+        self._tensor_names: dict[int, str] | None = None  # for this call, filled on demand
+        self._num_given_up = num_skipped_frames()  # frames given up by the tracer at the last new trace
         self.num_calls = 0  # with gradients, so far
-        self.met_other_shapes = False  # than the plan's: it is said once
-        self.skipped = ""  # why the tracer gave up a frame, whose layers alone are lowered
-        self.broken = ""  # what the tracer stopped at in the first call
+        self.met_other_shapes = False  # than the plan's: warned once
+        self.skipped = ""  # why the tracer gave up a frame, so that only its layers are lowered
+        self.broken = ""  # where the tracer stopped in the first call
         self.device = device_of(model)
         self.kernels = backend.select(self.device, bitwise)
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model whose program this is."""
+        """Return the program's model."""
         model = self._model()
         assert model is not None, "a program outlived its model"
         return model
 
     @property
     def name(self) -> str:
-        """The name of the model's class."""
+        """Return the name of the model's class."""
         return type(self._model()).__name__
 
     @property
     def was_called(self) -> bool:
-        """Return whether a call has shown what runs, or none is needed."""
+        """Return whether a call has shown the graphs, or none is needed."""
         return self._checked or self._has_run or self.runs_as_torch
 
     @property
     def runs_as_torch(self) -> bool:
-        """Return whether the model's own forward runs from here on: its plan fits and lowers nothing."""
+        """Return whether the model's own forward runs from now on, because its plan lowers nothing."""
         return self._as_torch and (self._checked or self._check is None)
 
     @property
     def graph(self) -> OpGraph:
-        """Return the graph of the last call: its segments joined in the order they ran."""
+        """Return the last call's graph: its segments joined in execution order."""
         return join(self._segments, self.name)
 
     @property
@@ -188,27 +188,27 @@ class Program:
 
     @property
     def rewritten(self) -> list[torch.fx.GraphModule]:
-        """Return what the last call ran."""
+        """Return the rewritten modules of the last call."""
         return [entry.run for entry in self._ran]
 
     @property
     def lowered(self) -> tuple[LoweredGraph, ...]:
-        """Return the lowered graph of each segment that the last call ran, in order."""
+        """Return the lowered graphs of the last call's segments, in execution order."""
         return tuple(entry.lowered for entry in self._ran)
 
     def assignment(self) -> dict[str, Precision]:
-        """Return the precision of each adjustable operator of the last call."""
+        """Return the last call's precision of each adjustable operator."""
         adjustable = {op.name for lowered in self.lowered for op in lowered.graph.adjustable}
         runs = (node for lowered in self.lowered for node in lowered.nodes if isinstance(node, Run))
         return {run.op: Precision(run.mode) for run in runs if run.op in adjustable}
 
     def why_not(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
-        """Return operator -> why it does not run in a precision that its kind has."""
+        """Return operator -> why it does not run in a precision of its kind."""
         slower = {op: why for entry in self._ran for op, why in entry.slower.items()}
         return slower | self.unsupported(graph, precision) | kept(graph, precision)
 
     def unsupported(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
-        """Return operator -> why the device does not serve it in a precision that its kind has."""
+        """Return operator -> why the device lacks a kernel for it, in a precision of its kind."""
         return unsupported(graph, precision, self.kernels)
 
     def choose(
@@ -218,9 +218,9 @@ class Program:
         saving_less: SavingChooser | None = None,
         strict: bool = True,
     ) -> None:
-        """Run another assignment from the next call on; an observer sees every node that runs.
+        """Use another assignment from the next call on, with an optional observer of every node.
 
-        Without `saving_less` every operator saves what torch does. Unless `strict`, an operator runs in the
+        Without `saving_less` every operator saves torch's tensors. Unless `strict`, an operator runs in its
         fastest precision from the chosen one up.
         """
         self._choose, self._observer, self._strict = choose, observer, strict
@@ -231,7 +231,7 @@ class Program:
             entry.run = self._rewrite(entry.segment, entry.lowered)
 
     def adopt(self, other: Program) -> None:
-        """Run as another program of this model would, with the graphs that are traced."""
+        """Take over another program's settings and traced graphs of this model."""
         if self._ran and other._check is not None:
             other._check(self.graph, self._chosen_by_data())
         self._check, self._report, self._base = other._check, other._report, other._base
@@ -241,7 +241,7 @@ class Program:
         self.choose(other._choose, saving_less=other._saving_less, strict=other._strict)
 
     def forget(self) -> None:
-        """Trace anew from the next call on, as a new program does."""
+        """Trace again from the next call on."""
         if self._entries:
             self._entries.clear()
             self._ran.clear()
@@ -250,7 +250,7 @@ class Program:
         self.num_calls, self._checked, self._has_run = 0, False, False
 
     def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Build what runs in place of a traced graph: torch.compile calls this as its backend."""
+        """Build the replacement of a traced graph; torch.compile calls this as its backend."""
         shared = SharedGraph(module, example_inputs, self._names_in_call, self._enter)
 
         def run(*args: Any) -> Any:
@@ -264,7 +264,7 @@ class Program:
         return with_room(run)
 
     def _names_in_call(self) -> dict[int, str]:
-        """Return id -> name of each parameter and buffer, as they are in this call."""
+        """Return id -> name of each parameter and buffer in this call."""
         if self._tensor_names is None:
             self._tensor_names = tensor_names(self.model)
         return self._tensor_names
@@ -282,7 +282,7 @@ class Program:
     def exported(
         self, module: torch.fx.GraphModule, inputs: list[Any], names: dict[int, str]
     ) -> torch.fx.GraphModule:
-        """Build what an outer torch.compile or torch.export traces in place of a traced graph.
+        """Build the module that an outer torch.compile or torch.export traces instead of a graph.
 
         `names` maps the id of each parameter and buffer among the inputs to its name.
         """
@@ -317,7 +317,7 @@ class Program:
         breaks, num_skipped = graph_breaks(), num_skipped_frames()
         if self._checked or (is_evaluation and self._has_run):
             result = self._run(compiled, args, kwargs)
-            if num_skipped_frames() > num_skipped:  # no later call runs what was traced of such a frame
+            if num_skipped_frames() > num_skipped:  # traces of such a frame are never used again
                 self.skipped = why_skipped(model, breaks, num_skipped)
                 self._num_reported = -1
             given_up = num_skipped_frames() > self._num_given_up
@@ -331,8 +331,8 @@ class Program:
                 self._num_given_up = num_skipped_frames()
             self._report_new_graphs()
             return result
-        # The first call with gradients shows whether the plan fits the model: evaluation, which may come
-        # first, has other operators. If it fails, running statistics are restored.
+        # The first call with gradients checks the plan against the model (evaluation has other operators). If
+        # it fails, running statistics are restored.
         buffers = BuffersBefore(model)
         try:
             result = self._run(compiled, args, kwargs)
@@ -353,11 +353,11 @@ class Program:
         return result
 
     def _chosen_by_data(self) -> Collection[str]:
-        """Return the paths of the layers that a call may not reach: in code that the tracer gave up."""
+        """Return the paths of layers in untraceable code, which a call may skip."""
         return {path for path, _ in self.model.named_modules() if path} if self.skipped else ()
 
     def _check_autocast(self) -> bool:
-        """Return whether torch.autocast is on. UnsupportedError where its type is not the base."""
+        """Return whether torch.autocast is on. Raises UnsupportedError if its type is not the base."""
         dtype = autocast_type(self.device)
         if self._base is not None and dtype is not None and dtype != self._base:
             raise UnsupportedError(
@@ -367,7 +367,7 @@ class Program:
         return dtype is not None
 
     def _report_new_graphs(self) -> None:
-        """Report what runs now, after a call in which a graph was traced, or the first."""
+        """Report the lowered products after the first call, and after a call with a new trace."""
         if len(self._entries) > self._num_reported:
             self._speak()
 
@@ -414,7 +414,7 @@ class Program:
 
     @contextmanager
     def _tracing_shown(self) -> Iterator[None]:
-        """Show that torch traces the model anew, which takes seconds, as long as it does."""
+        """Show progress while torch traces the model again, which takes seconds."""
         with ExitStack() as shown:
 
             @cache
@@ -432,7 +432,7 @@ class Program:
 
     @untraced("it looks at gradients that the tracer cannot read")
     def drops_gradients_of_other_shapes(self) -> bool:
-        """Drop gradients from before their parameters were resized; return whether there were any."""
+        """Drop gradients of parameters that were resized since; return whether there were any."""
         pairs = ((p, p.grad) for p in self.model.parameters())
         stale = [p for p, gradient in pairs if gradient is not None and gradient.shape != p.shape]
         for parameter in stale:
@@ -446,12 +446,12 @@ class Program:
 
     @untraced("it asks what torch has traced")
     def _is_past_limit(self) -> bool:
-        """Return whether a call ran no product of the model because torch traces its code no more."""
+        """Return whether a call ran without lowered products because torch's trace limit was reached."""
         return not _has_products(self._ran) and met_recompile_limit(self.model)
 
     @untraced("it meets the error of a call that the tracer could not run")
     def _run_as_torch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise what torch says of a call, such as of shapes that do not fit; no error where it runs."""
+        """Run a call in plain torch to raise its own error, such as for wrong shapes."""
         with torch.no_grad():
             try:
                 plain_forward(self.model)(*args, **kwargs)
@@ -465,7 +465,7 @@ class Program:
         return run
 
     def _lower(self, segment: Segment, graph: OpGraph) -> tuple[LoweredGraph, dict[str, str]]:
-        """Return the lowered graph, and why operators run in a higher precision than was chosen."""
+        """Return the lowered graph, and reasons of operators in a higher precision than chosen."""
         chosen, saving_less = dict(self._choose(graph)), self._saving_less(graph)
         carried_16bit = self.kernels.sixteen_bit if self._carries_16bit else None
         lowered = lower(graph, chosen, carried_16bit, saving_less)
@@ -483,5 +483,5 @@ class Program:
 
 
 def not_exported(name: str, why: str) -> UnsupportedError:
-    """Return the error of a model that cannot be exported as it runs."""
+    """Return the error for a model that cannot be exported in its current state."""
     return UnsupportedError(f"{name} cannot be exported: {why}; call qsync.unwrap(model) first")

@@ -1,4 +1,4 @@
-"""The FX pass: a traced segment and its lowered graph -> a GraphModule that runs it, node for node.
+"""The FX pass: turn a traced segment and its lowered graph into a GraphModule.
 
 The segment stays untouched. Nothing here decides where a cast goes: every node of the lowered graph, Cast or
 Run, becomes one call, in the lowered graph's order. An operator in FP32 or BF16 is the traced call itself on
@@ -57,10 +57,11 @@ from qsync.tracing.inplace_calls import WAS_IN_PLACE
 from qsync.tracing.operator_table import call_name
 from qsync.tracing.segments import Segment
 
-_TIMED = "timed"  # begins the names of reports to an observer that only takes times
-_MASK = 3  # the operand of attention that observers do not take: a mask with a gradient has slow kernels
+_TIMED = "timed"  # name prefix of reports to an observer that only measures time
+# Operand index of attention's mask, which observers do not see: a mask with a gradient has slow kernels
+_MASK = 3
 _NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for backward
-# Kinds that have a kernel for BF16; others run the traced call on BF16 operands.
+# Kinds with a BF16 kernel; others run the traced call on BF16 operands.
 _KINDS_WITH_BF16_KERNEL = (
     "conv1d", "conv2d", "conv3d", "conv_transpose", "attention", "embedding", "grouped_mm",
 )  # fmt: skip
@@ -73,25 +74,25 @@ def rewrite(
     kernels: KernelTable,
     observer: Observer | None = None,
 ) -> torch.fx.GraphModule:
-    """Build a GraphModule that computes the segment as the lowered graph says.
+    """Build a GraphModule that runs a segment's lowered graph.
 
-    `lowered` is the lowering of the segment's own operators. With an observer each node reports after it ran;
-    the numbers are the same.
+    `lowered` covers the segment's own operators. With an observer each node reports after it ran; results are
+    equal.
     """
     return _Rewriter(lowered, kernels, observer).module(segment)
 
 
 def needs_kernel(op: Op, precision: Precision, kernels: KernelTable) -> bool:
-    """Return whether an adjustable operator runs through a kernel of the backend, not the traced call."""
+    """Return whether an adjustable operator runs a backend kernel instead of the traced call."""
     if runs_as_traced(op, precision):
         return op.dtype == "fp32" and op.kind in kernels.replaced_in_fp32
     return precision is not Precision.BF16 or op.kind in _KINDS_WITH_BF16_KERNEL
 
 
 def is_norm_of_one_type(op: Op, run: Run, node: torch.fx.Node) -> bool:
-    """Return whether a call is a norm of 16-bit values that torch takes no FP32 parameters beside.
+    """Return whether a call is a norm for which torch refuses FP32 parameters with 16-bit input.
 
-    That is any on a GPU, and a layer_norm with a bias alone.
+    These are all norms on a GPU, and a layer_norm with only a bias.
     """
     value = node.meta.get("example_value")
     on_gpu = isinstance(value, torch.Tensor) and value.is_cuda and op.kind in NORMS_OF_ONE_TYPE
@@ -121,9 +122,9 @@ class _Rewriter:
                 pending.append(node)
             else:
                 self._after.setdefault(node.value, []).append(node)
-        # Where each value stands in the new graph, as it is carried and as it was cast.
+        # (value, type) -> node of the new graph.
         self._node_of: dict[tuple[str, str], torch.fx.Node] = {}
-        # Whether a kernel may return another order of elements than was traced.
+        # Whether a kernel may return another memory order than traced.
         self._reorders = any(
             self._ops[name].kind in _KINDS_OF_OTHER_ORDER
             and self._ops[name].role == "adjustable"
@@ -133,7 +134,7 @@ class _Rewriter:
         )
 
     def module(self, segment: Segment) -> torch.fx.GraphModule:
-        """Return the rewritten module of a segment, or of a graph nested in it."""
+        """Return the rewritten module of a segment, or of a nested graph."""
         module = torch.fx.GraphModule(segment.module, torch.fx.Graph())
         graph = module.graph
         new: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -148,7 +149,7 @@ class _Rewriter:
                 continue
             if node.op == "get_attr":
                 if all(user in segment.nested for user in node.users):
-                    continue  # the body of a recomputed graph: its rewritten form takes its place
+                    continue  # the body of a recomputed graph, replaced by its rewritten form
                 _share(segment.module, module, str(node.target))
             if node in segment.nested:
                 new[node] = self._emit_recomputed(module, segment, node, new)
@@ -172,7 +173,7 @@ class _Rewriter:
         _write_over(module.graph)
         module.graph.lint()
         module.recompile()
-        for node in module.graph.find_nodes(op="call_module"):  # a call of the module itself takes 2 us more
+        for node in module.graph.find_nodes(op="call_module"):  # calling through a module takes 2 us more
             module.__dict__[node.target] = module.get_submodule(node.target).forward
         return module
 
@@ -183,10 +184,10 @@ class _Rewriter:
         name: str | None,
         new: dict[torch.fx.Node, torch.fx.Node],
     ) -> Any:
-        """Return the outputs of the graph in the types that they were traced in, by rows where they lay so.
+        """Return the graph's outputs in their traced types and memory order.
 
-        Kernels of convolutions return channels-last order, which callers of the graph do not expect, of parts
-        and views of images neither. Those that shared memory when they were traced share it here.
+        Convolution kernels return channels-last order, which callers do not expect. Outputs that shared
+        memory when traced share it here.
         """
 
         def handed_out(source: torch.fx.Node) -> torch.fx.Node:
@@ -207,9 +208,9 @@ class _Rewriter:
         found: dict[torch.fx.Node, torch.fx.Node],
         new: dict[torch.fx.Node, torch.fx.Node],
     ) -> dict[torch.fx.Node, torch.fx.Node]:
-        """Return the outputs with those that shared memory when traced as views of one tensor.
+        """Return the outputs, with those that shared memory when traced as views of one tensor.
 
-        Casts of each by itself would not: callers may write to one and read the other.
+        Separate casts would not share memory, but callers may write to one and read the other.
         """
         returned, groups = dict(found), dict[torch.fx.Node, list[torch.fx.Node]]()
         for source in found:
@@ -226,7 +227,7 @@ class _Rewriter:
     def _as_traced(
         self, segment: Segment, node: torch.fx.Node, new: dict[torch.fx.Node, torch.fx.Node]
     ) -> torch.fx.Node:
-        """Return what stands for a node in the type that it was traced in, by rows where it lay so."""
+        """Return a node's value in its traced type and memory order."""
         found, traced = new[node], node.meta["example_value"]
         carried = DTYPES.get(self._carried.get(segment.value_of.get(node, ""), ""), traced.dtype)
         if carried != traced.dtype:
@@ -234,9 +235,9 @@ class _Rewriter:
         return found.graph.call_function(by_rows, (found,)) if is_image_by_rows(node) else found
 
     def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast, trains: bool = True) -> None:
-        """Add the call of a cast; `trains` says whether the operator beside it has a backward."""
+        """Add the call of a cast; `trains` tells whether the operator beside it has a backward."""
         source = self._node_of[cast.value, cast.source]
-        # The first reader of an input may run in no_grad() or inference_mode(), and a later one train.
+        # An input's first reader may run in no_grad() or inference_mode(), and a later one may train.
         outside = None
         if not trains and cast.value in self._trained:
             outside = module.graph.call_function(_enter_inference_mode, (False,))
@@ -252,7 +253,7 @@ class _Rewriter:
         self._node_of[cast.value, cast.target] = self._report(module, cast, node, [source])
 
     def _is_replaced(self, op: Op, run: Run) -> bool:
-        """Return whether a kernel of lowered graphs stands in for the traced call."""
+        """Return whether a kernel for lowered graphs replaces the traced call."""
         if op.kind in REPLACED:
             return not run.as_traced
         return run.mode == Precision.BF16 and op.dtype != "bf16" and op.kind in self._kernels.replaced_in_bf16
@@ -266,14 +267,14 @@ class _Rewriter:
         new: dict[Any, torch.fx.Node],
     ) -> torch.fx.Node:
         op = self._ops[run.op]
-        if run.form == FUSED:  # the product has computed it
+        if run.form == FUSED:  # the product has already computed it
             return self._node_of[op.inputs[0], run.operands[0]]
         native = op.role != "adjustable" or not needs_kernel(op, Precision(run.mode), self._kernels)
 
         def operand(source: torch.fx.Node) -> Any:
             taken = self._operand(segment, run.op, source, new)
             if native and call_name(node) == "as_strided" and (self._reorders or taken is not new[source]):
-                base = viewed(segment, source)  # it reads the memory of that, not of a copy of a part
+                base = viewed(segment, source)  # it reads the base's memory, not that of a copied part
                 return viewed_again(source, base, {base: self._as_traced(segment, base, new)}, new)
             if native and self._reorders and asks_for_order(op, node):
                 return self._in_order(source, taken)
@@ -316,21 +317,21 @@ class _Rewriter:
     def _given(
         self, reader: torch.fx.Node, new: dict[torch.fx.Node, torch.fx.Node], source: torch.fx.Node
     ) -> torch.fx.Node:
-        """Return what stands for the argument of a call that is no operator."""
+        """Return the node for an argument of a call that is not an operator."""
         if self._reorders and is_registered(reader):
             return self._in_order(source, new[source])
         return new[source]
 
     @staticmethod
     def _in_order(source: torch.fx.Node, taken: torch.fx.Node) -> torch.fx.Node:
-        """Return an operand by rows where it lay so when it was traced."""
+        """Return an operand in its traced memory order if that was row-major."""
         return taken.graph.call_function(by_rows, (taken,)) if is_image_by_rows(source) else taken
 
     def _arguments(self, segment: Segment, node: torch.fx.Node) -> dict[str, Any]:
-        """Return the arguments, beside the value, of the call that this node computes in its epilogue."""
+        """Return the arguments, beside the value, of the call computed in this node's epilogue."""
         ran = {user: self._runs[segment.op_of[user]] for user in node.users if user in segment.op_of}
         follower = next(user for user, run in ran.items() if run.form == FUSED)
-        positional = zip(("inplace",), follower.args[1:], strict=False)  # relu's; gelu has none
+        positional = zip(("inplace",), follower.args[1:], strict=False)  # for relu; gelu has none
         named = [(name, value) for name, value in follower.kwargs.items() if value is not node]
         return dict([*positional, *named])
 
@@ -341,7 +342,7 @@ class _Rewriter:
         source: torch.fx.Node,
         new: dict[torch.fx.Node, torch.fx.Node],
     ) -> torch.fx.Node:
-        """Return the node that stands for `source` in the type that operator `name` takes."""
+        """Return the node for `source` in operator `name`'s operand type."""
         value = segment.value_of.get(source)
         if name is None or value is None or value not in self._ops[name].inputs:
             return new[source]
@@ -369,7 +370,7 @@ class _Rewriter:
         return module.graph.call_function(recomputed, (body, tuple(bound), *args), dict(node.kwargs))
 
     def _operands_of(self, name: str) -> list[torch.fx.Node]:
-        """Return the nodes that stand for an operator's inputs in the types that it takes."""
+        """Return the nodes for an operator's inputs in its operand types."""
         keys = zip(self._ops[name].inputs, self._runs[name].operands, strict=True)
         return [node for node in map(self._node_of.get, keys) if node is not None]
 
@@ -380,14 +381,15 @@ class _Rewriter:
         result: torch.fx.Node,
         operands: list[torch.fx.Node],
     ) -> torch.fx.Node:
-        """Show the observer, if there is one, a node that has run; return what stands for its result."""
+        """Add a report to the observer, if any, about a finished node; return the result's node."""
         if self._observer is None:
             return result
         report = Report(self._observer, ran)
         if self._only_times:
-            _call(module, _TIMED, report, (result,), {})  # beside the graph, which runs as if nobody looked
+            # Outside of the dataflow, so the graph runs unchanged
+            _call(module, _TIMED, report, (result,), {})
             return result
-        # What crosses the border of a checkpointed graph is a node of the other graph.
+        # Values that cross into a checkpointed graph belong to another graph.
         shown = [node for node in operands if node.graph is module.graph]
         node = _call(module, "report", report, (result, *shown), {})
         node.meta = dict(result.meta)
@@ -395,10 +397,10 @@ class _Rewriter:
 
 
 def recomputed(body: torch.nn.Module, bound: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """Run a body that is computed again in backward, with the arguments at the places `bound` in a closure.
+    """Run a body under checkpoint, binding the arguments at positions `bound` in a closure.
 
-    Those are buffers and parameters, as in the traced model. `checkpoint` would save them with their
-    versions, and a norm that updates its statistics would have no backward.
+    Bound arguments are buffers and parameters. `checkpoint` would save them with their versions, and a norm
+    that updates its statistics would fail in backward.
     """
 
     def run(*others: Any) -> Any:
@@ -409,9 +411,9 @@ def recomputed(body: torch.nn.Module, bound: tuple[int, ...], *args: Any, **opti
 
 
 def _write_over(graph: torch.fx.Graph) -> None:
-    """Let a ReLU that was traced in place overwrite a sum or a batch norm that nothing else reads.
+    """Let a traced in-place ReLU overwrite a sum or batch norm without other readers.
 
-    The backward of neither reads its result. A result of its own would cost a ReLU fresh pages of memory.
+    Their backward does not read the result. A separate result would cost page faults.
     """
     for node in graph.nodes:
         if node.meta.get(WAS_IN_PLACE) and node.target is torch.nn.functional.relu:
@@ -422,7 +424,7 @@ def _write_over(graph: torch.fx.Graph) -> None:
 
 
 def _share(source: torch.fx.GraphModule, target: torch.fx.GraphModule, name: str) -> None:
-    """Let `target` have the constant, or the body of a higher-order call, that `source` calls `name`."""
+    """Copy `source`'s constant, or body of a higher-order call, of this name to `target`."""
     value = getattr(source, name)
     if isinstance(value, torch.Tensor):
         target.register_buffer(name, value)
@@ -431,7 +433,7 @@ def _share(source: torch.fx.GraphModule, target: torch.fx.GraphModule, name: str
 
 
 def _attach(module: torch.fx.GraphModule, stem: str, child: torch.nn.Module) -> str:
-    """Add a submodule under a free name."""
+    """Add a submodule under an unused name."""
     count = sum(name.startswith(stem) for name in module._modules)
     name = f"{stem}_{count}"
     module.add_submodule(name, child)

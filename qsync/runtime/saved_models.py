@@ -1,7 +1,7 @@
-"""Wrapped models in files: torch.save writes data of qsync, which `torch.load(weights_only=True)` takes.
+"""Make wrapped models loadable with `torch.load(weights_only=True)`, as plain data.
 
-A file names one function of qsync's, `qsync._import_qsync_first`, and the kinds of parts that it makes. It is
-registered as safe when qsync is imported; `restored` makes these kinds alone, from data that is checked.
+A file names one qsync function, `qsync._import_qsync_first`, and kinds of parts. Importing qsync registers it
+as safe; `restored` builds only known kinds, from checked data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qsync.tracing.replaced_forward import REFUSE_REPLICAS, NoHook
 
 
 def restored(kind: str, *data: Any) -> Any:
-    """Return a part of a saved model. Raises FormatError for what this qsync did not write."""
+    """Rebuild a part of a saved model. Raises FormatError for data that this qsync did not write."""
     try:
         if kind in ("forward", "recomputed"):
             of = PlannedForward if kind == "forward" else Recomputed

@@ -1,9 +1,8 @@
-"""Plans of models whose blocks are sharded (fully_shard, FSDP2).
+"""Run plans on models with sharded blocks (fully_shard, FSDP2).
 
-FSDP2 gathers the parameters of a block before its forward and frees them after it, outside of what is traced.
-So each sharded block is traced by itself, and runs the part of the plan that names its operators. At a
-block's borders values pass in the types that the model has; the prediction, made before sharding, does not
-know of these casts.
+FSDP2 gathers a block's parameters before its forward and frees them afterwards, outside of traces. So each
+sharded block is traced separately, and runs its part of the plan. Between blocks values have the model's own
+types; the prediction, made before sharding, ignores these casts.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from qsync.tracing.module_names import operator_name
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The part of an assignment that one module runs: its path, empty for the model itself."""
+    """One module's part of an assignment, by the module's path (empty for the model itself)."""
 
     path: str
     assignment: Mapping[str, Precision]
 
     def name_in_plan(self, name: str) -> str | None:
-        """Return the plan's name of an operator that the module has under `name`; None if it has none."""
+        """Return the plan's name of the module's operator `name`; None if the plan lacks it."""
         whole = f"{self.path}.{name}" if self.path else name
         if whole in self.assignment:
             return whole
-        kind, mark, number = name.partition("#")  # of the module itself, not of one inside it
+        kind, mark, number = name.partition("#")  # an operator of the module itself, not of a submodule
         own = operator_name(self.path, kind) + mark + number
         return own if own in self.assignment else None
 
     def choose(self, graph: OpGraph) -> dict[str, Precision]:
-        """Choose the plan's precision of every operator that it names."""
+        """Choose the plan's precision for every operator that the plan names."""
         names = {op.name: self.name_in_plan(op.name) for op in graph.adjustable}
         return {op: self.assignment[name] for op, name in names.items() if name is not None}
 
     def check(self, graph: OpGraph, _layers: Collection[str]) -> None:
-        """Raise MismatchError unless the plan names every operator that the module could lower."""
+        """Raise MismatchError unless the plan names all adjustable operators of the module."""
         unknown = [op.name for op in graph.adjustable if self.name_in_plan(op.name) is None]
         if unknown:
             where = f"{self.path}." if self.path else ""
@@ -52,10 +51,9 @@ class Block:
 
 
 def blocks_apart(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules inside a module that are traced each by itself, with their paths.
+    """Yield a module's separately traced submodules, with their paths.
 
-    Those are the sharded ones and, since these break the frames that call them, all others that are called
-    beside them.
+    These are the sharded ones and their siblings, since sharded modules break the calling frame's graph.
     """
     if not any(_is_sharded(inner) for inner in module.modules() if inner is not module):
         return
@@ -75,5 +73,5 @@ def _is_sharded(module: torch.nn.Module) -> bool:
 
 
 def _is_elementwise(module: torch.nn.Module) -> bool:
-    """Return whether a module is a layer of torch without parameters: an activation, dropout."""
+    """Return whether a module is a torch layer without parameters: an activation, dropout."""
     return type(module).__module__.startswith("torch.nn.") and not list(module.parameters())

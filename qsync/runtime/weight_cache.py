@@ -1,10 +1,10 @@
-"""Cast weights once per optimizer step on CPUs: micro-batches that accumulate gradients share one copy.
+"""Cast weights once per optimizer step on CPUs, shared by accumulating micro-batches.
 
-A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, no
-optimizer has stepped since, and a gradient is being accumulated. A step by hand, `p.data -= lr * p.grad`,
-leaves no mark but the numbers: at every call samples of all weights are compared with those that were cast.
-A copy serves training only: evaluation may swap weights, so every call of a model in evaluation, or without
-gradients, casts anew. So does a weight made in inference mode, which has no autograd version.
+A copy is valid while the weight has the same storage and autograd version, no optimizer has stepped, and
+gradients accumulate. A manual step, `p.data -= lr * p.grad`, changes only the values, so every call compares
+samples of all weights with those at casting. Copies are used only in training: calls in evaluation or without
+gradients cast again, since evaluation may swap weights. So do weights made in inference mode, which have no
+autograd version.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from qsync.records.precision import is_encoded
 from qsync.tracing.replaced_forward import untraced
 
-_SAMPLED = 16  # elements of a weight that are compared
+_SAMPLED = 16  # compared elements of a weight
 
 
-# From a tensor and the name of a type: the tensor in that type.
+# (tensor, type name) -> the tensor in that type.
 CastFunction = Callable[[torch.Tensor, str], Any]
 
 
 class WeightCast(torch.nn.Module):
-    """One Cast node of a parameter."""
+    """Casts a parameter: the call of one Cast node."""
 
     def __init__(self, cast: CastFunction, target: str) -> None:
         super().__init__()
@@ -41,27 +41,26 @@ class WeightCast(torch.nn.Module):
 
 
 class WeightCopy:
-    """The copy of a weight in another type; no module, on which setting an attribute takes microseconds."""
+    """A cached copy of a weight in another type; not a module, whose attributes are slow to set."""
 
     def __init__(self, cast: CastFunction, target: str) -> None:
         self._cast, self._target, self._encoded = cast, target, is_encoded(target)
         self._key: tuple[int, int, int] | None = None
         self._copy: Any = None
-        self.sample: torch.Tensor | None = None  # a view of a few elements of the weight's memory
-        self.before: torch.Tensor | None = None  # their numbers when the copy was made
+        self.sample: torch.Tensor | None = None  # view of a few elements of the weight's memory
+        self.before: torch.Tensor | None = None  # their values when the copy was made
         self._sampled_at = 0
         _steps.casts.add(self)
 
     def forget(self) -> None:
-        """Free the copy: it does not last from one step to the next."""
+        """Free the copy at the end of a step."""
         self._key = self._copy = self.before = None
 
     def __call__(self, weight: torch.Tensor) -> Any:
-        """Return the weight in the target type: the copy of this step, or a new one."""
+        """Return the weight in the target type: this step's copy, or a new one."""
         if not torch.is_grad_enabled() or weight.is_inference():
             return self._cast(weight, self._target)
-        # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation
-        # that runs forward again.
+        # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
         if first or self._key != (weight.data_ptr(), weight._version, _steps.count):
             return self._made_anew(weight)
@@ -70,14 +69,14 @@ class WeightCopy:
         return self._copy
 
     def _made_anew(self, weight: torch.Tensor) -> Any:
-        self.forget()  # before the new copy is made, so that both are never there
+        self.forget()  # before the new copy is made, so that only one exists
         if self._encoded:
             with torch.no_grad():
                 made = self._copy = self._cast(weight, self._target)
         else:
             made = self._cast(weight, self._target)
             self._copy = made.detach()
-        if not is_functorch_wrapped_tensor(weight):  # else it is gone after this call
+        if not is_functorch_wrapped_tensor(weight):  # a functorch wrapper is gone after this call
             pointer = weight.data_ptr()
             if pointer != self._sampled_at:
                 self.sample, self._sampled_at = _sample(weight), pointer
@@ -87,9 +86,9 @@ class WeightCopy:
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return a view of a few elements of the weight's memory, of which neither all rows nor columns are one.
+    """Return a view of a few elements of a weight, spread over rows and columns.
 
-    The gradient of a whole column is 0 where an input feature is, as a pixel at the edge of every image.
+    An input feature that is always 0 (a border pixel) leaves a whole column unchanged.
     """
     step = max(1, weight.numel() // _SAMPLED)
     row = weight.numel() // max(1, weight.shape[0]) if weight.dim() else 1
@@ -99,11 +98,11 @@ def _sample(weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Copied(torch.autograd.Function):
-    """A copy of a weight in another type; its gradient goes to the weight, in the weight's type."""
+    """Copies a weight to another type; the gradient returns in the weight's type."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        """Return the copy; `weight` is there for autograd alone."""
+        """Return the copy; `weight` is passed only for autograd."""
         ctx.dtype = weight.dtype
         return copy.view_as(copy)
 
@@ -114,13 +113,13 @@ class _Copied(torch.autograd.Function):
 
 
 def copies_of(module: torch.nn.Module) -> list[WeightCopy]:
-    """Return the copies of weights that a rewritten graph makes."""
+    """Return the weight copies of a rewritten graph."""
     return [call.copy for call in module.modules() if isinstance(call, WeightCast)]
 
 
 @untraced("it compares weights")
 def check_copies(copies: Iterable[WeightCopy]) -> None:
-    """Free all copies if the weight of one was written to by hand since `note_copies`."""
+    """Free all copies if a weight was changed manually since `note_copies`."""
     for casts in _by_type(cast for cast in copies if cast.before is not None):
         before = torch.cat([cast.before for cast in casts if cast.before is not None])
         if not torch.equal(before, _samples(casts)):
@@ -130,7 +129,7 @@ def check_copies(copies: Iterable[WeightCopy]) -> None:
 
 @untraced("it compares weights")
 def note_copies() -> None:
-    """Keep a sample of every weight that was cast in this call."""
+    """Store a sample of every weight cast in this call."""
     for casts in _by_type(_steps.fresh):
         sizes = [len(cast.sample) for cast in casts if cast.sample is not None]
         samples = torch.split(_samples(casts), sizes)
@@ -140,9 +139,9 @@ def note_copies() -> None:
 
 
 def _by_type(casts: Iterable[WeightCopy]) -> list[list[WeightCopy]]:
-    """Group casts by the device and type of their weights.
+    """Group casts by their weights' device and type.
 
-    A copy of a weight whose memory is freed is freed too (FSDP does that between calls).
+    Copies of weights with freed memory are freed, too (FSDP frees weights between calls).
     """
     found: dict[tuple[torch.device, torch.dtype], list[WeightCopy]] = {}
     for cast in casts:
@@ -158,12 +157,12 @@ def _samples(casts: list[WeightCopy]) -> torch.Tensor:
 
 
 def forget_copies() -> None:
-    """Make every weight be cast anew at its next use."""
+    """Free all copies, so that every weight is cast again."""
     _steps.stepped()
 
 
 class _Steps:
-    """A count of the optimizer steps of the process: one that writes through `.data` leaves no version."""
+    """Counts the process's optimizer steps: writes through `.data` do not change versions."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -172,7 +171,7 @@ class _Steps:
         register_optimizer_step_post_hook(self.stepped)
 
     def stepped(self, *_: Any) -> None:
-        """Count a step and free every copy."""
+        """Count an optimizer step and free every copy."""
         self.count += 1
         self.fresh.clear()
         for cast in self.casts:

@@ -1,4 +1,4 @@
-"""Remember what `wrap` was asked for, so that every copy of a model can make its own program."""
+"""Remember the arguments of `wrap`, so that every copy of a model can build its program."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ from qsync.tracing.replaced_forward import NO_DATA_PARALLEL, standing_forward
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """One precision for all operators, or a plan and the device class in it. It makes a model's program.
+    """A model's wrapping: one precision, or a plan with a device class; calling it builds a program.
 
-    A record without torch objects: it is copied and pickled with the model. With a `base`, operators that
-    cannot have the one precision run in the base. `speaks`: it says on stderr how much of a model is lowered.
-    `strict`: an operator runs in the one precision though it is slower there. `bitwise`: FP32 runs by torch's
-    own kernels.
+    It has no torch objects, and is copied and pickled with the model. With a `base`, operators that cannot
+    have the one precision run in the base. `speaks`: report coverage on stderr. `strict`: use the one
+    precision even where it is slower. `bitwise`: use torch's own FP32 kernels.
     """
 
     precision: Precision | None
@@ -45,9 +44,9 @@ class Wrapping:
     save_less: bool
     base: Precision
     speaks: bool = field(default_factory=is_rank_zero)
-    path: str | None = None  # of the module, in a model whose blocks are sharded; the model's own is empty
+    path: str | None = None  # the module's path in a model with sharded blocks; empty for the model itself
     strict: bool = False
-    fits: bool = False  # the plan was made of this model, whose first call may take another branch
+    fits: bool = False  # the plan was made for this model, whose first call may take another branch
     bitwise: bool = False
 
     @classmethod
@@ -82,25 +81,25 @@ class Wrapping:
                     f"name the device class of this rank: device_class= one of {', '.join(plan.classes)}"
                 )
             device_class = next(iter(plan.classes))
-        own = plan[device_class]  # raises MismatchError for a class that it does not have
+        own = plan[device_class]  # raises MismatchError for an unknown class
         if own_base is not None:
             check_plan_base(plan, own_base)
         if bitwise and not own.bitwise:
             raise MismatchError(
-                f"the plan runs FP32 by the fastest kernels on {device_class}; leave bitwise out, or "
+                f"the plan runs FP32 by the fastest kernels on {device_class}; leave out bitwise, or "
                 "profile and plan again with bitwise=True"
             )
         return make(None, plan, device_class, save_less, plan.base, bitwise=own.bitwise)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Wrapping:
-        """Read what `to_json` wrote."""
+        """Read the JSON of `to_json`."""
         plan = Plan.from_json(value["plan"]) if value["plan"] is not None else None
         precision = Precision.parse(value["precision"]) if value["precision"] is not None else None
         return cls(**{**value, "plan": plan, "precision": precision, "base": parse_base(value["base"])})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object."""
+        """Return the record as JSON."""
         own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         plan = self.plan.to_json() if self.plan is not None else None
         precision = str(self.precision) if self.precision is not None else None
@@ -114,19 +113,19 @@ class Wrapping:
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Return the paths of the modules that compute forward again in backward."""
+        """Return the paths of the modules that backward recomputes."""
         return self.plan.levers_of(self.device_class).recomputed if self.plan else ()
 
     @property
     def as_torch(self) -> bool:
-        """Return whether a plan leaves this class as torch runs it: nothing is lowered, nor FP32 replaced."""
+        """Return whether a plan neither lowers this class nor replaces FP32 kernels."""
         if self.plan is None or self.save_less or self.recomputed or not self.bitwise:
             return False
         planned = self.plan[self.device_class]
         return not planned.saving_less and set(planned.assignment.values()) <= {Precision.FP32}
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raise UnsupportedError where the model's device lacks a precision."""
+        """Raise UnsupportedError if the model's device lacks a precision."""
         kernels = backend.select(device_of(model))
         available = kernels.precisions()
         if self.plan is None:
@@ -140,12 +139,12 @@ class Wrapping:
         for op, precision in self.plan[self.device_class].assignment.items():
             if precision not in available:
                 raise UnsupportedError(
-                    f"the plan runs {op} in {precision} on {self.device_class}, but this device has only "
-                    f"{', '.join(available)}; name this device's own class, or plan again"
+                    f"the plan runs {op} in {precision} on {self.device_class}, but this device supports "
+                    f"only {', '.join(available)}; give this device's own class, or plan again"
                 )
 
     def __call__(self, model: torch.nn.Module) -> Program:
-        """Make the program of a model: the wrapped one, or a copy of it."""
+        """Build the program of a model: the wrapped one, or a copy of it."""
         self.check(model)
         report = self._report if self.speaks else None
         make = partial(Program, model, base=self.base, bitwise=self.bitwise)
@@ -156,16 +155,16 @@ class Wrapping:
         make = partial(make, as_torch=self.as_torch, carries_16bit=planned.carries_16bit)
         if self.path is not None:
             block = Block(self.path, planned.assignment)
-            report = None if self.path else report  # one for all blocks
+            report = None if self.path else report  # one report for all blocks
             return make(choose=block.choose, check=block.check, report=report, is_part=True)
         less = saving(["*"] if self.save_less else planned.saving_less, self.recomputed)
         check = None if self.fits else self.plan.check_graph
         return make(choose=following(planned.assignment), check=check, saving_less=less, report=report)
 
     def for_shards(self, model: torch.nn.Module) -> Wrapping:
-        """Let every block of a sharded model run its part of the plan; return what the rest runs.
+        """Wrap every block of a sharded model with its part of the plan; return the rest's wrapping.
 
-        One precision for all needs no parts. Raises UnsupportedError for a plan that saves less.
+        A single precision needs no parts. Raises UnsupportedError for a plan that saves less.
         """
         if self.fits and self.as_torch:
             return self
@@ -174,8 +173,7 @@ class Wrapping:
             return self
         if self.save_less or self.plan[self.device_class].saving_less:
             raise UnsupportedError(
-                "a plan whose operators save less is for whole models, not for sharded ones; plan without "
-                "saving_less"
+                "sharded models do not support a plan whose operators save less; plan without saving_less"
             )
         here = self.path or ""
         for path, block in blocks:
@@ -183,7 +181,7 @@ class Wrapping:
         return replace(self, path=here)
 
     def _choice(self, model: torch.nn.Module) -> Chooser:
-        """Return the choice of the one precision, or of the base where an operator cannot have it."""
+        """Return the chooser of the one precision, or of the base for operators that cannot have it."""
         kernels = backend.select(device_of(model), self.bitwise)
         base = at_base(self.base, kernels)
         if self.precision is None:
@@ -196,7 +194,7 @@ class Wrapping:
 
     @property
     def _batch(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes that the plan was made for; none under levers, which change a rank's batch."""
+        """Return the batch shapes of the plan; none with levers, which change a rank's batch."""
         return self.plan.batch if self.plan is not None and self.plan.levers is None else ()
 
     @property
@@ -204,9 +202,9 @@ class Wrapping:
         return self.plan[self.device_class].assignment if self.plan else self.precision or self.base
 
     def _report(self, program: Program, is_first: bool) -> None:
-        """Say what is lowered, at the first call; later only if it is little of a new graph.
+        """Report coverage at the first call, and later if a new graph is mostly not lowered.
 
-        Say once that a plan was made for a batch of other shapes.
+        Warn once if the plan was made for other batch shapes.
         """
         found, is_good = self.covered(program)
         if not is_good or is_first:
@@ -218,7 +216,7 @@ class Wrapping:
         planned, found = (
             [shape for shape in of if shape] for of in (self._batch, program.graph.batch_shapes)
         )
-        if program.skipped:  # the data decides what reaches its layers, beyond the first
+        if program.skipped:  # the data decides which further layers run
             planned, found = planned[:1], found[:1]
         if planned and not _fit(found, planned):
             program.met_other_shapes = True
@@ -229,7 +227,7 @@ class Wrapping:
             )
 
     def covered(self, program: Program) -> tuple[Coverage, bool]:
-        """Return what of the last call is lowered, and whether that is most of what was to be."""
+        """Return the last call's coverage, and whether most of the requested FLOPs are lowered."""
         if program.runs_as_torch and not program.lowered:
             planned = self.plan[self.device_class].assignment if self.plan else {}
             kept = coverage.Row(
@@ -254,7 +252,7 @@ class Wrapping:
         return found, is_good and len(outside) <= len(products)
 
     def _covered_blocks(self, program: Program) -> tuple[Coverage, bool]:
-        """Return what is lowered in all blocks of a sharded model, and what of the plan did not run."""
+        """Return the coverage of all blocks of a sharded model, and the plan's unused operators."""
         planned = self.plan[self.device_class].assignment if self.plan else {}
         products, ran = [], set()
         for module in program.model.modules():
@@ -277,7 +275,7 @@ class Wrapping:
 
 
 def _fit(found: Sequence[Sequence[int]], planned: Sequence[Sequence[int]]) -> bool:
-    """Return whether a batch has the planned shapes, but for fewer samples: the last of an epoch."""
+    """Return whether a batch has the planned shapes, or fewer samples (the last batch of an epoch)."""
     if len(found) != len(planned):
         return False
     return all(
@@ -287,19 +285,19 @@ def _fit(found: Sequence[Sequence[int]], planned: Sequence[Sequence[int]]) -> bo
 
 
 def plan_of(model: torch.nn.Module) -> Plan | None:
-    """Return the plan that a model, or the model in DDP, runs under; None without any."""
+    """Return the plan of a model, or of the model in DDP; None without one."""
     wrapping = wrapping_of(wrapped_module(model))
     return wrapping.plan if wrapping is not None else None
 
 
 def wrapping_of(module: torch.nn.Module) -> Wrapping | None:
-    """Return what a module was wrapped as; None if it was not."""
+    """Return a module's wrapping; None if it is not wrapped."""
     found = getattr(standing_forward(module), "make", None)
     return found if isinstance(found, Wrapping) else None
 
 
 def check_plan_base(plan: Plan, base: Precision) -> None:
-    """Raise MismatchError unless a plan was made above this base."""
+    """Raise MismatchError unless a plan has this base."""
     if base != plan.base:
         raise MismatchError(
             f"the plan was made above {plan.base}, not {base}; leave base out, or plan again with it"
@@ -307,10 +305,10 @@ def check_plan_base(plan: Plan, base: Precision) -> None:
 
 
 def swap_plan(model: torch.nn.Module, plan: Plan, device_class: str) -> None:
-    """Run a wrapped model under another plan from its next call on. Nothing is traced again.
+    """Switch a wrapped model to another plan from its next call on, without a new trace.
 
-    Raises MismatchError where the plan is of another model or base, UnsupportedError where the device lacks
-    a precision; the model then runs as before.
+    Raises MismatchError for another model's plan or base, UnsupportedError for a precision that the device
+    lacks; the model is then unchanged.
     """
     module = wrapped_module(model)
     forward, before = standing_forward(module), wrapping_of(module)
@@ -324,10 +322,10 @@ def swap_plan(model: torch.nn.Module, plan: Plan, device_class: str) -> None:
 
 
 def wrapped_module(model: Any) -> torch.nn.Module:
-    """Return the module whose forward is replaced: the model, or what torch.compile or DDP holds of it.
+    """Return the module to wrap: the model, or the model inside torch.compile or DDP.
 
-    Raises FormatError for something else than a module, UnsupportedError for a model that runs copies of
-    itself, flattened parameters or TorchScript.
+    Raises FormatError for anything but a module, UnsupportedError for DataParallel, flattened parameters and
+    TorchScript.
     """
     if not isinstance(model, torch.nn.Module):
         raise FormatError(f"model must be a torch.nn.Module, found {shortened(model)}; give that")
@@ -340,7 +338,8 @@ def wrapped_module(model: Any) -> torch.nn.Module:
         raise UnsupportedError(NO_DATA_PARALLEL)
     if kind == "FullyShardedDataParallel":
         raise UnsupportedError(
-            f"{kind} has flattened the parameters; wrap the model first, then apply fully_shard to its blocks"
+            f"{kind} flattens the parameters; call qsync.wrap on the model first, then apply fully_shard to "
+            "its blocks"
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedError(

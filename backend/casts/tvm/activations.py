@@ -31,16 +31,16 @@ from qsync.backend.casts.tvm.schedules import Serial, Threads, column
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
 
-# |x| is cut off here: soon beyond, Phi(-|x|) is a subnormal number, which is slow.
+# |x| is clipped here: soon beyond, Phi(-|x|) is a subnormal number, which is slow.
 _END = {"gelu": 12.5, "gelu_tanh": 9.75}
-# 2 u(z) = z (a + b z^2)
+# coefficients of 2 u(z) = z (a + b z^2) in GELU's tanh form
 _TANH_A = 2 * math.sqrt(2 / math.pi)
 _TANH_B = 0.044715 * _TANH_A
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 class _Digits(NamedTuple):
-    """Polynomials of an accuracy: exp, and Phi(-z) exp(z^2 / 2) = t (c0 + c1 t + ...).
+    """Polynomial coefficients for one accuracy: exp, and Phi(-z) exp(z^2 / 2) = t (c0 + c1 t + ...).
 
     t is 1 / (1 + s z). On [0, 13.2], fitted like EXP.
     """
@@ -57,13 +57,13 @@ _DIGITS = {
         (0.1077190563082695, 0.10756845772266388, 0.10163920372724533, 0.07268193364143372,
          0.10641787201166153, -0.06726907938718796, 0.16816182434558868, -0.12573055922985077,
          0.028811296448111534),
-    ),  # within 2.3e-8
+    ),  # relative error within 2.3e-8
     "bfloat16": _Digits(
         EXP_BF16,
         0.3,
         (0.12010368704795837, 0.11342976242303848, 0.14542968571186066, -0.019231406971812248,
          0.2180320918560028, -0.0777602568268776),
-    ),  # within 7.1e-6
+    ),  # relative error within 7.1e-6
 }  # fmt: skip
 
 
@@ -89,14 +89,14 @@ def curves(dtype: str, loops: Any = Serial) -> dict[str, Curve]:
 
 
 class Curve(NamedTuple):
-    """An activation as it is computed: its name, its accuracy, and the multiply-add."""
+    """An activation to compute: its name, its accuracy, and the multiply-add."""
 
     name: str
     digits: _Digits
     multiply_add: Any
 
     def parts(self, x: Any) -> tuple[Any, Any, Any]:
-        """Return |x| cut off at the end, Phi(-|x|), and |x| times the density there. NaN stays NaN."""
+        """Return clipped |x|, Phi(-|x|), and |x| times the density there. NaN stays NaN."""
         size, end = T.reinterpret("float32", magnitude(x)), T.float32(_END[self.name])
         z = T.Select(size > end, end, size)
         add = self.multiply_add
@@ -118,12 +118,12 @@ class Curve(NamedTuple):
         return positive - z * tail
 
     def gradient(self, g: Any, saved: Any) -> Any:
-        """Return the gradient before the activation from that after it and the saved x, or relu(x).
+        """Return the gradient of x from that of f(x) and the saved x (gelu) or f(x) (relu).
 
         gelu' is Phi(-|x|) - |x| phi(x) left of 0, and 1 minus that right of it.
         """
         if self.name == "relu":
-            # By its bits: a selection of loads becomes a branch, which is mispredicted half of the time.
+            # Mask by bits: a select between loads becomes a branch, mispredicted half of the time.
             mask = T.Select(saved <= T.float32(0), T.int32(0), T.int32(-1))
             return T.reinterpret("float32", T.bitwise_and(T.reinterpret("int32", g), mask))
         _, tail, rising = self.parts(saved)
@@ -136,7 +136,7 @@ def _scaled(total: Any, row: Any, column: Any, bias: Any) -> Any:
 
 
 def _gelu(loops: Any, dtype: str, curve: Curve) -> Any:
-    """Write x, to be saved for backward, and the result. In FP32 x overwrites the sums."""
+    """Write GELU's result, and x for backward. In FP32 x overwrites the sums."""
     if dtype == "float32":
 
         @T.prim_func
@@ -178,7 +178,7 @@ def _gelu(loops: Any, dtype: str, curve: Curve) -> Any:
                 for t in loops.threads():
                     for j in loops.columns(t, n):
                         H[i, j] = bf16(_scaled(A[i, j], R[i], C[j], B[j]))
-                        # Of the rounded number, as in torch.
+                        # GELU of the rounded x, as in torch.
                         x = T.meta_var(T.bind(widened(H[i, j], dtype)))
                         Y[i, j] = bf16(curve.of(x))
 
@@ -186,7 +186,7 @@ def _gelu(loops: Any, dtype: str, curve: Curve) -> Any:
 
 
 def _relu(loops: Any, dtype: str, curve: Curve) -> Any:
-    """Write the result; in FP32 it overwrites the sums."""
+    """Write ReLU's result; in FP32 it overwrites the sums."""
     if dtype == "float32":
 
         @T.prim_func
@@ -222,7 +222,7 @@ def _relu(loops: Any, dtype: str, curve: Curve) -> Any:
 
 
 def _activation(curve: Curve) -> Any:
-    """Apply it to BF16, on a CPU."""
+    """Apply an activation to BF16 values, on a CPU."""
 
     @T.prim_func
     def activation(x: T.handle, out: T.handle):
@@ -237,7 +237,7 @@ def _activation(curve: Curve) -> Any:
 
 
 def _gradient(curve: Curve, dtype: str, out_dtype: str) -> Any:
-    """Write the gradient in another type, and the sums of its columns, in blocks of rows."""
+    """Write an activation's gradient in another type, and its column sums, in blocks of rows (CPU)."""
 
     @T.prim_func
     def gradient(g: T.handle, saved: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
@@ -268,7 +268,10 @@ def _gradient(curve: Curve, dtype: str, out_dtype: str) -> Any:
 
 
 def _gradient_in_parts(curve: Curve, dtype: str, out_dtype: str) -> Any:
-    """Write the same on a GPU: a thread sums 64 rows of a column, a second round adds the parts."""
+    """Write an activation's gradient and column sums on a GPU.
+
+    A thread sums 64 rows of a column; a second round adds the parts.
+    """
 
     @T.prim_func
     def gradient(g: T.handle, saved: T.handle, out: T.handle, sums: T.handle, partial: T.handle):

@@ -1,4 +1,4 @@
-"""Attention's passes over scores: softmax, scaling and rounding in one, and their gradient.
+"""Fused passes over attention scores: softmax with scaling and rounding, and its gradient.
 
 A softmax by rows needs the sum of a row, and a sum of floats does not vectorize, because its order would
 change. The terms lie between 0 and 1, so they are added up as integers in units of 2^-30: exact, and in
@@ -17,7 +17,7 @@ from qsync.backend.casts.tvm.constants import SOFTMAX_UNITS
 from qsync.backend.casts.tvm.expressions import INFINITY_BITS, NAN_BITS, bf16, magnitude
 
 _LOG2_E = 1.4426950408889634
-# 2^f for |f| <= 1/2: Taylor's series, within 2e-7 of it.
+# Taylor coefficients of 2^f for |f| <= 1/2, within 2e-7.
 _POWERS = (
     1.5403530393381608e-4, 1.3333558146428443e-3, 9.6181291076284772e-3, 5.5504108664821580e-2,
     2.4022650695910071e-1, 6.9314718055994531e-1, 1.0,
@@ -35,22 +35,22 @@ def programs() -> dict[str, Any]:
 
 
 def _score(high: Any, low: Any, mask: Any, factor: Any, masked: bool) -> Any:
-    """Return the score (high + low) factor + mask."""
+    """Return an attention score: (high + low) factor + mask."""
     value = (T.Cast("float32", high) + T.Cast("float32", low)) * factor
     return value + T.Cast("float32", mask) if masked else value
 
 
 def _ordered(value: Any) -> Any:
-    """Return an integer with the order of FP32 numbers, NaN above all of them."""
+    """Return an integer that orders like its FP32 number, with NaN above all."""
     bits = T.reinterpret("int32", value)
     flipped = T.bitwise_xor(bits, T.bitwise_and(T.shift_right(bits, T.int32(31)), T.int32(0x7FFFFFFF)))
     return T.Select(magnitude(value) > T.int32(INFINITY_BITS), T.int32(NAN_BITS), flipped)
 
 
 def _largest(ordered: Any, masked: bool) -> Any:
-    """Return the number to subtract from a row with this largest score: NaN for Inf.
+    """Return the number to subtract from a row of scores with this maximum; NaN for Inf.
 
-    For -Inf it is 0 under a mask, which may hide a whole row: the weights are then 0, and NaN without a mask.
+    For -Inf it is 0 under a mask, which may hide a whole row (weights 0), and NaN without a mask.
     """
     back = T.bitwise_xor(ordered, T.bitwise_and(T.shift_right(ordered, T.int32(31)), T.int32(0x7FFFFFFF)))
     if masked:
@@ -59,12 +59,12 @@ def _largest(ordered: Any, masked: bool) -> Any:
 
 
 def _hidden(unknown: Any) -> Any:
-    """Return the weight of a key that is hidden from a row: 0, which times NaN or Inf is NaN."""
+    """Return the weight of a masked key: 0, but NaN in a row that holds NaN or Inf."""
     return bf16(T.Select(unknown, T.reinterpret("float32", T.int32(NAN_BITS)), T.float32(0)))
 
 
 def _exponential(x: Any) -> Any:
-    """Return exp(x) of x <= 0 or little more, within 1e-5; 0 below 2^-125."""
+    """Return exp(x) for x <= 0 (or slightly above) within 1e-5; 0 below 2^-125."""
     power = x * T.float32(_LOG2_E)
     held = T.max(power, T.float32(-126))
     whole = T.nearbyint(held)
@@ -79,7 +79,7 @@ def _exponential(x: Any) -> Any:
 
 
 def _softmax(masked: bool) -> Any:
-    """Compute BF16 of the weights times `keep_factor`, the largest scores, and the sums.
+    """Compute softmax weights times `keep_factor` in BF16, each row's maximum and sum of exponentials.
 
     Row i sees the keys up to first + i. Sums are in units of 2^-30.
     """
@@ -130,7 +130,7 @@ def _softmax(masked: bool) -> Any:
 
 
 def _softmax_gradient(masked: bool) -> Any:
-    """Compute the weights again, and BF16 of the scores' gradient, in place of the weights'.
+    """Recompute the weights; overwrite their gradient dW with the scores' gradient dS in BF16.
 
     dS = P (keep_factor dW - means)
     """

@@ -1,9 +1,8 @@
 """The fused casts that reduce columns.
 
 A CPU goes through the rows with a running result per column. A GPU has more threads than a matrix has
-columns: its threads first reduce 64 rows of a column each, and a second round combines these partial
-results in order, so that the same input gives the same sums. Both round and encode with the same
-expressions.
+columns: its threads first reduce 64 rows of a column each, and a second round combines these partial results
+in order, so that the same input gives the same sums.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def programs(loops: Any) -> dict[str, Any]:
 
 
 def _in_bf16(value: Any, dtype: str) -> Any:
-    """Return BF16 of a buffer's element."""
+    """Return a buffer's element in BF16."""
     return value if dtype == "bfloat16" else bf16(value)
 
 
 @T.inline
 def _find_scales(S: Any, R: Any, value: Any, m: Any, n: Any) -> None:
-    """Find each column's scale, of `value(i, j)`, and its inverse."""
+    """Find the scale of each column of `value(i, j)`, and the inverse scale (CPU)."""
     for j in T.serial(n):
         R[j] = T.int32(SMALLEST_AMAX_BITS)
     for i in T.serial(m):
@@ -115,8 +114,7 @@ def _to_bf16_and_sum(dtype: str) -> Any:
         H = T.match_buffer(out, (m, n), "bfloat16")
         S = T.match_buffer(sums, (n,), "float32")
         P = T.match_buffer(partial, (n,), "float32")
-        # Summed in blocks of rows: one running sum over thousands of rows would be less accurate than
-        # torch's.
+        # Summed in blocks of rows: one running sum over thousands of rows is less accurate than torch's.
         for j in T.serial(n):
             S[j] = T.float32(0)
         for block in T.serial((m + (ROWS_PER_PART - 1)) // ROWS_PER_PART):
@@ -156,7 +154,7 @@ def _sum_columns(dtype: str) -> Any:
 
 @T.inline
 def add_parts(S: Any, P: Any, parts: Any, n: Any) -> None:
-    """Add up the sums of all parts in order, a thread per column: the second round on a GPU."""
+    """Add the partial sums of all parts in order, one thread per column: the second round on a GPU."""
     for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
         for t in Threads.threads():
             if column(c, t) < n:
@@ -167,7 +165,7 @@ def add_parts(S: Any, P: Any, parts: Any, n: Any) -> None:
 
 @T.inline
 def _find_scales_in_parts(S: Any, R: Any, value: Any, m: Any, n: Any, parts: Any) -> None:
-    """Find the same on a GPU; the inverses stand in the first part."""
+    """Find the scale of each column on a GPU; the inverse scales lie in the first part."""
     for c in Threads.planes((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
         for b in Threads.rows(parts):
             for t in Threads.threads():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-THREADS_PER_BLOCK = 256  # of a GPU: a power of two
-# Rows that are reduced at once where columns are: by one thread of a GPU, or into one partial sum of a CPU.
+THREADS_PER_BLOCK = 256  # on a GPU; must be a power of two
+# Rows of a column that one thread of a GPU reduces, or that one partial sum of a CPU covers.
 ROWS_PER_PART = 64
-# The largest magnitude that a row of zeros gets: its codes are zero, and its scale and the inverse of it
-# are normal FP32 numbers.
+# Assumed largest magnitude of a row of zeros: its codes are zero, and its scale and the inverse of it are
+# normal FP32 numbers.
 SMALLEST_AMAX = 1e-35
-SOFTMAX_UNITS = 2**30  # per 1, of the integers that a softmax adds up
-TWISTER_WORDS = 624  # of the state of torch's generator on CPUs
-# AMX's programs: rows of a tile, and how many pairs of tiles of rows stay in the second cache at once.
+SOFTMAX_UNITS = 2**30  # integer units per 1 in a softmax's exact sums
+TWISTER_WORDS = 624  # 32-bit words in the state of torch's CPU generator
+# Rows of an AMX tile, and the pairs of row tiles that stay in the L2 cache at once.
 TILE_ROWS = 16
 STRIPS = 8

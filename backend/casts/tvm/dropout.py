@@ -1,10 +1,11 @@
-"""Dropout by the random numbers of torch's generator on CPUs, the Mersenne twister MT19937.
+"""Draw dropout masks from torch's CPU generator, the Mersenne twister MT19937.
 
-torch draws one number after the other. The recurrence reaches back 227 words or more, so a block of 624 words
+torch draws one number at a time. The recurrence reaches back 227 words or more, so a block of 624 words
 vectorizes (Matsumoto and Nishimura, Mersenne Twister, ACM TOMACS 8, 1998). An element takes two words: the
-first one's last 21 bits and the second are a number below 2^53, and below `limit` the element is kept.
+last 21 bits of the first word and the second word form a number below 2^53; the element is kept if it is
+below `limit`.
 
-Only CPUs run these programs: a GPU's generator counts.
+CPUs only: a GPU's generator is counter-based.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from tvm.script import tirx as T
 from qsync.backend.casts.tvm.constants import TWISTER_WORDS
 from qsync.backend.casts.tvm.expressions import narrowed, widened
 
-_FAR = 397  # words ahead
-_NEAR = TWISTER_WORDS - _FAR  # words back
+_FAR = 397  # MT19937's offset m, in words
+_NEAR = TWISTER_WORDS - _FAR  # words from the block's end back to the same word
 _PAIRS = TWISTER_WORDS // 2
 
 
@@ -28,7 +29,7 @@ def programs() -> dict[str, Any]:
 
 
 def _twisted(far: Any, word: Any, after: Any) -> Any:
-    """Return the word that follows `far` by a block's length."""
+    """Return the twister's next state word, one block length after `far`."""
     mixed = T.bitwise_or(
         T.bitwise_and(word, T.uint32(0x80000000)), T.bitwise_and(after, T.uint32(0x7FFFFFFF))
     )
@@ -37,7 +38,7 @@ def _twisted(far: Any, word: Any, after: Any) -> Any:
 
 
 def _tempered(y: Any) -> Any:
-    """Return the random word that a word of the state stands for."""
+    """Return the random number of a state word (MT19937's tempering)."""
     y = T.bitwise_xor(y, T.shift_right(y, T.uint32(11)))
     y = T.bitwise_xor(y, T.bitwise_and(T.shift_left(y, T.uint32(7)), T.uint32(0x9D2C5680)))
     y = T.bitwise_xor(y, T.bitwise_and(T.shift_left(y, T.uint32(15)), T.uint32(0xEFC60000)))
@@ -51,10 +52,10 @@ def _is_kept(first: Any, second: Any, limit: Any) -> Any:
 
 
 def _dropout(dtype: str) -> Any:
-    """Draw the noise of n elements, `factor` where one is kept and 0 elsewhere, and multiply x by it.
+    """Draw the noise of n elements (`factor` if kept, else 0), and multiply x by it.
 
-    `state` holds the words of the generator's state, of which those from `start` on are unused. It becomes
-    what it is after the draws. Bytes are noise alone, 1 and 0.
+    `state` holds the generator's words, unused from `start` on; it is advanced by the draws. Without x, write
+    bytes of 1 and 0 only.
     """
 
     def noise_of(kept: Any, factor: Any) -> Any:
@@ -85,7 +86,7 @@ def _dropout(dtype: str) -> Any:
         n = T.int64()
         G = T.match_buffer(state, (TWISTER_WORDS,), "int64")
         S = T.match_buffer(words, (TWISTER_WORDS,), "uint32")
-        # Of an odd start the first word stands before the block: the last of the block before.
+        # For an odd start the first word comes from the end of the block before.
         W = T.match_buffer(tempered, (TWISTER_WORDS + 2,), "uint32")
         X = T.match_buffer(x, (n,), dtype)
         N = T.match_buffer(noise, (n,), dtype)

@@ -1,13 +1,13 @@
-"""INT8 products on AMX, scaled while their sums are in the cache, with or without an activation.
+"""INT8 products on AMX with fused scaling and activation, while sums are in the cache.
 
 A tile holds 16 rows of 64 bytes. Two tiles of a's rows times two of b's columns add to four tiles of sums:
 each tile loaded is used twice. The second operand of AMX's product holds four of b's rows side by side in
-every row, so b is packed first, into panels of 32 columns: what a call costs beside the product is one pass
-over b. Of every panel 512 rows at a time stay in the first cache while a's rows pass. Sums reach memory only
-as results, in their own type.
+every row, so b is packed first, into panels of 32 columns: one pass over b is a call's only overhead. Of
+every panel 512 rows at a time stay in the first cache while a's rows pass. Sums reach memory only as results,
+in their own type.
 
-The last tiles begin 32 rows or columns before the end: what two of them hold is written twice alike. The
-inner dimension is a multiple of 64.
+The last tiles begin 32 rows or columns before the end: overlapping results are written twice, with equal
+values. The inner dimension is a multiple of 64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qsync.backend.casts.tvm.constants import STRIPS, TILE_ROWS
 from qsync.backend.casts.tvm.expressions import narrowed, widened
 
 _SIZE = 2 * TILE_ROWS  # rows and columns of sums at a time
-_CHUNK = 8  # tiles of the inner dimension, of a panel in the first cache
+_CHUNK = 8  # tiles of the inner dimension of a panel in the L1 cache
 
 
 def programs() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def programs() -> dict[str, Any]:
 
 
 def _product(dtype: str, curve: Curve | None) -> Any:
-    """Write f(rows columns (a b) + bias), and for GELU its argument, to be saved for backward."""
+    """Write f(rows columns (a b) + bias), and for GELU also its argument, for backward."""
 
     @T.prim_func
     def product(
@@ -92,13 +92,13 @@ def _tile(name: str, *arguments: Any) -> None:
 
 
 def _each_sum(run: Callable[[Any, Any], None], S: Any, strip: Any) -> None:
-    """Call `run` with tiles 0 to 3 and the places of their sums."""
+    """Call `run` with each of tiles 0 to 3 and the position of its sums."""
     for t in range(4):
         run(T.int8(t), T.address_of(S[strip, t // 2 * TILE_ROWS, t % 2 * TILE_ROWS]))
 
 
 def _add_tiles(A: Any, P: Any, row: Any, panel: Any, q: Any, width: Any) -> None:
-    """Add 32 x 64 times 64 x 32 to tiles 0 to 3; tiles 4 and 5 hold rows of a, 6 and 7 columns of b."""
+    """Add a 32x64 by 64x32 product to tiles 0 to 3; tiles 4, 5 hold rows of a, 6, 7 columns of b."""
     for half in range(2):
         _tile("tileloadd64", T.int8(6 + half), T.address_of(P[panel, q, half, 0]), T.int64(64))
     for below in range(2):
@@ -118,12 +118,12 @@ def _write(x: Any, curve: Curve | None, dtype: str, saved: Any, out: Any, place:
         store(out, curve.of(T.bind(x)))
     else:
         store(saved, x)
-        # Of the rounded number, as in torch.
+        # Activation of the rounded number, as in torch.
         store(out, curve.of(T.bind(widened(saved[place[0], place[1]], dtype))))
 
 
 def _pack_rows() -> Any:
-    """Pack b from its transpose, as words (n, k / 4): four codes of a row lie side by side already."""
+    """Pack b from its transpose, as words (n, k / 4): four codes of a row are already adjacent."""
 
     @T.prim_func
     def pack_rows(b: T.handle, packed: T.handle):
@@ -139,7 +139,7 @@ def _pack_rows() -> Any:
 
 
 def _pack_columns() -> Any:
-    """Pack b from itself (k, n)."""
+    """Pack b (k, n) into AMX panels, four rows interleaved."""
 
     def code(B: Any, row: Any, column: Any, place: int) -> Any:
         return T.shift_left(T.Cast("uint32", B[row + place, column]), T.uint32(8 * place))

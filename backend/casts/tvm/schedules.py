@@ -1,8 +1,8 @@
 """Run the loops of a fused cast: in order on a CPU, as blocks of threads on a GPU.
 
-A program names what its loops run over, and its text serves both. On a GPU every plane (the outer index of
-three) and every row is a block, and the threads of a block take the columns in turn. A row is reduced in the
-memory that a block shares. Compute capability 7.0 suffices.
+One program text serves both: its loops name planes, rows and columns. On a GPU every plane (the outer index
+of three) and every row is a block, and the threads of a block take the columns in turn. A row is reduced in
+the memory that a block shares. Compute capability 7.0 suffices.
 
 A CPU's `threads` runs once and leaves no trace in the compiled code.
 """
@@ -22,7 +22,7 @@ def column(tile: Any, thread: Any) -> Any:
 
 
 class Serial:
-    """A CPU: rows in order, and columns as one loop that vectorizes."""
+    """Loops on a CPU: rows in order, and columns as one loop that vectorizes."""
 
     @staticmethod
     def planes(size: Any) -> Any:
@@ -46,15 +46,15 @@ class Serial:
 
     @staticmethod
     def multiply_add(x: Any, y: Any, z: Any) -> Any:
-        """Return x y + z, rounded once if the processor can, under a name.
+        """Return x y + z under a name, rounded once if the processor has fused multiply-add.
 
-        A call of unknown effect: TVM repeats pure expressions wherever they are used.
+        Its effect is declared unknown, because TVM repeats pure expressions wherever they are used.
         """
         return T.bind(T.call_llvm_intrin("float32", "llvm.fmuladd", x, y, z))
 
     @staticmethod
     def accumulators(results: Any) -> Any:
-        """Return the buffer in which the threads of a row reduce: the results themselves."""
+        """Return the buffer in which the threads of a row reduce: on a CPU the result itself."""
         return results
 
     @staticmethod
@@ -64,16 +64,16 @@ class Serial:
 
     @staticmethod
     def result_index(row: Any) -> Any:
-        """Return the index of the result of `maximum`."""
+        """Return the index at which `maximum` leaves its result."""
         return row
 
     @staticmethod
     def maximum(accumulators: Any, thread: Any) -> None:
-        """Combine the threads' maxima: there is only one."""
+        """Combine the threads' maxima: nothing to do on a CPU."""
 
 
 class Threads:
-    """A GPU: blockIdx.y over planes (at most 65,535), blockIdx.x over rows.
+    """Loops on a GPU: blockIdx.y over planes (at most 65,535), blockIdx.x over rows.
 
     threadIdx.x runs over columns.
     """
@@ -100,7 +100,7 @@ class Threads:
 
     @staticmethod
     def multiply_add(x: Any, y: Any, z: Any) -> Any:
-        """Return x y + z, rounded once."""
+        """Return x y + z with one rounding."""
         return T.bind(T.call_extern("float32", "fmaf", x, y, z))
 
     @staticmethod
@@ -115,12 +115,12 @@ class Threads:
 
     @staticmethod
     def result_index(row: Any) -> Any:
-        """Return the index of the result of `maximum`."""
+        """Return the index at which `maximum` leaves its result."""
         return 0
 
     @staticmethod
     def maximum(accumulators: Any, thread: Any) -> None:
-        """Halve the threads until one holds the maximum; every thread may read it afterwards."""
+        """Reduce the threads' maxima by halving; every thread may read the result afterwards."""
         half = THREADS_PER_BLOCK // 2
         while half:
             T.evaluate(T.tvm_storage_sync("shared"))

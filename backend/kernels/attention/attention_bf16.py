@@ -20,10 +20,10 @@ from qsync.backend.kernels.attention.softmax import Scores, softmax, softmax_gra
 from qsync.backend.kernels.dropout import draw_kept
 from qsync.backend.kernels.linear import DTYPES
 
-# Rows that a block has under a causal mask, so that few scores right of the diagonal are computed.
+# Rows of a block under a causal mask: few scores right of the diagonal are computed.
 _CAUSAL_ROWS = 128
-_SHORT = 128  # keys, up to which torch's kernel takes longer on every CPU that was measured
-_TIMED_SCORES = 2**19  # of the heads on which kernels are timed: enough that their calls cost nothing
+_SHORT = 128  # keys, up to which torch's kernel was slower on every measured CPU
+_TIMED_SCORES = 2**19  # scores of the trial heads, enough to hide call overhead
 
 
 def attention_bf16(
@@ -44,9 +44,9 @@ def attention_bf16(
         y = bf16(D P) V,   P = softmax(c S + mask) in FP32,   D = keep / (1 - p)
         dV = bf16(D P)' g,   dS = P (D g V' - sum(g y)),   dQ = c bf16(dS) K,   dK = c bf16(dS)' Q
 
-    Arguments as torch's scaled_dot_product_attention; c is `scale`. Saves the same as torch's kernel: q,
-    k, v, the result, a mask of bools as numbers, and log sum exp of every row. Dropout draws torch's
-    random numbers and costs a byte per score. Backward computes P again. Few keys (`saves_weights`) run
+    Arguments as torch's scaled_dot_product_attention; c is `scale`. Saves the same as torch's kernel: q, k,
+    v, the result, the mask (bools as numbers), and each row's log sum exp. Dropout draws torch's random
+    numbers and costs a byte per score. Backward computes P again. Few keys (`saves_weights`) run
     `attention_short`, which saves P.
 
     ms forward and backward of 64 heads of 128x64, torch in FP32, torch in BF16 and this: 11.9, 20.1, 8.0;
@@ -54,7 +54,7 @@ def attention_bf16(
 
     >>> attention_bf16(F.scaled_dot_product_attention, "bf16", q.bfloat16(), k.bfloat16(), v.bfloat16())
     """
-    if not (query.numel() and key.numel() and value.numel()):  # nothing to multiply
+    if not (query.numel() and key.numel() and value.numel()):  # empty: nothing to multiply
         y = target(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return y.to(DTYPES[out_type])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -79,15 +79,14 @@ def fastest_attention_bf16(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute `attention_bf16`, or run torch's kernel where that is faster: with long sequences.
+    """Compute attention in BF16 by `attention_bf16`, or by torch's kernel where faster (long sequences).
 
-    Each number of keys, rounded up to a power of two, is timed once; with gradients from 129 on. One thread
-    of a Zen 4 takes 0.7 times as long as torch for 128 keys, as long for 256 and 1.4 times for 2048. Without
-    gradients one of a Xeon without AMX takes twice as long for 128. Both kernels save the same tensors.
-    With dropout torch writes all scores out, in FP32, and saves them three times (25 MB in the place of 0.5
-    for a layer of 32 heads of 128x128), and where its fused kernel takes no such operands: then it is not
-    used. A head of keys that broadcasts to all queries' is handed to torch as a group: as it is, no kernel
-    but torch's plain one takes it (3 times as long for 1024).
+    Each number of keys, rounded up to a power of two, is timed once; with gradients from 129 on. Time
+    relative to torch on one thread of a Zen 4: 0.7 for 128 keys, 1.0 for 256, 1.4 for 2048; without gradients
+    on a Xeon without AMX 2 for 128. Both kernels save the same tensors. torch's is not used with dropout, or
+    where its fused kernel refuses the operands: it then saves all scores three times, in FP32 (25 MB, not
+    0.5, for 32 heads of 128x128). Keys shared by all queries are passed to torch as a group: otherwise only
+    its plain kernel accepts them (3 times as long for 1024).
 
     >>> fastest_attention_bf16(F.scaled_dot_product_attention, "bf16", q, k, v)
     """
@@ -107,9 +106,9 @@ def fastest_attention_bf16(
 
 @cache
 def _torch_is_faster(keys: int, width: int, is_causal: bool, trains: bool, threads: int) -> bool:
-    """Return whether torch's kernel takes less time, on some heads of these lengths.
+    """Return whether torch's attention kernel is faster, timed on some heads of these lengths.
 
-    Forward alone, and backward too if the call `trains`.
+    Times forward, and backward too if the call `trains`.
     """
     attend = torch.nn.functional.scaled_dot_product_attention
     heads = min(max(2, _TIMED_SCORES // keys**2), 64)
@@ -142,7 +141,7 @@ class _Bf16Attention(torch.autograd.Function):
     ) -> Tensor:
         heads = _Heads((query, key, value), mask, None, options)
         if options.dropout_p:
-            # Drawn as torch draws, in the same number: FP32 and BF16 drop the same weights.
+            # Drawn in torch's order and number: FP32 and BF16 drop the same weights.
             heads.noise = draw_kept(heads.scores_shape, options.dropout_p, query.device)
         q, _, v = heads.matrices
         y = v.new_empty((heads.count, q.shape[1], v.shape[2]))
@@ -188,7 +187,7 @@ class _Bf16Attention(torch.autograd.Function):
 
 
 class _Block(NamedTuple):
-    """Scores that are computed together: some heads, some rows, and the keys visible to them."""
+    """A block of scores: some heads, some rows, and the keys visible to these rows."""
 
     heads: slice
     rows: slice
@@ -207,12 +206,12 @@ class _Heads(Heads):
         length, positions = self.scores_shape[-2:]
         most = _CAUSAL_ROWS if options.is_causal else length
         self._rows = max(min(length, most, SCORES_PER_BLOCK // positions), 1)
-        # Inf - Inf is NaN, where the product itself may be -Inf, which has a softmax.
+        # Inf - Inf gives NaN; the product itself may be -Inf, which has a softmax.
         q, k = (t.sum(dtype=torch.float32) for t in self.matrices[:2])
         self._finite = bool((q + k).isfinite())
 
     def blocks(self) -> Iterator[_Block]:
-        """Yield all scores, once."""
+        """Yield blocks that cover all scores, each score once."""
         length, positions = self.scores_shape[-2:]
         step = max(SCORES_PER_BLOCK // (self._rows * positions), 1)
         for head in range(0, self.count, step):
@@ -240,7 +239,7 @@ class _Heads(Heads):
         return Scores(high, low, mask, self._options.scale, first, kept, 1 / (1 - p) if p < 1 else 0.0)
 
     def gradient_total(self, matrix: Tensor) -> Tensor:
-        """Allocate a gradient to which every block of rows adds: in FP32 if there are several."""
+        """Allocate a gradient that every block of rows adds to: in FP32 for several blocks."""
         several = self._rows < self.scores_shape[-2]
         return torch.zeros_like(matrix, dtype=torch.float32) if several else torch.empty_like(matrix)
 
@@ -252,7 +251,7 @@ def _part(matrices: Tensor, some: slice, rows: slice) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:
-    """Add factor a b to an FP32 total; overwrite a BF16 one with it."""
+    """Add factor a b to an FP32 sum; overwrite a BF16 result with it."""
     if total.dtype is torch.float32:
         total.add_(torch.bmm(a, b), alpha=factor)
     else:

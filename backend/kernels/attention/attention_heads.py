@@ -1,4 +1,4 @@
-"""Attention's operands as matrices, one per head, with sharing and broadcasting resolved."""
+"""Attention operands as one matrix per head, with shared and broadcast heads resolved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qsync.backend.autograd import owned
 
 
 class AttentionOptions(NamedTuple):
-    """The options of scaled_dot_product_attention; `grouped` is its `enable_gqa`."""
+    """Options of scaled_dot_product_attention; `grouped` is its `enable_gqa`."""
 
     dropout_p: float
     is_causal: bool
@@ -44,7 +44,7 @@ class Heads:
             self._mask_of = numbers.expand(self.batch).reshape(-1)  # for every head
 
     def per_head(self, j: int, t: Tensor) -> Tensor:
-        """Return operand `j`, or a tensor with its leading dimensions, as (count, ..., ...)."""
+        """Return operand `j`, or a tensor with the same leading dimensions, as (count, ..., ...)."""
         if self.groups > 1 and j > 0:
             t = t.repeat_interleave(self.groups, -3)
         return t.expand(*self.batch, *t.shape[-2:]).reshape(self.count, *t.shape[-2:])
@@ -68,7 +68,7 @@ class Heads:
     def in_torch_order(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """Return results (count, L, V) as (..., L, V), in the memory order of torch's kernel.
 
-        Models rely on it: heads lie beside each other, so that merging them is a view.
+        Models rely on this order: merging heads is then a view.
         """
         y = y.view(*self.batch, *y.shape[1:])
         if y.ndim < 4:

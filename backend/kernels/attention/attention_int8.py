@@ -1,6 +1,6 @@
 """Attention in INT8: scores from INT8 products, softmax in FP32, the other products in BF16.
 
-The scores of a few heads at a time go through all their passes together (`qsync.backend.block_sizes`).
+All passes run over the scores of a few heads at a time (`qsync.backend.block_sizes`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def attention_int8(
         S = c s_q s_k (Q K')      Q, K, V the INT8 codes with one scale per row; c is `scale`
         y = bf16(P) bf16(s_v V),  P = softmax(S + mask) in FP32
 
-    Arguments as torch's scaled_dot_product_attention; q, k, v are encoded "row". Saves the codes and
-    scales, the mask unchanged, and a byte per score of a dropout: backward computes S and P again. P
-    stays in 16 bits: quantizing it would take a pass over the scores, and its product would be no faster.
+    Arguments as torch's scaled_dot_product_attention; q, k, v are encoded "row". Saves codes and scales, the
+    mask, and a byte per score under dropout; backward recomputes S and P. P stays in 16 bits: quantizing it
+    takes another pass, and its product is no faster.
 
     >>> q, k, v = (Operand(x, encode(x, "int8_row")) for x in (q, k, v))
     >>> attention_int8(F.scaled_dot_product_attention, "fp32", q, k, v, is_causal=True)
@@ -58,7 +58,7 @@ def attention_int8(
 
 
 class _Call(NamedTuple):
-    """A call beside the tensors that get a gradient."""
+    """Options and operands of an INT8 attention call without its differentiable tensors."""
 
     operands: tuple[Encoded, Encoded, Encoded]  # q, k, v
     options: AttentionOptions
@@ -101,7 +101,7 @@ class _Int8Attention(torch.autograd.Function):
         for some in heads.chunks():
             weights = heads.weights(some)
             torch.bmm(heads.dropped(weights, some).to(q.dtype).mT, g[some], out=dv[some])
-            # Widened before anything is subtracted: the softmax's gradient is a difference.
+            # Widened before the subtraction: the softmax's gradient is a difference of close numbers.
             d_weights = heads.dropped(torch.bmm(g[some], v[some].mT).float(), some)
             d_scores = torch._softmax_backward_data(d_weights, weights, -1, torch.float32)
             if d_mask is not None:
@@ -127,11 +127,11 @@ class _Heads(Heads):
         self._matrices = [self.per_head(j, t[j]) for t in (self._codes, self._scales) for j in (0, 1)]
 
     def decoded(self, j: int) -> Tensor:
-        """Decode operand `j` for the products that are not in INT8, as (heads, length, width)."""
+        """Decode operand `j` as (heads, length, width), for the products in 16 bits."""
         return self.per_head(j, decode_matrices(self._codes[j], self._scales[j]))
 
     def chunks(self) -> list[slice]:
-        """Return the heads that are computed together, chunk by chunk."""
+        """Yield ranges of heads that are computed together."""
         most = scores_per_block(self._codes[0].device.type)
         step = max(most // max(math.prod(self.scores_shape[-2:]), 1), 1)
         return [slice(i, min(i + step, self.count)) for i in range(0, self.count, step)]
@@ -150,7 +150,7 @@ class _Heads(Heads):
         return torch.softmax(scores, -1)
 
     def dropped(self, weights: Tensor, some: slice) -> Tensor:
-        """Apply dropout to the weights of some heads."""
+        """Apply dropout to the attention weights of some heads."""
         if self.noise is None:
             return weights
         kept = self.noise.view(self.count, *self.scores_shape[-2:])[some]

@@ -1,7 +1,7 @@
-"""Attention over few keys on CPUs: all scores at once, in FP32; the weights are saved for backward.
+"""Attention over few keys on CPUs: all scores at once in FP32, weights saved for backward.
 
-Many small matrices cost calls and passes, not products, so INT8 operands are multiplied as FP32 ones: their
-products of codes are exact.
+Calls and passes dominate many small matrices, so INT8 operands are multiplied in FP32, which is exact for
+their codes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ def attention_short(
         S = c Q K' + mask,   P = bf16(softmax(S)),   y = P bf16(V),   c is `options.scale`
         dV = P' g,   dS = bf16(P (dP - sum(P dP))),   dP = bf16(g V'),   dQ = c dS K,   dK = c dS' Q
 
-    `values` are q, k and v, in BF16, or whatever was `encoded` "row" in INT8. Saves q, k and v, or their
-    codes and scales, and P. There is no dropout (see `saves_weights`).
-
-    ms forward and backward of 256 heads of 36x32 with a learned mask, torch in BF16 and this: 5.2 and 2.8
-    (one thread of an AMD EPYC).
+    `values` are q, k and v in BF16; `encoded` holds their INT8 codes instead, one scale per row. Saves the
+    operands and P. Dropout is not supported. ms forward and backward of 256 heads of 36x32 with a learned
+    mask, torch in BF16 and this: 5.2 and 2.8 (one thread of an AMD EPYC).
 
     >>> attention_short((q, k, v), None, None, AttentionOptions(0.0, False, 0.125, False), torch.bfloat16)
     """
@@ -91,7 +89,7 @@ def _scores(heads: Heads, saved: Sequence[Tensor], scale: float) -> Tensor:
 
 
 def _decoded(saved: Sequence[Tensor], j: int, dtype: torch.dtype) -> Tensor:
-    """Return operand `j`, saved as it is or as codes and scales, in FP32 or BF16."""
+    """Return operand `j`, from its saved values or codes, in FP32 or BF16."""
     if len(saved) == 3:
         return saved[j].to(dtype)
     codes, scale = saved[2 * j : 2 * j + 2]
@@ -99,7 +97,7 @@ def _decoded(saved: Sequence[Tensor], j: int, dtype: torch.dtype) -> Tensor:
 
 
 def _weights(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Return BF16 of softmax(scores + mask); a row that the mask hides has weights of 0, as in torch."""
+    """Return softmax(scores + mask) in BF16; a fully masked row has weights 0, as in torch."""
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
         scores.masked_fill_(later, -math.inf)
@@ -111,7 +109,7 @@ def _weights(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 def _hides_rows(mask: Tensor) -> bool:
-    """Return whether a mask may hide all keys from a query; a finite sum rules it out in one fast pass."""
+    """Return whether a mask may hide all keys from a query; a finite sum excludes it in one pass."""
     if mask.dtype is torch.bool:
         return not bool(mask.any(-1).all())
     infinite = not bool(mask.sum(dtype=torch.float32).isfinite())

@@ -1,19 +1,16 @@
-"""Decide which kernel computes attention on a CPU. No torch.
-
-The kernels choose by this module, and the memory model counts bytes by it.
-"""
+"""Decide which kernel computes attention on a CPU. No torch. Shared by the kernels and the memory model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_MOST_SAVED_KEYS = 64  # the width of a head: the weights of a query are as large as the query
+_MOST_SAVED_KEYS = 64  # keys; about a head's width, where a query's weights are as large as the query
 
 
 def saves_weights(keys: int, dropout_p: float) -> bool:
-    """Return whether attention in 16 bits saves its weights for backward, not its result.
+    """Return whether 16-bit attention saves its weights for backward instead of its result.
 
-    One product in the place of three makes up for the bytes. Dropout would need the weights twice.
+    Backward then needs one product instead of three. With dropout it would save the weights twice.
     """
     return keys <= _MOST_SAVED_KEYS and not dropout_p
 
@@ -21,9 +18,9 @@ def saves_weights(keys: int, dropout_p: float) -> bool:
 def torch_fuses(
     query_shape: Sequence[int], value_width: int, dropout_p: float, masks: Iterable[tuple[int, bool]]
 ) -> bool:
-    """Return whether torch's fused kernel for CPUs takes such operands; its plain one writes all scores out.
+    """Return whether torch's fused CPU attention accepts such operands; its plain one writes all scores.
 
-    A mask is its number of dimensions, and whether it has a gradient.
+    A mask is given by its number of dimensions, and whether it has a gradient.
     """
     fits = len(query_shape) == 4 and query_shape[-1] == value_width and not dropout_p
     return fits and not any(dims == 3 or trains for dims, trains in masks)

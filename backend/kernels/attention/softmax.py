@@ -1,4 +1,4 @@
-"""The passes over attention's scores: softmax, dropout, rounding, and the gradient.
+"""Passes over attention scores: softmax, dropout, rounding, and the gradient.
 
 Each function has a plain body, which reads like its equation, and a compiled one, which takes one pass
 over memory (`qsync.backend.casts.tvm.attention`).
@@ -34,11 +34,10 @@ class Scores(NamedTuple):
 
 
 def softmax(scores: Scores) -> tuple[Tensor, Tensor]:
-    """Return the BF16 weights D P and the FP32 log sum exp(S) of every row (heads, rows).
+    """Return the BF16 weights D P of scores S, and each row's FP32 log sum exp(S) (heads, rows).
 
-    P is the softmax of S, and D = keep / (1 - p).
-
-    A row that a mask hides entirely has weights of 0, as in torch, and the sum Inf.
+    P is the softmax of S, and D = keep / (1 - p). A row that a mask hides entirely has weights of 0, as in
+    torch, and the sum Inf.
     """
     high = scores.high
     library = compiled_for("softmax", high, (torch.bfloat16,))
@@ -58,7 +57,7 @@ def softmax(scores: Scores) -> tuple[Tensor, Tensor]:
 
 
 def softmax_gradient(scores: Scores, sums: Tensor, means: Tensor, d_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute D P again, and dS = P (D dW - means), both in BF16.
+    """Recompute the weights D P, and compute the scores' gradient dS = P (D dW - means), in BF16.
 
     `sums` are those of `softmax`. `d_weights` is the gradient of D P in BF16, and is overwritten. means
     (heads, rows) are the sums of P D dW over rows.
@@ -67,7 +66,7 @@ def softmax_gradient(scores: Scores, sums: Tensor, means: Tensor, d_weights: Ten
     _dropped(d_weights, scores)
     if library is None:
         weights = (_values(scores) - sums.unsqueeze(-1)).exp_()
-        # Widened before anything is subtracted: the softmax's gradient is a difference.
+        # Widened before the subtraction: the softmax's gradient is a difference of close numbers.
         d_scores = d_weights.float().mul_(scores.keep_factor).sub_(means.unsqueeze(-1)).mul_(weights)
         weights = weights.mul_(scores.keep_factor).bfloat16()
         return _dropped(weights, scores), d_scores.bfloat16()
@@ -89,7 +88,7 @@ def _values(scores: Scores) -> Tensor:
 
 
 def _dropped(values: Tensor, scores: Scores) -> Tensor:
-    """Set the BF16 values that dropout drops to 0, in place."""
+    """Zero the BF16 values that dropout drops, in place."""
     if scores.kept is not None:
         values.view(torch.int16).bitwise_and_(scores.kept)
     return values
@@ -100,7 +99,7 @@ def _variant(scores: Scores) -> str:
 
 
 def _arguments(scores: Scores) -> tuple[object, ...]:
-    """Return the arguments that both compiled programs take first."""
+    """Return the first arguments of both compiled softmax programs."""
     mask = scores.high if scores.mask is None else scores.mask
     workspace = torch.empty(scores.high.shape[2], dtype=torch.float32)
     return scores.high, scores.low, mask, scores.factor, scores.first, scores.keep_factor, workspace

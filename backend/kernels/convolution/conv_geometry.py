@@ -1,4 +1,4 @@
-"""The geometry of a convolution: what its stride, padding, dilation and groups mean in numbers."""
+"""Stride, padding, dilation and groups of a convolution, as numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Geometry(NamedTuple):
-    """A convolution's geometry; `extra` is the padding that "same" adds after (width, height)."""
+    """A convolution's geometry; `extra` is the right and bottom padding of "same", (width, height)."""
 
     stride: list[int]
     padding: list[int]
@@ -18,7 +18,7 @@ class Geometry(NamedTuple):
 
 
 def single(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    """Return what torch takes for one dimension as a tuple of one."""
+    """Return a 1-D convolution's argument (a number or a tuple) as a tuple of one."""
     return (value,) if isinstance(value, int) else tuple(value)
 
 
@@ -27,7 +27,7 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
 
 
 def geometry_of(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> Geometry:
-    """Return the geometry of a convolution of images by its weight (c, C / groups, kh, kw)."""
+    """Return the geometry of a 2-D convolution call, for a weight (c, C / groups, kh, kw)."""
     dilation = _pair(dilation)
     extra = (0, 0)
     if padding == "valid":

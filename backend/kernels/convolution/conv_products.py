@@ -1,4 +1,4 @@
-"""What convolutions of INT8 and of BF16 share: windows, and gradients by their products or by oneDNN."""
+"""Windows and gradients shared by INT8 and BF16 convolutions on CPUs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from qsync.backend.shape_choices import choose
 
 
 def multiplies_windows(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> bool:
-    """Return whether products of windows are faster in BF16 than oneDNN."""
+    """Return whether BF16 products of windows are faster than oneDNN for a convolution."""
     pixels = pixels_of(x_shape, w_shape, geometry)
     return bf16_windows_pay(pixels, w_shape, geometry.groups, max(geometry.stride) > 1)
 
 
 def pixels_of(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> int:
-    """Return the number of the result's pixels, in all images."""
+    """Return the number of pixels of the result, in all images."""
     sizes = zip(x_shape[2:], geometry.padding, geometry.dilation, w_shape[2:], geometry.stride, strict=True)
     return x_shape[0] * math.prod((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, p, d, k, s in sizes)
 
@@ -79,9 +79,9 @@ def onednn_gradients(
     w_shape: torch.Size,
     geometry: Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the same by torch, but a depthwise dW by a loop where that is faster.
+    """Compute a convolution's gradients by torch; a depthwise dW by a compiled loop where faster.
 
-    Of an unsaved operand torch reads the shape alone.
+    An operand that was not saved is passed by shape alone.
     """
     dw = None
     if x is not None and loop_pays(x_shape, w_shape, geometry):
@@ -110,7 +110,7 @@ def _weight_gradient_by_loop(g: Tensor, x: Tensor, w_shape: torch.Size, geometry
 
 
 def loop_pays(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> bool:
-    """Return whether a loop computes a depthwise weight's BF16 gradient faster than oneDNN, timed once."""
+    """Return whether a compiled loop beats oneDNN for a depthwise BF16 weight gradient; timed once."""
     if w_shape[1] != 1 or geometry.groups != w_shape[0]:
         return False
 

@@ -1,6 +1,6 @@
-"""Decide when a convolution on a CPU multiplies unfolded windows. No torch.
+"""Decide when a CPU computes a convolution as a product of unfolded windows. No torch.
 
-The kernels choose by this module, and the memory model counts bytes by it.
+Shared by the kernels and the memory model.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 def bf16_windows_pay(pixels: int, w_shape: Sequence[int], groups: int, strided: bool) -> bool:
     """Return whether BF16 products of windows beat oneDNN, forward and backward.
 
-    `pixels` counts the result's pixels in all images. Unfolding costs time by pixels; oneDNN reorders the
-    weight, which costs time by outputs. So their ratio decides, whatever the channels and the window: over
-    139 shapes of kernels 1, 3 and 5 both took as long at about 0.4 pixels an output without a stride, and at
-    4 with one (one thread of a Zen 4; a Zen 5 gains up to 8 and 32, which a Zen 4 loses).
+    `pixels` counts the result's pixels in all images. Unfolding time grows with pixels, oneDNN's reordering
+    of the weight with outputs, so their ratio decides. Over 139 shapes with filters of 1, 3 and 5, both were
+    equal at about 0.4 pixels per output without a stride, and at 4 with one (one thread of a Zen 4; 8 and 32
+    on a Zen 5).
     """
     outputs, channels = w_shape[:2]
     return groups == 1 and channels >= 16 and 0 < 2 * pixels <= (8 if strided else 1) * outputs
@@ -24,8 +24,8 @@ def bf16_windows_pay(pixels: int, w_shape: Sequence[int], groups: int, strided: 
 def int8_windows_pay(pixels: int, w_shape: Sequence[int], groups: int) -> bool:
     """Return whether products of windows beat oneDNN for an INT8 convolution.
 
-    oneDNN packs the weight anew after every optimizer step, 4.5 ns an element; windows cost about 0.05 ns an
-    element, more if pixels are short. ms for packing, oneDNN, and unfolding with its product, one thread of a
+    oneDNN packs the weight after every optimizer step, 4.5 ns an element; windows cost about 0.05 ns an
+    element, more with few channels. ms for packing, oneDNN, and unfolding with its product, one thread of a
     Zen 5: 0.26 + 1.6 and 2.2 for 16x64x32x32 3x3, 2.7 + 5.6 and 5.9 for 16x256x16x16 3x3, 10.5 + 1.4 and 1.0
     for 32x512x2x2 3x3.
     """
@@ -36,13 +36,11 @@ def int8_windows_pay(pixels: int, w_shape: Sequence[int], groups: int) -> bool:
 
 
 def int8_gradient_unfolds(x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]) -> bool:
-    """Return whether the input's INT8 gradient is a product of the gradient's windows.
+    """Return whether the INT8 input gradient is computed from unfolded windows of the output gradient.
 
-    Such a product has one scale per image, because a window has pixels of any place. Windows of one pixel,
-    and of images that the convolution makes smaller, are products of pixels that are folded: one scale per
-    pixel of the gradient.
-
-    x (n, C, h, w), W (c, C, kh, kw), y (n, c, p, q).
+    Such a product has one scale per image, because windows overlap. With filters of one pixel, or results
+    smaller than the input, products of pixels are folded instead, with one scale per pixel. x (n, C, h, w), W
+    (c, C, kh, kw), y (n, c, p, q).
     """
     return math.prod(w_shape[2:]) > 1 and math.prod(x_shape[2:]) < 2 * math.prod(y_shape[2:])
 
@@ -50,7 +48,7 @@ def int8_gradient_unfolds(x_shape: Sequence[int], w_shape: Sequence[int], y_shap
 def windows_bytes(
     precision: str, x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]
 ) -> tuple[int, int]:
-    """Return the workspace of a conv2d's windows, forward and backward; zero through oneDNN.
+    """Return the bytes of a conv2d's unfolded windows, forward and backward; zero through oneDNN.
 
     x (n, C, h, w), W (c, C / groups, kh, kw), y (n, c, p, q).
     """
@@ -65,10 +63,9 @@ def windows_bytes(
 
 
 def packed_bytes(x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]) -> int:
-    """Return the bytes of a conv2d's INT8 weight as oneDNN packs it; zero for windows.
+    """Return the bytes of a conv2d's INT8 weight packed by oneDNN; zero for windows.
 
-    They stay beside the weight until the optimizer's step: the codes, and per output channel their sum (4
-    bytes) and a zero point (8).
+    They live until the optimizer's step: codes, and per output channel a sum (4 bytes) and a zero point (8).
     """
     if windows_bytes("int8", x_shape, w_shape, y_shape)[0]:
         return 0

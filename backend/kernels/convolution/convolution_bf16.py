@@ -1,6 +1,6 @@
-"""Convolutions in BF16 on CPUs: products of unfolded windows, or oneDNN.
+"""BF16 convolutions on CPUs: products of unfolded windows, or oneDNN, by shape.
 
-The shape decides which. Images are computed with in the order that convolution_int8.py describes.
+convolution_int8.py describes the memory order of images.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def conv2d_bf16(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Run the target on BF16 operands: as products of windows if that is faster, else unchanged.
+    """Run a BF16 convolution as products of unfolded windows if faster, else by the target.
 
         y = W unfold(x) + b,   dx = fold(W' g),   dW = g unfold(x)'
 
@@ -61,7 +61,7 @@ def conv2d_bf16(
 
 
 class _Bf16Convolution(torch.autograd.Function):
-    """A BF16 convolution that saves input and weight, and unfolds windows again in backward."""
+    """BF16 convolution that saves input and weight, and unfolds windows again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:

@@ -1,11 +1,8 @@
-"""Convolutions in INT8 on CPUs: products of unfolded windows, or oneDNN (FP32 where its sums are cut off).
+"""INT8 convolutions on CPUs: products of unfolded windows, or oneDNN (FP32 where its sums saturate).
 
-With INT8 gradients, both of their products are of windows.
-
-The shape decides which. Images and weights are computed with in channels-last order, whatever order the
-model's parameters have. The result stays in that order for the operators after it, as lowering knows
-(`Run.channels_last`). The gradient of the input returns in the input's own order: the operator before is
-several times slower if its gradient and its saved tensors lie in different orders.
+The shape decides. Images and weights are converted to channels-last order. The result stays in that order for
+the next operators (`Run.channels_last`). The input's gradient returns in the input's own order: the operator
+before is several times slower if its gradient and saved tensors differ in order.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ from qsync.errors import UnsupportedError
 
 
 class _Call(NamedTuple):
-    """An INT8 call beside the tensors that get a gradient; `dtype` is the result's."""
+    """Options of an INT8 convolution without its differentiable tensors; `dtype` is the result's."""
 
     x: Encoded
     weight: Encoded
@@ -71,7 +68,7 @@ def conv2d_int8(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Compute y = conv(x, W) + b with x and W in INT8, gradients through BF16 convolutions.
+    """Convolve in INT8, y = conv(x, W) + b; compute gradients by BF16 convolutions.
 
         y  = s_x[n] s_w[c] conv(X, W) + b[c]       X, W the INT8 codes, one scale per image and output channel
         dx = conv_x(bf16(g), bf16(s_w W)),   dW = conv_w(bf16(g), bf16(s_x X)),   db = sum g
@@ -101,13 +98,13 @@ def conv2d_int8_all(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Compute `conv2d_int8` with INT8 gradient products as well, rounded stochastically.
+    """Convolve with INT8 products forward and backward, gradients rounded stochastically.
 
         dx = s_h unfold(H) W'  or  fold(s_h H W),    H = stochastic INT8 of g s_w, one scale s_h per image or
                                                      pixel: see `int8_gradient_unfolds`
         dW = s_k (K' unfold(X)),                     K = stochastic INT8 of g s_x, one scale s_k per output
 
-    Raises UnsupportedError for groups too.
+    Raises UnsupportedError for an input without a batch dimension, and for groups.
 
     >>> conv2d_int8_all(torch.conv2d, "fp32", Operand(x, x8), Operand(w, w8), padding=1)
     """
@@ -130,9 +127,9 @@ def conv1d_int8(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Compute `conv2d_int8` of signals (n, C, length) and W (c, C / groups, k).
+    """Convolve signals (n, C, length) with W (c, C / groups, k) in INT8.
 
-    Signals are images of height 1.
+    Signals run as images of height 1 through `conv2d_int8`.
 
     >>> conv1d_int8(torch.conv1d, "fp32", Operand(x, x8), Operand(w, w8), padding=1)
     """
@@ -299,19 +296,20 @@ def _convolved(
     dtype: torch.dtype,
     geometry: Geometry,
 ) -> Tensor:
-    """Convolve codes by oneDNN where its sums are exact, else by torch in FP32; scale sums per image."""
+    """Convolve codes by oneDNN if its sums are exact, else by torch in FP32; scale sums per image."""
     sums = (_sums_of_onednn if sums_int8_exactly() else _sums_in_fp32)(x_codes, weight, geometry)
     return scale_images(sums, x_scale, bias, dtype)
 
 
 def _sums_of_onednn(x_codes: Tensor, weight: Encoded, geometry: Geometry) -> Tensor:
-    """Return sums (n, c, p, q) of activations of zero point 128 with the weight's codes, times its scale."""
+    """Return oneDNN's sums (n, c, p, q) for activations with zero point 128, times the weight's scale."""
     shape = tuple(x_codes.shape)
     key = ("qconv", shape, geometry.groups, *geometry.stride, *geometry.padding, *geometry.dilation)
     arguments = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
     if key not in weight.packed:
         scale = weight.code_scale.reshape(-1)
-        # Packing reads every scale in turn, and packs the same with one: 0.06 ms, not 0.48, for 960 channels.
+        # oneDNN packs slower with a scale per channel, to the same result: 0.48 ms, 0.06 with one, for 960
+        # channels.
         prepacked = torch.ops.onednn.qconv_prepack(weight.data, scale[:1], 1.0, 128, *arguments, list(shape))
         weight.packed[key] = (prepacked, scale, torch.zeros_like(scale, dtype=torch.int64))
     sums: Tensor = torch.ops.onednn.qconv_pointwise(
@@ -321,20 +319,20 @@ def _sums_of_onednn(x_codes: Tensor, weight: Encoded, geometry: Geometry) -> Ten
 
 
 def _sums_in_fp32(x_codes: Tensor, weight: Encoded, geometry: Geometry) -> Tensor:
-    """Compute `_sums_of_onednn` in FP32, of which integers are exact up to 2^24."""
+    """Return a convolution's INT8 sums computed in FP32, which is exact up to 2^24."""
     sums = torch.conv2d(x_codes.float().sub_(128), weight.data.float(), None, *geometry[:4])
     return sums.mul_(weight.code_scale.reshape(-1, 1, 1))
 
 
 def _images_to_bf16(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return BF16 of g (n, C, h, w), channels-last, and the FP32 sums of its channels (C)."""
+    """Return g (n, C, h, w) in BF16, channels-last, and the FP32 sums of its channels (C)."""
     flat = g.permute(0, 2, 3, 1).contiguous()
     rounded, sums = to_bf16_and_sum(flat.view(math.prod(flat.shape[:-1]), flat.shape[-1]))
     return rounded.view(flat.shape).permute(0, 3, 1, 2), sums
 
 
 def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode channels-last codes (n, C, h, w), one scale per first index, to BF16."""
+    """Decode channels-last codes (n, C, h, w) with one scale per first index, to BF16."""
     flat = codes.permute(0, 2, 3, 1)
     decoded = decode_rows(flat.reshape(len(flat), math.prod(flat.shape[1:])), scale)
     return decoded.view(flat.shape).permute(0, 3, 1, 2)
@@ -346,7 +344,7 @@ def _weight_gradient(gradient: Tensor, dtype: torch.dtype, contiguous: bool) -> 
     DDP requires the gradient to have the parameter's strides on every rank.
     """
     last = gradient.permute(0, 2, 3, 1)
-    if contiguous and gradient.is_contiguous():  # with one channel it may have the strides of either order
+    if contiguous and gradient.is_contiguous():  # with one channel it may have either order's strides
         return gradient.to(dtype).flatten().view(gradient.shape)
     if not contiguous or not last.is_contiguous():
         return gradient.to(dtype)

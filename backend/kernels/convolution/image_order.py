@@ -1,4 +1,4 @@
-"""Bring images (n, C, h, w) into one of torch's two memory orders: channels first (contiguous), or last."""
+"""Convert images (n, C, h, w) between torch's memory orders: channels-first (contiguous) and -last."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from qsync.backend.autograd import differentiable, is_recorded, once_differentiable, untraced
 from qsync.backend.casts.cast_ops import transpose_last
 
-ORDERS = (torch.channels_last, torch.contiguous_format)  # that of lowered convolutions' results first
+ORDERS = (torch.channels_last, torch.contiguous_format)  # lowered convolutions' order first
 
 
 def lies_channels_last(x: Tensor) -> bool:
-    """Return whether images lie in channels-last order, be it in contiguous order as well."""
+    """Return whether images are in channels-last order, even if they are also contiguous."""
     return x.is_contiguous(memory_format=torch.channels_last)
 
 
 def is_channels_first(x: Tensor) -> bool:
-    """Return whether images lie in contiguous order and in no other."""
+    """Return whether images are contiguous and not also channels-last."""
     return x.is_contiguous() and not lies_channels_last(x)
 
 
 def is_one_channel(x: Tensor) -> bool:
-    """Return whether images are in both orders; torch treats such ones, and a result, as contiguous."""
+    """Return whether images are in both orders; torch then treats them and results as contiguous."""
     return x.shape[1] == 1 and x.is_contiguous()
 
 
@@ -49,35 +49,34 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def own_order(t: Tensor) -> torch.memory_format | None:
-    """Return an order in which images or filters lie; None if they lie in neither."""
+    """Return the memory order of images or filters; None if they are in neither."""
     return next((order for order in ORDERS if t.is_contiguous(memory_format=order)), None)
 
 
 def ordered(images: Tensor, order: torch.memory_format) -> Tensor:
-    """Return images in an order."""
+    """Return images in a memory order."""
     return channels_last(images) if order is torch.channels_last else channels_first(images)
 
 
 def laid_out(
     gradient: Tensor, shape: torch.Size, strides: tuple[int, ...], order: torch.memory_format | None
 ) -> Tensor:
-    """Return a gradient with the strides of what it is the gradient of, if that lies in some order."""
+    """Return a gradient with the strides of its tensor, if that tensor is in one of the orders."""
     return gradient if order is None else ordered(gradient, order).as_strided(shape, strides)
 
 
 def with_own_strides(weight: Tensor) -> Tensor:
-    """Return a weight whose gradient has its strides, where dimensions of size 1 leave them open.
+    """Return a weight whose gradient keeps the weight's strides, even of dimensions of size 1.
 
-    DDP's buckets have a parameter's own strides. Those of larger dimensions torch restores by itself.
+    DDP's buckets have a parameter's own strides; torch restores only those of larger dimensions.
     """
     return differentiable(_OwnStrides, weight)
 
 
 def find_channels_last(images: Tensor, data: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return images, and what is computed with in their place (`data`; else they), in channels-last order.
+    """Return images, and their data for computing (`data`, or themselves), in channels-last order.
 
-    The gradient of the images returns in their own order: the operator before is several times slower if its
-    gradient and its saved tensors lie in different orders.
+    The gradient of the images returns in their own order.
     """
     if images.ndim != 4 or (lies_channels_last(images) and not is_one_channel(images)):
         return images, images if data is None else data
@@ -88,7 +87,7 @@ def find_channels_last(images: Tensor, data: Tensor | None = None) -> tuple[Tens
 
 
 class _Reordered(torch.autograd.Function):
-    """Images in channels-last order, or a view of them where others are computed with."""
+    """Images in channels-last order whose gradient returns in their own order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, reorders: bool) -> Tensor:

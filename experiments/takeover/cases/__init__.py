@@ -1,4 +1,4 @@
-"""Cases: what users do to a model, as functions that take a maker of models and return numbers."""
+"""Cases: users' operations on a model, as functions of a model maker that return numbers."""
 
 from qsync.experiments.takeover.cases import (  # noqa: F401  # each lists its cases
     calls,

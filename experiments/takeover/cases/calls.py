@@ -1,4 +1,4 @@
-"""Cases: calling a model, and its backward."""
+"""Cases: call a model, and run its backward."""
 
 from __future__ import annotations
 

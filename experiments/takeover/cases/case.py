@@ -1,7 +1,7 @@
-"""Cases: what users do to a model, as functions that take a maker of models and return numbers.
+"""Cases: users' operations on a model, as functions of a model maker that return numbers.
 
-`make(model)` wraps a model in one precision, or leaves it plain. A case returns the tensors that its user
-would look at: outputs, or gradients.
+`make(model)` wraps a model in one precision, or leaves it plain. A case returns the user-visible tensors:
+outputs, or gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from qsync.experiments.harness.cases import Cases
 
-# Users' models are of any class: what a case does to them is not typed.
+# Users' models have any class, so cases are not typed.
 Maker = Callable[[Any], Any]
 Outcome = Any  # a tensor, or a list of tensors
 
@@ -25,20 +25,20 @@ case = CASES.case
 
 
 def cases(group: str, given: Mapping[str, Callable[[Maker], Outcome]]) -> None:
-    """List cases that work, by name."""
+    """Register cases that work, by name."""
     for name, do in given.items():
         case(group, name)(do)
 
 
 class Block(nn.Module):
-    """A residual block, as transformers have it."""
+    """A transformer's residual block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x and its correction."""
+        """Return x plus its correction."""
         return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class Counting(Net):
-    """A model that counts its calls and warms up."""
+    """A model that counts its calls and scales the first ones down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Counting(Net):
 
 
 class Experts(Net):
-    """A mixture of experts as a loop, which nobody can trace: it asks how many tokens each expert has."""
+    """A mixture of experts as a loop over data-dependent token counts, which cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Experts(Net):
         self.back = nn.Linear(64, 32)
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Return logits of every token's one expert."""
+        """Return the logits of every token's expert."""
         tokens = x.flatten(0, 1)
         gates = self.router(tokens).softmax(-1)
         out = torch.zeros_like(tokens)
@@ -89,7 +89,7 @@ class Experts(Net):
 
 
 def net(kind: type[Net] = Net, seed: int = 0) -> Any:
-    """Return a model, the same each time."""
+    """Return the model, equal at every call."""
     torch.manual_seed(seed)
     return kind()
 
@@ -107,7 +107,7 @@ def gradients(model: Any, loss: torch.Tensor | None = None) -> Any:
 
 
 def called(make: Maker, model: Any = None) -> Any:
-    """Return a model after a first call and its backward."""
+    """Return a model after its first call and backward."""
     made = make(net() if model is None else model)
     made(data()).sum().backward()
     made.zero_grad()

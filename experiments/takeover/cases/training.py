@@ -1,4 +1,4 @@
-"""Cases: loops of training."""
+"""Cases: training loops."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""A running job against its prediction: where steps take longer, which rank and phase is to blame.
+"""Compare a running job with its prediction; name the rank and phase of slow steps.
 
-Now and then each rank publishes the medians of its phases in the job's store. Rank 0 compares one step
-later: that step has gradients of all ranks, so all have published theirs by then. No rank waits for another,
-and no collective is added.
+Periodically each rank publishes the medians of its phases in the job's store. Rank 0 compares one step later:
+that step needed all gradients, so all ranks have published. No rank waits for another, and no collective is
+added.
 
-Medians do not see a stall in every tenth step. So means are compared as well; a single pause makes them
-longer, too, so means must be longer in two comparisons in a row.
+Medians miss a stall in every tenth step. So means are compared as well; a single pause raises them, too, so
+they must be higher in two comparisons in a row.
 
-A machine has slow seconds of its own (another virtual machine on its host, heat). A job drifts only where
-it stays slower for `LASTING_S`: no comparison finds less than half of the tolerance, and the steps of all
-of them together, which tell who is to blame, take longer by the tolerance. Where the machines of all ranks
-are slower than when they were profiled, no rank is to blame: `slowdown` says by how much.
+Machines have slow seconds (a neighbouring virtual machine, heat). A job drifts only if it stays slower for
+`LASTING_S` seconds: no comparison is below half of the tolerance, and the phases of all of them together,
+which show the rank to blame, exceed the tolerance. If the machines of all ranks are slower than when
+profiled, no rank is to blame: see `slowdown`.
 
-A prediction is of the profiled step. A step that calls the model several times as often (gradient
-accumulation) is compared with as many times the profiled passes. Nothing is compared where the loop also
-trains something else in the step (a GAN's other network), or calls the model in another pattern.
+A prediction covers the profiled step. A step with several times as many model calls (gradient accumulation)
+is compared with a multiple of the profiled passes. Nothing is compared if the loop also trains something else
+in the step (a GAN's other network), or calls the model in another pattern.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ LASTING_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What replay predicts of a job: by class the phases of a step, and a rank's calls of the model in it.
+    """Predictions of replay for a job: phases of a step by class, and a rank's model calls per step.
 
-    `sequence_costs` are by class, too; None where the batch is not of sequences.
+    `sequence_costs` are by class; None if the batch is not of sequences.
     """
 
     phases: Mapping[str, Phases]
@@ -72,7 +72,7 @@ class Prediction:
 
     @classmethod
     def of(cls, plan: Plan, folder: Path) -> Prediction | None:
-        """Return the prediction of a plan whose basis rank 0 has in `folder`; None where it has none."""
+        """Return the prediction of a plan from the basis in rank 0's `folder`; None without one."""
 
         def predict() -> dict[str, Any] | None:
             try:
@@ -83,7 +83,7 @@ class Prediction:
                 timeline = replay(
                     basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
                 )
-            except QSyncError as error:  # as where the profiles of a cached plan are gone
+            except QSyncError as error:  # e.g. the profiles of a cached plan are gone
                 logger.warning("steps are not compared with a prediction: %s", error)
                 return None
             costs = sequence_costs(basis.graph, timeline, profiles)
@@ -105,7 +105,7 @@ class Prediction:
         )
 
     def repeated(self, times: int) -> dict[str, Phases]:
-        """Return the phases of a step that takes the profiled passes several times."""
+        """Return the phases of a step that repeats the profiled passes several times."""
         return {
             name: replace(
                 one,
@@ -119,7 +119,7 @@ class Prediction:
 
 
 def times_profiled(timer: PhaseTimer, prediction: Prediction, device_class: str) -> tuple[int, str]:
-    """Return how many times a timed step takes the profiled calls; 0, and why, if it cannot be compared."""
+    """Return how often a step repeats the profiled calls; 0 and the reason if not comparable."""
     num_calls, profiled = statistics.median_low(timer.num_calls), prediction.num_calls[device_class]
     if timer.others:
         return 0, f"{', '.join(sorted(timer.others))} trains in the same step"
@@ -132,10 +132,10 @@ ByRank = Sequence[tuple[str, Phases]]
 
 
 class SlowStretch:
-    """The comparisons in a row that found a job slower than predicted; `seconds` is how long it has been so.
+    """Consecutive comparisons that found a job slower than predicted, over `seconds` in total.
 
     A stretch begins with a comparison beyond the tolerance, and ends with one within half of it. `combine`
-    makes the phases of several comparisons into one; the stretch has `least` of them at least.
+    merges the phases of several comparisons; a drift needs at least `least` of them.
     """
 
     def __init__(self, combine: Callable[[Sequence[Phases]], Phases], least: int) -> None:
@@ -151,9 +151,9 @@ class SlowStretch:
         lasting_s: float,
         tolerance: float,
     ) -> Drift | None:
-        """Add a comparison, whose steps took `seconds`; return a drift if the stretch lasts long enough.
+        """Add a comparison over `seconds`; return a drift if the stretch is long enough.
 
-        The last `lasting_s` together tell who is to blame.
+        The last `lasting_s` seconds decide which rank is to blame.
         """
         if find_drift(predicted, measured, tolerance / 2 if self._found else tolerance) is None:
             self.end()
@@ -172,15 +172,15 @@ class SlowStretch:
         return find_drift(predicted, together, tolerance)
 
     def end(self) -> None:
-        """Forget what was found."""
+        """Reset the stretch."""
         self.seconds = 0.0
         self._found.clear()
 
 
 class Monitor:
-    """A watch over the steps of a model: rank 0 logs once when they drift from the prediction.
+    """Watches a model's steps; rank 0 logs once when they drift from the prediction.
 
-    `model` is what the loop calls: the model `trained`, or DDP around it. A drift lasts `lasting_s` at least.
+    The loop calls `model`: the module `trained`, or DDP around it. A drift lasts at least `lasting_s`.
 
     >>> monitor = Monitor(ddp, ddp.module, prediction, "infer")
     >>> monitor.drift            # on rank 0: the last drift, None if all is as predicted
@@ -208,21 +208,21 @@ class Monitor:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_published = 0
         store = distributed_c10d._get_default_store()
-        key = f"qsync/drift/{next(_numbers)}"  # ranks wrap models in the same order
+        key = f"qsync/drift/{next(_numbers)}"  # equal on all ranks, which wrap models in the same order
         self._store: Any = distributed_c10d.PrefixStore(key, store)
         monitors[model] = self
 
     def stop(self) -> None:
-        """Time no more steps."""
+        """Stop timing steps."""
         self.timer.stop()
 
     @property
     def slow_s(self) -> float:
-        """Return for how long, in seconds, every comparison has found the job slower than predicted."""
+        """Return the seconds for which every comparison has found the job slower than predicted."""
         return max(stretch.seconds for stretch in self._stretches)
 
     def expect(self, prediction: Prediction) -> None:
-        """Compare with another prediction from now on."""
+        """Replace the prediction to compare with."""
         self._prediction = prediction
         self._forget("")
 
@@ -272,14 +272,14 @@ _predictions: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Prediction, str]]
 
 
 def note_prediction(model: torch.nn.Module, prediction: Prediction, device_class: str) -> None:
-    """Remember what is predicted of a planned model, and this rank's class."""
+    """Remember a planned model's prediction, and this rank's class."""
     _predictions[model] = (prediction, device_class)
 
 
 def prediction_of(model: torch.nn.Module) -> tuple[Prediction, str] | None:
-    """Return what is predicted of a planned model, or of the one in DDP, and this rank's class."""
+    """Return the prediction of a planned model (or of the model in DDP), and this rank's class."""
     return _predictions.get(wrapped_module(model))
 
 
-# The monitor of each model that a loop calls (DDP, or the model), for as long as that lives.
+# The monitor of each called model (DDP, or the plain model), as long as it lives.
 monitors: weakref.WeakKeyDictionary[torch.nn.Module, Monitor] = weakref.WeakKeyDictionary()

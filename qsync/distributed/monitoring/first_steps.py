@@ -1,8 +1,8 @@
-"""The first real steps of a job against its prediction: profiles are corrected and the plan made again, once.
+"""Correct profiles by a job's first real steps, and plan again once.
 
-A profile is taken on one batch, before training. What it could not see is in the real steps: other batches,
-the loop's own work, memory as training leaves it. So the compute time of every class is multiplied by what
-its first steps took over what was predicted, and host and optimizer take what they took.
+A profile covers one batch, before training. Real steps add other batches, the loop's own work, and fragmented
+memory. So each class's compute time is multiplied by measured over predicted time, and host and optimizer
+times are replaced by the measured ones.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from qsync.replayer.slowdown import computing
 logger = logging.getLogger("qsync")
 
 NUM_STEPS = 20
-TOLERANCE = 0.03  # of a class's compute time: a smaller error of the prediction changes no plan
+TOLERANCE = 0.03  # relative error of a class's compute time: a smaller one changes no plan
 
-Measured = Mapping[str, Phases]  # class -> the phases of one profiled step, as the job measured them
+Measured = Mapping[str, Phases]  # class -> measured phases of one profiled step
 
 
 def check_first_steps(
@@ -35,11 +35,11 @@ def check_first_steps(
     plan_again: Callable[[Measured], Plan],
     adopt: Callable[[Plan], None],
 ) -> None:
-    """Compare the next steps that `timer` times with the prediction, on all ranks together, once.
+    """Compare the timer's next steps with the prediction, once, on all ranks together.
 
-    Where a class computes longer or shorter than predicted by more than `TOLERANCE`, `plan_again` runs on
-    rank 0, and `adopt` on every rank. Afterwards the timer goes on as before. Every rank must take the same
-    number of optimizer steps.
+    If a class's compute time is off by more than `TOLERANCE`, `plan_again` runs on rank 0, and `adopt` on
+    every rank. Afterwards the timer continues as before. Every rank must take the same number of optimizer
+    steps.
     """
     before = timer.num_kept, timer.when_full
 
@@ -75,7 +75,7 @@ def _say(text: str) -> None:
 
 
 def _by_class(ranks: list[tuple[str, Phases]], times: int) -> dict[str, Phases]:
-    """Return by class the median over its ranks, of one profiled step."""
+    """Return the median phases over each class's ranks, for one profiled step."""
     found = {}
     for name in dict.fromkeys(name for name, _ in ranks):
         phases = median([phases for of, phases in ranks if of == name])
@@ -87,12 +87,12 @@ def _by_class(ranks: list[tuple[str, Phases]], times: int) -> dict[str, Phases]:
 
 
 def compute_error(predicted: Phases, measured: Phases) -> float:
-    """Return by which part of the predicted compute time the measured one is longer."""
+    """Return the relative error of the predicted compute time; positive if steps take longer."""
     return measured.compute_s / predicted.compute_s - 1.0 if predicted.compute_s else 0.0
 
 
 def corrected(basis: Basis, predicted: Measured, measured: Measured) -> Basis:
-    """Return the basis with every class's profile as its first steps were.
+    """Return the basis with profiles corrected by the measured first steps.
 
     >>> corrected(basis, prediction.phases, measured).profiles["infer"].optimizer_s
     """

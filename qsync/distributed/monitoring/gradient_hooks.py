@@ -1,7 +1,7 @@
-"""Hooks on gradients: on all parameters until the order of a backward is known, then on a few of them.
+"""Hook the gradients of all parameters until their order is known, then only a few of them.
 
-A hook costs a microsecond or two of the thread that trains, once per parameter and pass. The first gradient
-of a backward, the last, and some between them say as much of where a rank stands.
+A hook costs the training thread one or two microseconds per parameter and pass. The first, the last and a few
+gradients between them show a rank's progress as well.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-_NUM_KEPT = 8  # of a backward's gradients
-_NUM_STEPS = 2  # in which all are seen: the first may take another way
+_NUM_KEPT = 8  # watched gradients per backward
+_NUM_STEPS = 2  # steps in which all are watched: the first one may differ
 
 
 class GradientHooks:
-    """Call `then` at gradients of `parameters`. The owner says when a backward or a step has ended."""
+    """Call `then` at gradients of `parameters`. The owner reports the end of backward and step."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], then: Callable[[], None]) -> None:
         self._parameters, self._then = parameters, then
@@ -27,7 +27,7 @@ class GradientHooks:
         return len(self._hooks)
 
     def see_all(self) -> None:
-        """Watch all parameters: at first, and where the watched ones get no gradient any more."""
+        """Watch all parameters: at the start, and when the watched ones get no more gradients."""
         if len(self._hooks) < len(self._parameters):
             self._watch(range(len(self._parameters)))
         self._orders: list[list[int]] = []
@@ -35,19 +35,19 @@ class GradientHooks:
         self._num_steps = 0
 
     def remove(self) -> None:
-        """Call `then` no more."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def backward_ended(self) -> None:
-        """Note the order in which the gradients of this backward came."""
+        """Record the order of this backward's gradients."""
         if self._num_steps < _NUM_STEPS:
             self._orders.append(self._arrived)
             self._arrived = []
 
     def step_ended(self) -> None:
-        """Watch a few gradients of every backward that was seen, once enough steps were."""
+        """After enough steps, watch only a few gradients of every recorded backward."""
         self._num_steps += 1
         if self._num_steps == _NUM_STEPS:
             self._watch({number for order in self._orders for number in _spread(order)})
@@ -68,7 +68,7 @@ class GradientHooks:
 
 
 def _spread(order: Sequence[int]) -> set[int]:
-    """Return the first and the last of an order, and some between them."""
+    """Return the first and the last item, and a few between them."""
     if len(order) <= _NUM_KEPT:
         return set(order)
     return {order[round(k * (len(order) - 1) / (_NUM_KEPT - 1))] for k in range(_NUM_KEPT)}

@@ -1,14 +1,13 @@
-"""Ranks that die: the others name the dead one and stop, instead of waiting in a collective for ever.
+"""Detect dead ranks: the others name the dead one and stop, instead of hanging in a collective.
 
 Once a second every rank counts up a key of its own in the job's rendezvous store and reads the keys of all
 others. Gloo notices a peer whose connection closes, but names an address. NCCL notices nothing. Neither
 notices a host that vanishes or a process that is stopped. The main thread may be inside a collective and
 cannot be interrupted there, so the process ends itself, with a sentence on stderr and exit code 3.
 
-A rank that has not begun is waited for, with a line that names it every ten seconds, up to a bound.
-
-A rank that lives but does not move is named too, by a rank that waits for it: with its count every rank
-publishes where its loop stands (`follow`). That ends nothing, since a rank may take its time.
+A rank that has not begun is waited for, with a line that names it every ten seconds, up to a bound. A rank
+that lives but does not move is named too, by a rank that waits for it: with its count every rank publishes
+where its loop stands (`follow`). That ends nothing, since a rank may take its time.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from qsync.errors import QSyncError, shortened
 
 EXIT_CODE = 3
 DEFAULT_TIMEOUT_S = 30.0
-JOIN_TIMEOUT_S = 600.0  # for ranks that have not begun: they may have more to load, or start later
-TOLD_S = 10.0  # from one line about a rank that is waited for to the next
+JOIN_TIMEOUT_S = 600.0  # seconds to wait for ranks that have not started: they may load more, or start later
+TOLD_S = 10.0  # seconds between two lines about a missing rank
 
 _FINISHED = "finished"
 _FAREWELL = "error: "
 _MOST_NAMED = 4
-_INTERVAL_S = 1.0  # between two beats, or less
+_INTERVAL_S = 1.0  # longest interval between two beats, in seconds
 _JOIN_POLL_S = 0.05
-_POLL_S = 0.01  # while rank 0 waits for the others to read its farewell
-_FOR_EVER = datetime.timedelta(days=20)  # more milliseconds would not fit where the store keeps them
+_POLL_S = 0.01  # seconds between two looks, while rank 0 waits for others to read its farewell
+_FOR_EVER = datetime.timedelta(days=20)  # the store's limit of milliseconds allows no more
 _watched_groups: list[dist.ProcessGroup] = []
 _followed: list[weakref.WeakMethod[Callable[[], Position]]] = []
 
@@ -55,13 +54,13 @@ def start(
     join_timeout_s: float = JOIN_TIMEOUT_S,
     before: tuple[distributed_c10d.Store, int, int] | None = None,
 ) -> Watch:
-    """Watch over the other ranks of the default process group, from a daemon thread, until `finish`.
+    """Watch the other ranks of the default process group from a daemon thread, until `finish`.
 
     This process prints one sentence and exits with code 3 if a rank shows no sign of life for `timeout_s`, if
     a rank has not begun its watch within `join_timeout_s`, if a rank leaves with an error, or if the store is
-    gone. Call it on every rank, after `init_process_group`; `before` that, give the store, this rank and the
-    number of ranks. A rank is silent while one of its calls holds the interpreter, so choose a timeout longer
-    than any such call. Without a process group, or alone in it, nothing is watched. Raises QSyncError for a
+    gone. Call it on every rank, after `init_process_group`; for a call before that, pass `before`: store,
+    rank and number of ranks. A rank is silent while a call holds the GIL, so choose a timeout longer than any
+    such call. A process without a process group, or alone in it, watches nothing. Raises QSyncError for a
     timeout under 1 s.
 
     >>> with liveness.start(timeout_s=30):
@@ -78,14 +77,14 @@ def start(
 
 
 def check_timeouts(timeout_s: object, join_timeout_s: object) -> None:
-    """Raise QSyncError for a timeout that is no number of seconds of at least 1."""
+    """Raise QSyncError unless a timeout is a number of at least 1 second."""
     for what, seconds in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 1 <= seconds < 1e6:
             raise QSyncError(f"{what} must be seconds of at least 1, found {shortened(seconds)}; 60 is usual")
 
 
 def watch_once(timeout_s: float = DEFAULT_TIMEOUT_S, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    """Start watching the ranks of this job, unless that was done: once, however many models are wrapped."""
+    """Start watching the job's ranks once per process, however many models are wrapped."""
     group = dist.group.WORLD
     if group is not None and not any(group is watched for watched in _watched_groups):
         _watched_groups.append(group)
@@ -93,7 +92,7 @@ def watch_once(timeout_s: float = DEFAULT_TIMEOUT_S, join_timeout_s: float = JOI
 
 
 def follow(position: Callable[[], Position]) -> None:
-    """Publish where this rank's loop stands, as a method returns it, for as long as its object lives."""
+    """Publish this rank's loop position, read from a method while its object lives."""
     _followed[:] = [weakref.WeakMethod(position)]
 
 
@@ -103,7 +102,7 @@ def _own_position() -> Position | None:
 
 
 class Watch:
-    """The watch of one rank over the others, made by `start`. Use `with`, or end it by `finish` or `fail`."""
+    """One rank's watch over the others, from `start`. Use `with`, or end it by `finish` or `fail`."""
 
     def __init__(
         self,
@@ -115,12 +114,12 @@ class Watch:
     ) -> None:
         self.rank = rank
         self.timeout_s, self.join_timeout_s = timeout_s, join_timeout_s
-        # Connections of our own: on a shared one, every call would wait for the blocking calls of others.
+        # Own connections: on a shared one, calls would wait for the blocking calls of other threads.
         self._store, self._bell = (_connection(store, timeout_s) if store else None for _ in range(2))
         self._interval_s = min(_INTERVAL_S, timeout_s / 10)
         self._names = {other: f"rank {other}" for other in range(world_size)}
         self._absent = {other for other in range(world_size) if other != rank}
-        self._finished: dict[int, int | None] = {}  # and after how many steps, where that is known
+        self._finished: dict[int, int | None] = {}  # finished ranks -> number of steps, if known
         self._began_s = self._round_s = self._told_s = time.monotonic()
         self._pulses = Pulses(self._round_s, patience_s=3 * self._interval_s + 1)
         self._stall, self._early_end = Stall(timeout_s), EarlyEnd(timeout_s)
@@ -128,12 +127,12 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def finish(self) -> None:
-        """Tell the others that this rank is done and well. A second call does nothing."""
+        """Tell the other ranks that this rank is done. A second call does nothing."""
         own = _own_position()
         self._end(_FINISHED if own is None else f"{_FINISHED} {own.step}")
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this rank leaves because of `reason`; they stop at once and repeat it."""
+        """Tell the other ranks that this rank leaves for `reason`; they print it and stop."""
         self._end(_FAREWELL + " ".join(reason.split()))
 
     def __enter__(self) -> Self:
@@ -154,20 +153,21 @@ class Watch:
         """Start the threads. Called by `start`."""
         assert self._store is not None
         self._store.set(f"who/{self.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
-        for run in (self._watch_ranks, self._watch_store, self._hear_bell):  # in this order, for `_end`
+        # In this order, which `_end` relies on
+        for run in (self._watch_ranks, self._watch_store, self._hear_bell):
             thread = threading.Thread(target=run, name=f"qsync liveness {run.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
         atexit.register(self._leave)
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has begun its watch, or the watch ends this process for want of one."""
+        """Wait until every rank has started its watch; if one does not, the watch ends this process."""
         names = [f"who/{rank}" for rank in self._names]
         while self._store is not None and not self._store.check(names):
             time.sleep(_JOIN_POLL_S)
 
     def _leave(self) -> None:
-        """End the watch when the interpreter ends, for scripts that do not end it themselves."""
+        """End the watch at interpreter exit, for scripts that do not end it."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self.finish()
@@ -178,10 +178,11 @@ class Watch:
         self.fail(sentence or _sentence(error))
 
     def _named_dead(self, error: BaseException) -> str | None:
-        """Return the sentence that names a dead rank, if `error` may come from a collective with it."""
+        """Return the sentence that names a dead rank, if it may have caused `error` in a collective."""
         if self._store is None or self._ended.is_set() or not isinstance(error, RuntimeError):
             return None
-        # A living rank beats once an interval. If a peer said why it left, the watch stops this process now.
+        # A living rank beats once per interval. If a peer reported an error, the watch stops this process
+        # now.
         time.sleep(4 * self._interval_s)
         silent = self._pulses.silent(time.monotonic(), 3 * self._interval_s)
         if silent:
@@ -196,23 +197,22 @@ class Watch:
         self._ended.set()
         self._woken.set()
         atexit.unregister(self._leave)
-        with contextlib.suppress(RuntimeError):  # the store is gone, so no rank would read a farewell
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no rank could read a farewell
             if self._threads[-1].is_alive():
                 self._store.set(f"bell/{self.rank}", "1")
-            # A thread that is inside the store when Python ends takes the process down with SIGABRT, so wait
-            # for a slow answer.
+            # A thread inside the store at Python's exit aborts the process (SIGABRT), so wait for it.
             for thread in self._threads:
                 thread.join(max(2 * self._interval_s, 10.0))
                 if thread.is_alive():
-                    return  # the store does not answer, so again no rank would read a farewell
+                    return  # the store does not answer, so no rank could read a farewell
             self._store.set(f"beat/{self.rank}", farewell)
             if self.rank == 0:
                 self._wait_until_read()
 
     def _wait_until_read(self) -> None:
-        """Let the others read rank 0's farewell, now: the store may end with rank 0.
+        """Wait until the others have read rank 0's farewell: the store may end with rank 0.
 
-        A rank that is leaving itself reads no more. Its own farewell is as good.
+        A rank that is leaving itself reads no more; its own farewell counts instead.
         """
         assert self._store is not None
         unread = set(self._pulses.since_s) | self._absent
@@ -230,7 +230,7 @@ class Watch:
         return self._store.check([f"beat/{other}"]) and not self._store.get(f"beat/{other}")[:1].isdigit()
 
     def _watch_ranks(self) -> None:
-        """Exchange beats once an interval until this rank has ended; stop at a dead one."""
+        """Exchange beats once per interval until this rank finishes; stop at a dead rank."""
         count = 0
         try:
             while not self._ended.is_set():
@@ -245,14 +245,14 @@ class Watch:
                 self._woken.wait(self._interval_s)
                 self._woken.clear()
         except RuntimeError as error:
-            # Once rank 0 has finished, the store may end with it; then there is nothing to watch.
+            # Once rank 0 has finished, its store may be gone, and watching ends.
             if 0 not in self._finished:
                 self._stop(self._lost_store(str(error).splitlines()[0]))
         finally:
             self._round_s = math.inf
 
     def _exchange(self, count: int) -> dict[int, str]:
-        """Publish this rank's beat and return the others', without ranks that have not begun their watch."""
+        """Publish this rank's beat; return the beats of the other ranks that have started their watch."""
         assert self._store is not None
         numbers = (count, *(_own_position() or ()))
         self._store.set(f"beat/{self.rank}", " ".join(str(int(number)) for number in numbers))
@@ -283,7 +283,7 @@ class Watch:
             self._stop(self._stopped(silent[0], self.timeout_s))
 
     def _name_absent(self) -> None:
-        """Print now and then which ranks have not begun, if this is the first that has; stop in the end."""
+        """Print missing ranks periodically (on the first rank present); stop the job at the timeout."""
         now_s = time.monotonic()
         if self._absent and now_s - self._began_s > self.join_timeout_s:
             self._stop(self._stayed_away(self.join_timeout_s) + "; a larger join_timeout_s waits longer")
@@ -294,7 +294,7 @@ class Watch:
                 _print(f"rank {self.rank} has waited {waited_s:.0f} s for {self._those_absent()} to join")
 
     def _name_stuck(self, beats: Mapping[int, str]) -> None:
-        """Print which rank all others wait for, if this is the first of those that wait."""
+        """Print the rank that all others wait for, from the first waiting rank."""
         own = _own_position()
         if own is None or self._absent:
             return
@@ -307,7 +307,7 @@ class Watch:
         for other in self._pulses.since_s:
             numbers = beats.get(other, "").split()[1:]
             if len(numbers) != 4 or not all(number.isdigit() for number in numbers):
-                return  # it has no loop yet, or leaves
+                return  # it has no loop yet, or is leaving
             step, phase, num_gradients, loads = map(int, numbers)
             positions[other] = Position(step, phase, num_gradients, bool(loads))
         stuck = self._stall.hear(time.monotonic(), positions)
@@ -326,18 +326,18 @@ class Watch:
         )
 
     def _hear_bell(self) -> None:
-        """Wake the other thread when rank 0 rings, which ends, or this rank, which ends itself."""
+        """Wake the other thread when rank 0 or this rank finishes."""
         assert self._bell is not None
-        with contextlib.suppress(RuntimeError):  # the store is gone: the other thread says so
+        with contextlib.suppress(RuntimeError):  # the store is gone; the other thread reports it
             self._bell.wait([f"bell/{self.rank}"], _FOR_EVER)
         self._woken.set()
 
     def _watch_store(self) -> None:
-        """Stop if the other thread waits too long: a store whose host has vanished never answers."""
+        """Stop if the other thread waits too long: a store on a vanished host never answers."""
         awake_s = time.monotonic()
         while not self._ended.wait(self._interval_s):
             now_s = time.monotonic()
-            # As in Pulses: if this thread stood still, the other thread did too.
+            # As in Pulses: if this thread was suspended, so was the other thread.
             previous_s, awake_s = awake_s, now_s
             if now_s - previous_s > 3 * self._interval_s + 1:
                 self._round_s = max(self._round_s, now_s)
@@ -377,11 +377,11 @@ class Watch:
         )
 
     def _stop(self, sentence: str) -> None:
-        """End this process: nothing else interrupts a main thread that waits in a collective."""
+        """End this process: a main thread inside a collective cannot be interrupted otherwise."""
         if self._ended.is_set():
             return
         _print(sentence)
-        # Flush what the main thread printed, but do not wait for long: it may hold the lock of the stream.
+        # Flush the main thread's output, but not for long: it may hold the stream's lock.
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)
         flush.start()
         flush.join(1.0)
@@ -389,7 +389,7 @@ class Watch:
 
 
 def _connection(store: Any, timeout_s: float) -> Any:
-    """Return the watch's part of a store, over a connection of its own."""
+    """Return the watch's own connection to its part of a store."""
     own = store.clone()
     own.set_timeout(datetime.timedelta(seconds=timeout_s))
     return distributed_c10d.PrefixStore("qsync/liveness", own)

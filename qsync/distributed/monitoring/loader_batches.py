@@ -1,4 +1,4 @@
-"""Every batch that a DataLoader of this process hands out, as those who listen see it."""
+"""Notify listeners of every batch that a DataLoader of this process returns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 
 
 class Listener(Protocol):
-    """What is told of batches: `fetching` is entered before a loader is asked, and left with the batch."""
+    """Listener to batches: the context `fetching` encloses each fetch of a batch."""
 
     def fetching(self, batches: Any) -> AbstractContextManager[None]:
-        """Stand around the fetch of the next batch of a loader's iterator."""
+        """Enclose the fetch of the next batch of a loader's iterator."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -21,16 +21,16 @@ _next_batch = _LoaderIterator.__next__
 
 
 def listen(listener: Listener) -> None:
-    """Tell a listener of all further batches, as long as it lives.
+    """Notify a listener of all further batches, as long as it lives.
 
-    The iterators of all loaders share one `__next__`; without listeners it is torch's own.
+    All loaders' iterators share one patched `__next__`; without listeners it is torch's own.
     """
     _listeners.add(listener)
     _LoaderIterator.__next__ = _told_next_batch  # type: ignore[assignment, method-assign]
 
 
 def ignore(listener: Listener) -> None:
-    """Tell a listener nothing more."""
+    """Stop notifying a listener."""
     _listeners.discard(listener)
     if not _listeners:
         _LoaderIterator.__next__ = _next_batch  # type: ignore[method-assign]

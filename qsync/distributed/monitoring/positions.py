@@ -1,4 +1,4 @@
-"""Where the training loop of each rank stands, and which rank the others wait for. Pure."""
+"""Compare ranks' positions in the training loop, and find the rank that others wait for. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _WHERE = ("before forward", "in forward", "in backward", "after backward")
 
 
 class Position(NamedTuple):
-    """A place in the training loop; the rank with the least is the one that others wait for.
+    """A position in the training loop; the others wait for the rank with the least.
 
-    `num_gradients` are the watched ones of this step so far. `loads` is set while the loop waits for a batch.
+    `num_gradients` counts this step's watched gradients. `loads` is set while the loop waits for a batch.
     """
 
     step: int
@@ -21,13 +21,13 @@ class Position(NamedTuple):
     loads: bool
 
     def __str__(self) -> str:
-        """Return the place in words."""
+        """Describe the position in words."""
         where = "in data loading" if self.loads else _WHERE[self.phase]
         return f"{where} of step {self.step}"
 
 
 class Stall:
-    """Notice that no rank moves, though some wait in a collective. The clock is an argument."""
+    """Detect that no rank moves while some wait in a collective. The clock is an argument."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -35,10 +35,10 @@ class Stall:
         self._since_s: float | None = None
 
     def hear(self, now_s: float, positions: Mapping[int, Position]) -> list[int]:
-        """Return the ranks that all others wait for, once a stall; all ranks if all wait for the network.
+        """Return the ranks that all others wait for, once per stall; all ranks if the network hangs.
 
-        A rank may wait in forward, where DDP hands out buffers, and in backward. Elsewhere the loop may take
-        its time: a long evaluation on all ranks is no stall, and neither is a forward that all compile.
+        Ranks wait for each other in forward (DDP broadcasts buffers) and in backward. Elsewhere the loop may
+        take its time: a long evaluation or compilation on all ranks is not a stall.
         """
         if positions != self._positions:
             self._positions, self._since_s = dict(positions), now_s
@@ -51,9 +51,9 @@ class Stall:
 
 
 class EarlyEnd:
-    """Notice a rank that ended before a backward pass which this rank began, and after which it stands still.
+    """Detect a rank that finished before a backward pass in which this rank now hangs.
 
-    Under gloo that exchange fails. Under NCCL the host goes on until it waits for the GPU, anywhere.
+    Under gloo that exchange fails. Under NCCL the host continues until it waits for the GPU, anywhere.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -62,7 +62,7 @@ class EarlyEnd:
         self._since_s: float | None = None
 
     def hear(self, now_s: float, own: Position, finished: Mapping[int, int | None]) -> int | None:
-        """Return such a rank, once a standstill. `finished` are ranks and the steps that they took."""
+        """Return such a rank, once per standstill. `finished` maps ranks to their numbers of steps."""
         if own != self._own:
             self._own, self._since_s = own, now_s
         begun = own.step + (own.phase >= BACKWARD)

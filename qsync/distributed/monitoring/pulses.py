@@ -1,4 +1,4 @@
-"""The beats of ranks, by which a rank that falls silent is noticed. Pure."""
+"""Detect silent ranks by their beats. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 
 class Pulses:
-    """The last beat of each rank, and when it was heard. Pure: the clock is an argument.
+    """The last beat of each rank, and the time of its arrival. Pure: the clock is an argument.
 
-    `patience_s` is the longest that a round may take. A longer round shows that this process itself stood
-    still.
+    A round longer than `patience_s` means that this process itself was suspended.
     """
 
     def __init__(self, now_s: float, patience_s: float) -> None:
@@ -19,9 +18,9 @@ class Pulses:
         self._patience_s = patience_s
 
     def hear(self, now_s: float, beats: Mapping[int, str]) -> None:
-        """Take in the beats of one round. A rank is alive at `now_s` if its beat is new or has changed."""
+        """Record the beats of one round. A rank is alive at `now_s` if its beat is new or changed."""
         if now_s - self._heard_s > self._patience_s:
-            # The machine was suspended or this interpreter was held: that time says nothing of other ranks.
+            # The machine or interpreter was suspended: this time tells nothing about other ranks.
             self.since_s = dict.fromkeys(self.since_s, now_s)
         self._heard_s = now_s
         for rank, beat in beats.items():
@@ -29,10 +28,10 @@ class Pulses:
                 self._beats[rank], self.since_s[rank] = beat, now_s
 
     def forget(self, rank: int) -> None:
-        """Expect no more beats of this rank: it has finished."""
+        """Expect no more beats from a finished rank."""
         self.since_s.pop(rank, None)
 
     def silent(self, now_s: float, timeout_s: float) -> list[int]:
-        """Return the ranks silent for longer than `timeout_s`, the longest silent first."""
+        """Return the ranks silent for more than `timeout_s`, longest first."""
         ranks = [rank for rank, since_s in self.since_s.items() if now_s - since_s > timeout_s]
         return sorted(ranks, key=lambda rank: (self.since_s[rank], rank))

@@ -1,4 +1,4 @@
-"""What a job really reaches: the samples per second of its first steps, said once."""
+"""Print the samples per second of a job's first steps, once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NUM_STEPS, _NUM_WARM = 20, 3
 
 
 class ReachedRate:
-    """A count of the optimizer steps of a model; after the first 20 a line says how fast they were.
+    """Counts a model's optimizer steps, and prints their speed after the first 20.
 
-    `samples` are those that the whole job takes with `num_calls` calls of the model on this rank: a loop that
-    accumulates gradients takes them several times before it steps. The steps before, which trace the model,
-    do not count. An optimizer counts if it holds the model's first trained parameter.
+    `samples` is the job's samples per `num_calls` model calls on this rank; gradient accumulation repeats
+    them within a step. Earlier steps, which trace the model, do not count. Only an optimizer of the model's
+    first trained parameter counts.
 
     >>> ReachedRate(model, samples=256, predicted_s=0.8, num_calls=1)
     """

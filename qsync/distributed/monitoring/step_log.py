@@ -1,4 +1,4 @@
-"""A log of every step's phases on this rank: one line of JSON a step, in a file of its own.
+"""Log the phases of every step of this rank: one line of JSON per step, one file per rank.
 
 `qsync.replayer.explanation.measured_steps` reads the files of all ranks together.
 """
@@ -23,7 +23,10 @@ logger = logging.getLogger("qsync")
 
 
 def new_log(folder: str | Path | None) -> Path | None:
-    """Return an empty file of this rank in the folder, None without one. An error is raised on all ranks."""
+    """Create this rank's empty log file in the folder; None without a folder.
+
+    An error is raised on all ranks.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def make() -> Path | None:
@@ -34,7 +37,7 @@ def new_log(folder: str | Path | None) -> Path | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
             more = log_file(path.parent, job.world_size())
-            more.unlink(missing_ok=True)  # of a job with more ranks; readers count the files
+            more.unlink(missing_ok=True)  # left by a job with more ranks; readers count the files
         except (OSError, TypeError) as error:
             why = getattr(error, "strerror", None) or error
             raise FormatError(
@@ -46,10 +49,10 @@ def new_log(folder: str | Path | None) -> Path | None:
 
 
 class StepLog:
-    """A file of the phases of all further steps that the timer of a model takes.
+    """Writes the phases of all further steps of a model's timer to a file.
 
-    The last steps are written when the model is gone, or the process ends. Steps that cannot be written, on a
-    full disk say, are one warning: training goes on, without further lines.
+    The last steps are written when the model is freed, or the process ends. A failed write, such as on a full
+    disk, gives one warning and ends the log; training goes on.
     """
 
     def __init__(self, path: Path, timer: PhaseTimer, model: torch.nn.Module, device_class: str) -> None:
@@ -63,7 +66,7 @@ class StepLog:
         self.write()
 
     def write(self) -> None:
-        """Append the steps that the timer holds."""
+        """Append the timer's steps to the file."""
         kept = zip(self._timer.numbers, self._timer.num_calls, self._timer.steps, strict=True)
         lines = [
             json.dumps({"step": number, "device_class": self._class, "calls": calls, **phases.to_json()})

@@ -1,8 +1,8 @@
-"""Where each rank's time goes in steps of a real training loop, timed by hooks: the loop is not changed.
+"""Time the phases of a rank's steps in an unchanged training loop, by hooks.
 
-`qsync.replayer.explanation.phases` says what the phases are. A pass begins with the first forward after a
-backward, and ends with the next backward: a step of gradient accumulation has several. A timing hook costs
-about a microsecond; a step has some twenty of them, however many parameters it trains.
+`qsync.replayer.explanation.phases` defines the phases. A pass begins with the first forward after a backward,
+and ends with the next backward: a step of gradient accumulation has several. A timing hook costs about a
+microsecond; a step has some twenty of them, however many parameters it trains.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from qsync.tracing.replaced_forward import NoHook, untraced
 logger = logging.getLogger("qsync")
 
 NUM_KEPT_STEPS = 256
-_MOST_PASSES = 4096  # of one step
+_MOST_PASSES = 4096  # passes per step; more mean that no optimizer ends the step
 
 
 class PhaseTimer:
-    """A timer of all further steps of `model`, in any training loop; `steps` holds the last of them.
+    """Times all further steps of `model`, in any training loop; `steps` holds the last of them.
 
-    `model` is what the loop calls (the model, or DDP around it), `trained` the module whose parameters get
-    gradients. Evaluation between two steps counts as host. The first step is not counted. Waiting
-    for a batch of no DataLoader counts as host, unless the loop fetches the batch in `with timer.fetching()`.
-    `log` and then `when_full`, if set, are called whenever there are `num_kept` steps, which are forgotten
-    after that. `when_resumed`, if set, is called at the end of every step that is not counted.
+    The loop calls `model` (the model, or DDP around it); `trained` is the module whose parameters get
+    gradients. Evaluation between two steps counts as host time. The first step is not counted. Waiting for a
+    batch counts as host time, unless it comes from a DataLoader or inside `with timer.fetching()`. `log` and
+    then `when_full`, if set, are called after every `num_kept` steps, which are then dropped. `when_resumed`,
+    if set, is called at the end of every step that is not counted.
 
-    `num_calls` holds the calls of the model with gradients in each of these steps, and `numbers` which
-    optimizer steps they are. `others` names what else trained in them: another timed model, or an optimizer
-    of other parameters.
+    Per step, `num_calls` holds the model's calls with gradients, and `numbers` the optimizer step's number.
+    `others` names other training in these steps: another timed model, or an optimizer of other parameters.
 
     >>> timer = PhaseTimer(ddp, ddp.module)
     >>> ...                                   # train
@@ -59,7 +58,7 @@ class PhaseTimer:
         self.steps: deque[Phases] = deque(maxlen=num_kept)
         self.num_calls: deque[int] = deque(maxlen=num_kept)
         self.numbers: deque[int] = deque(maxlen=num_kept)
-        self.num_kept = num_kept  # may be set lower for a while
+        self.num_kept = num_kept  # may be lowered for a while
         self.others: set[str] = set()
         self.log: Callable[[], None] | None = None
         self.when_full: Callable[[], None] | None = None
@@ -71,7 +70,7 @@ class PhaseTimer:
         self._marks: list[_Marks] = []
         self._ended: Any = None
         self._stepping: Any = None
-        # CPU seconds of this thread, which does the optimizer's work where there is no GPU.
+        # CPU seconds of this thread, which runs the optimizer if there is no GPU.
         self._cpu_s: Callable[[], float] = float if cuda else time.thread_time
         self._stepping_cpu_s = 0.0
         self._num_steps = 0
@@ -92,9 +91,9 @@ class PhaseTimer:
         listen(self)
 
     def _reset(self) -> None:
-        """Forget the step under way."""
+        """Discard the current step."""
         self._passes: list[_Pass] = []
-        self._begun: Any = None  # of the pass under way
+        self._begun: Any = None  # start of the current pass
         self._inside: Any = None
         self._returned: Any = None
         self._last_gradient: Any = None
@@ -103,7 +102,7 @@ class PhaseTimer:
         self._fetches: list[tuple[Any, Any]] = []
 
     def _optimizer_hooks(self) -> Iterator[Any]:
-        """Time the steps of all optimizers of the process until the timer is gone, stopped or not."""
+        """Time the steps of all optimizers of the process until the timer is freed."""
         begins = register_optimizer_step_pre_hook(_weakly(self._step_begins))
         ended = register_optimizer_step_post_hook(_weakly(self._step_ended))
         for hook in (begins, ended):
@@ -111,14 +110,14 @@ class PhaseTimer:
             yield hook
 
     def position(self) -> Position:
-        """Return where the loop stands; any thread may ask."""
+        """Return the loop's position; any thread may call this."""
         phase = BACKWARD if self._in_backward else int(self._begun is not None)
         if phase == 0 and self._passes:
             phase = AFTER_BACKWARD
         return Position(self._num_steps, phase, self._num_gradients, self._fetching)
 
     def stop(self) -> None:
-        """Time no more steps, and remove all hooks."""
+        """Stop timing, and remove all hooks."""
         ignore(self)
         self._running.discard(self)
         for hook in self._hooks:
@@ -126,7 +125,7 @@ class PhaseTimer:
         self._hooks = []
 
     def settle(self) -> None:
-        """Compute `steps` from the marks. On a GPU this waits for the marks, once."""
+        """Compute `steps` from the recorded events. On a GPU this synchronizes once."""
         self._clock.settle()
         between = self._clock.seconds
         for step in self._marks:
@@ -146,12 +145,12 @@ class PhaseTimer:
         self._marks.clear()
 
     def restart(self) -> None:
-        """Forget the step under way: the time since its start is not the loop's."""
+        """Discard the current step, because its time is not only the loop's."""
         self._ended = None
         self._reset()
 
     def clear(self) -> None:
-        """Forget all steps so far."""
+        """Discard all steps so far."""
         self.steps.clear()
         self.num_calls.clear()
         self.numbers.clear()
@@ -159,10 +158,10 @@ class PhaseTimer:
 
     @contextmanager
     def fetching(self, batches: Any = None) -> Iterator[None]:
-        """Count the time inside as the wait for the next batch.
+        """Count the time inside as waiting for the next batch.
 
-        The time counts in the loop's own thread alone, since threads that load ahead keep nobody waiting. If
-        one loader reads from another, the time counts once.
+        Only the loop's own thread counts, since prefetching threads delay nobody. If one loader reads from
+        another, the time counts once.
         """
         waits = self._ended is not None and self._begun is None and not self._fetching
         if not waits or threading.get_ident() != self._thread:
@@ -202,7 +201,7 @@ class PhaseTimer:
         if self._begun is None:  # a second backward after one forward
             self._begun = self._passes[-1].reduced if self._passes else self._last_gradient
             self._inside = self._returned = self._begun
-        # DDP queues the wait for its all-reduces while backward runs: what is queued after backward is later.
+        # DDP queues its wait for all-reduces during backward: a callback queued after backward runs later.
         _queue(lambda: _queue(self._when_ended))
 
     def _backward_ended(self) -> None:
@@ -215,11 +214,11 @@ class PhaseTimer:
             return
         self._passes.append(_Pass(self._begun, self._inside, self._returned, self._last_gradient, now))
         self._begun, self._in_backward = None, False
-        if self._stepping is not None:  # the optimizer's step has called a closure
+        if self._stepping is not None:  # the optimizer's step called a closure
             self._stepping, self._stepping_cpu_s = now, self._cpu_s()
 
     def _give_up_step(self) -> None:
-        """Forget a step that takes too many passes to be one: no optimizer of torch.optim ends it."""
+        """Discard a step with too many passes: no optimizer of torch.optim ends it."""
         if not self._said:
             logger.warning(
                 "qsync: %d backward passes of %s without a step of a torch.optim.Optimizer; its steps are "
@@ -237,7 +236,7 @@ class PhaseTimer:
             self.others.add(type(optimizer).__name__)
             return
         now, cpu_s = self._clock.now(), self._cpu_s() - self._stepping_cpu_s
-        is_first = bool(self._passes)  # of the optimizers of this step
+        is_first = bool(self._passes)  # of this step's optimizers
         if is_first and self.when_resumed is not None:
             self.when_resumed()
             now = self._clock.now()  # the time of that call belongs to no step
@@ -261,24 +260,24 @@ class PhaseTimer:
                 self.restart()  # the time of those calls belongs to no step
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether this optimizer, of all in the process, is the one of our parameters."""
+        """Return whether an optimizer holds this model's parameters."""
         return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The instants of one forward and backward, of a clock."""
+    """Clock times of one forward and backward pass."""
 
     begun: Any  # call of the model, or of DDP around it
-    inside: Any  # call of the model inside DDP: later if buffers are handed out
-    returned: Any  # from the model's last call
-    gradient: Any  # the rank's own last
+    inside: Any  # call of the model inside DDP, after any broadcast of buffers
+    returned: Any  # return of the model's last call
+    gradient: Any  # this rank's last gradient
     reduced: Any  # end of backward
 
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """The instants of one step, of a clock, and its calls of the model."""
+    """Clock times of one step, and its calls of the model."""
 
     ended: Any  # end of the previous optimizer step
     passes: list[_Pass]
@@ -291,9 +290,9 @@ class _Marks:
 
 
 class CallHook:
-    """A hook that calls `then` before every call of `model`, or after, outside of what torch.compile traces.
+    """Calls `then` before or after every call of `model`, outside of torch.compile's traces.
 
-    Copies and pickles of the model have a hook in its place that does nothing.
+    Copies and pickles of the model get a hook that does nothing.
     """
 
     def __init__(self, model: torch.nn.Module, then: Callable[[], None], *, after: bool = False) -> None:
@@ -309,17 +308,17 @@ class CallHook:
         return NoHook().__reduce__()
 
     def remove(self) -> None:
-        """Call `then` no more."""
+        """Remove the hook."""
         self._hook.remove()
 
 
 def _queue(then: Callable[[], None]) -> None:
-    """Call `then` at the end of the backward pass under way."""
+    """Call `then` at the end of the current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a call of a method that does not keep its object alive: the owner of a timer decides."""
+    """Return a callable of a method that holds its object weakly, so that its owner may free it."""
     bound: Any = method
     here, function = weakref.ref(bound.__self__), bound.__func__
 

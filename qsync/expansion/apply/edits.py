@@ -14,7 +14,7 @@ from qsync.expansion.recipe import module_kinds
 
 logger = logging.getLogger("qsync")
 
-# The mode is copied by itself. Recomputation of activations changes no value, and needs a function beside it.
+# The mode is copied separately. Activation recomputation changes no value, and needs a function beside it.
 _SET_ELSEWHERE = {"training", "gradient_checkpointing"}
 _ADDED_ANEW = ("transformers.", "qsync.")
 _MISSING = object()
@@ -50,10 +50,10 @@ def carry_edits(model: torch.nn.Module, fresh: torch.nn.Module, new: torch.nn.Mo
 
 
 def warn_of_hooks(model: torch.nn.Module) -> None:
-    """Log a warning if a module has forward hooks, which no grown model gets."""
+    """Log a warning if a module has forward hooks, which growing does not carry over."""
     for path, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # Transformers and qsync add hooks of their own, and do so in the grown model too.
+        # Transformers and qsync add their own hooks to the grown model, too.
         if any(not str(getattr(hook, "__module__", "")).startswith(_ADDED_ANEW) for hook in hooks):
             logger.warning(
                 "qsync: %s has forward hooks, which the grown model does not get; register them there",
@@ -68,7 +68,7 @@ def _shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
 
 
 def _layout(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Return the class of a module, and the names of its children where it has no parameters."""
+    """Return a module's class, and its children's names if it has no parameters."""
     return type(module), tuple(module._modules) if _is_empty(module) else ()
 
 
@@ -98,7 +98,7 @@ def _carry_attributes(
         if name.startswith("_") or is_set_elsewhere or not _is_plain(value):
             continue
         fresh, grown = (getattr(one, name, _MISSING) for one in (unedited, module))
-        # As text, NaN is the same as NaN.
+        # Compared as text, because NaN equals NaN there.
         if not _is_plain(fresh) or repr(value) == repr(fresh):
             continue
         if repr(grown) != repr(fresh):

@@ -60,7 +60,7 @@ def build_grown(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
 
 
 def _built(model: torch.nn.Module, plan: ModelMap, sizes: Sizes) -> torch.nn.Module:
-    """Return what the recipe builds with these sizes; torch's random state stays."""
+    """Return the recipe's model with these sizes, without changing torch's random state."""
     cards = {value.device.index for value in model.parameters() if value.is_cuda}
     try:
         with torch.random.fork_rng(sorted(card for card in cards if card is not None)):
@@ -81,7 +81,7 @@ def _sizes_text(sizes: Sizes) -> str:
 def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) -> None:
     """Raise MismatchError unless both models share the same parameters."""
     before = dict(model.named_parameters(remove_duplicate=False))
-    sources: dict[int, int] = {}  # by a parameter of either model: its counterpart
+    sources: dict[int, int] = {}  # parameter of either model -> its counterpart
     for name, value in new.named_parameters(remove_duplicate=False):
         source = before[plan.tensors[name].source]
         is_copied = plan.depth.block_of(plan.tensors[name].source) != ""

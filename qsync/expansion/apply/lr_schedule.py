@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qsync.errors import CalibrationError, FormatError, shortened
 
-# Epochs of LEMON's grown ViT over the epochs from scratch.
+# Epochs of LEMON's grown ViT over its epochs from scratch.
 RATIO = 130 / 300
 
 
@@ -29,10 +29,9 @@ class ExpandedSchedule(LRScheduler):
 
     LEMON (arXiv:2310.07999) trains grown vision transformers for 130 epochs instead of 300. The default ratio
     follows from this, and the published savings of 56.7 %; for BERT the paper states 33.2 %. The paper does
-    not fully state what it counts as cost. It also reports that a smaller maximum ends worse than the same
-    maximum with a faster decay. Savings on small models: `python -m
-    qsync.experiments.expansion.compare_growth`. The paper does not fix the shape; half a cosine is the usual
-    choice.
+    not fully define its cost. It also reports that a smaller maximum ends worse than the same maximum with a
+    faster decay. Savings on small models: `python -m qsync.experiments.expansion.compare_growth`. The paper
+    does not fix the shape; half a cosine is the usual choice.
 
     Like any torch scheduler: call `step()` once after each optimizer step, save `state_dict()` in
     checkpoints.
@@ -46,7 +45,7 @@ class ExpandedSchedule(LRScheduler):
         last_epoch: Index of the last step, as in torch; -1 for a new run.
 
     Raises:
-        CalibrationError: The numbers make no schedule.
+        CalibrationError: The numbers are invalid.
         FormatError: `load_state_dict` gets the state of another scheduler.
 
     Example:
@@ -85,7 +84,7 @@ class ExpandedSchedule(LRScheduler):
         at, warm_up = step / self.ratio, self.scratch_warm_up
         if at < warm_up:
             return (at + 1) / (warm_up + 1)
-        # total_steps is rounded, so that the last step may fall just short of the end.
+        # total_steps is rounded, so the last step may fall just short of the end.
         done = 1.0 if step >= self.total_steps else (at - warm_up) / (self.scratch_steps - warm_up)
         return self.floor + (1.0 - self.floor) * (1.0 + math.cos(math.pi * min(done, 1.0))) / 2.0
 
@@ -116,16 +115,17 @@ class ExpandedSchedule(LRScheduler):
 
 
 def _check(steps: int, warm_up: int, ratio: float, floor: float) -> None:
-    """Raise CalibrationError unless the numbers make a schedule."""
+    """Raise CalibrationError unless the numbers define a schedule."""
     for name, value, least in (("steps", steps, 1), ("warm_up", warm_up, 0)):
         if type(value) is not int or value < least:
             raise CalibrationError(
                 f"{name} must be a whole number of at least {least}, found {shortened(value)}; give the "
-                "from-scratch run's"
+                "from-scratch run's number"
             )
     if warm_up >= steps:
         raise CalibrationError(
-            f"warm_up must be less than steps, found {warm_up} of {steps}; both are the from-scratch run's"
+            f"warm_up must be less than steps, found {warm_up} of {steps}; give both numbers of the "
+            "from-scratch run"
         )
     if not _is_number(ratio) or not 0.0 < ratio <= 1.0:
         raise CalibrationError(

@@ -1,4 +1,4 @@
-"""Expand the optimizer state: moments grow as the gradients that they average."""
+"""Expand the optimizer state: its moments grow like the gradients that they average."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qsync.expansion.maps.model_map import ModelMap
 from qsync.expansion.maps.tensor_maps import TensorMap, along
 from qsync.records.json_files import check_kind
 
-# State of torch's optimizers per element: averages of gradients, and of squared gradients.
+# Per-element states of torch's optimizers: averages of gradients, and of squared gradients.
 _LINEAR = ("exp_avg", "momentum_buffer", "grad_avg")
 _SQUARED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 
@@ -25,11 +25,11 @@ class GrownState:
     `state_dict` fits `load_state_dict` of an optimizer over the grown model. Its groups hold the same
     parameters as the small optimizer's, in the grown model's order.
 
-    `exact` lists parameters whose gradient is a known multiple of the small model's, in every element that is
-    a copy. `approximate` lists those whose gradient is mixed by norms (writers of a normed stream, embeddings
-    with a tied head): the moments of all copies sum to the small model's. It also lists those whose weights
-    are added to their gradients (weight decay that is not decoupled). `fresh` lists the parameters of new
-    blocks, which have no state and count steps from 0.
+    `exact` lists parameters whose gradient, in every copied element, is a known multiple of the small
+    model's. `approximate` lists those whose gradient is mixed by norms (writers of a normed stream,
+    embeddings with a tied head): the moments of all copies sum to the small model's. It also lists those
+    whose weights are added to their gradients (weight decay that is not decoupled). `fresh` lists the
+    parameters of new blocks, which have no state and count steps from 0.
     """
 
     state_dict: dict[str, Any]
@@ -129,8 +129,8 @@ def _by_name(
         order = [name for group in groups for name in group.get("param_names", ())]
         if not order and len(groups) > 1:
             raise UnsupportedError(
-                f"the {len(groups)} groups of the optimizer's state do not name their "
-                "parameters; give the optimizer itself, or make it of model.named_parameters()"
+                f"the {len(groups)} groups of the optimizer's state do not name their parameters; give the "
+                "optimizer itself, or create it from model.named_parameters()"
             )
         order = order or list(parameters)
         if len(order) != len(keys) or not set(order) <= parameters.keys():
@@ -156,7 +156,7 @@ def is_exact(m: TensorMap) -> bool:
 
 
 def grown_gradient(m: TensorMap, gradient: torch.Tensor, power: int = 1) -> torch.Tensor:
-    """Return a power of the gradient of the grown tensor from that of the small one, 0 outside of copies.
+    """Expand a power of a tensor's gradient to the grown tensor, with 0 outside of copies.
 
     A copy along a written axis gets the share of its readers, divided by the scale of the copy. A copy along
     a read axis gets the whole gradient of the source, because it reads the same values.
@@ -174,14 +174,14 @@ def grown_gradient(m: TensorMap, gradient: torch.Tensor, power: int = 1) -> torc
 
 
 def _adds_weights(options: Mapping[str, Any]) -> bool:
-    """Return whether a group adds its weights to their gradients, as weight decay that is not decoupled."""
+    """Return whether a group has coupled weight decay, which adds weights to their gradients."""
     return bool(options.get("weight_decay")) and not options.get("decoupled_weight_decay", False)
 
 
 def _power_of(key: str, known: Mapping[str, Any]) -> int | None:
-    """Return the power of the gradient that an entry averages; None for an unknown entry."""
+    """Return the power of the gradient that a state entry averages; None for an unknown entry."""
     if key == "momentum_buffer" and "square_avg" in known:
-        return 0  # RMSprop: of g / sqrt(v)
+        return 0  # RMSprop averages g / sqrt(v)
     return 1 if key in _LINEAR else 2 if key in _SQUARED else None
 
 
@@ -194,7 +194,8 @@ def _grown(
         if key == "step" or not isinstance(value, torch.Tensor) or value.ndim == 0:
             found[key] = value.clone() if isinstance(value, torch.Tensor) else value
         elif (power := _power_of(key, known)) is not None:
-            start = float(options.get("initial_accumulator_value", 0.0)) if key == "sum" else 0.0  # Adagrad
+            # Adagrad's start value
+            start = float(options.get("initial_accumulator_value", 0.0)) if key == "sum" else 0.0
             grown = _moment(m, key, value.double() - start, power) + start
             found[key] = grown.to(dtype=value.dtype, device=like.device)
         else:

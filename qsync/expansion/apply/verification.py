@@ -16,7 +16,7 @@ from qsync.errors import CalibrationError, FormatError, UnsupportedError, shorte
 from qsync.tracing.replaced_forward import plain_copy
 from qsync.tracing.tracer import call_arguments, check_batch
 
-TOLERANCE = 1e-9  # weights in FP64: some hundred roundings of 1e-16, on values around 1
+TOLERANCE = 1e-9  # for weights in FP64: some hundred roundings of 1e-16, on values around 1
 # Relative, for weights in a shorter type: each share is rounded when stored, by 2^-24 in FP32, 2^-11 in FP16
 # and 2^-8 in BF16. The tolerance permits some dozen such roundings, in FP32 some thousand.
 TOLERANCE_ROUNDED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -67,8 +67,8 @@ def verify_expansion(
         The difference, the tolerance and the verdict (`passed`).
 
     Raises:
-        FormatError: A model or the tolerance is none.
-        CalibrationError: The batch is empty, the models do not take it, or outputs are not finite.
+        FormatError: A model or the tolerance has a wrong type.
+        CalibrationError: The batch is empty, the models cannot run on it, or outputs are not finite.
         UnsupportedError: No outputs have the same shape.
 
     Example:

@@ -1,8 +1,8 @@
 """Run a model and trace operator by operator which axes must be equal.
 
-The model runs on real values, a model on the meta device by its shapes alone. Every tensor has one axis of
-pieces per dimension (axis_unification.py). Rules passed by the caller define the effect of each operator.
-They fill a recorder (recorder.py). The inputs and outputs of norms are recorded here when a module returns.
+A model on the meta device runs on shapes only. Every tensor has one axis of pieces per dimension
+(axis_unification.py). Rules passed by the caller define the effect of each operator. They fill a recorder
+(recorder.py). The inputs and outputs of norms are recorded here when a module returns.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Piece:
 
     @property
     def all_reasons(self) -> set[FixedReason]:
-        """Return why the piece or a part of it cannot grow; empty if it can."""
+        """Return the reasons why the piece or a part of it cannot grow; empty if it can."""
         return self.reasons.union(*(piece.all_reasons for part in self.parts or [] for piece in leaves(part)))
 
 
@@ -80,7 +80,7 @@ def root(piece: Piece) -> Piece:
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the axis as its current pieces, none of which is split into factors."""
+    """Return the axis as its current pieces, splitting pieces that have factors."""
     found: Axis = []
     for piece in axis:
         piece = root(piece)
@@ -123,7 +123,7 @@ def unify(a: Axis, b: Axis) -> None:
     """
     rest, other = leaves(a), leaves(b)
     if size_of(rest) != size_of(other):
-        raise UnificationError(f"{size_of(rest)} and {size_of(other)}")
+        raise UnificationError(f"axes of {size_of(rest)} and {size_of(other)} elements cannot be equal")
     while rest and other:
         x, y = rest.pop(0), other.pop(0)
         if x.size > y.size:
@@ -132,7 +132,7 @@ def unify(a: Axis, b: Axis) -> None:
         elif y.size > x.size:
             y, *minor = _split(y, x.size)
             other = leaves([*minor, *other])
-        # x and y may share pieces, so that splitting x splits y.
+        # x and y may share pieces, so splitting x may split y.
         if root(x).factors or root(y).factors:
             rest, other = leaves([x, *rest]), leaves([y, *other])
         else:
@@ -151,11 +151,11 @@ def regroup(axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
         taken: Axis = []
         while size > 1:
             if not pool:
-                raise UnificationError(f"nothing left for {size}")
+                raise UnificationError(f"no elements are left for a dimension of {size}")
             piece = pool.pop(0)
             if size % piece.size:
                 pool = leaves([*_split(piece, size), *pool])
-                # The split may affect the pieces before this one.
+                # The split may affect earlier pieces.
                 piece = pool.pop(0)
             taken.append(piece)
             size //= piece.size
@@ -189,7 +189,7 @@ def slice_axis(axis: Axis, start: int, length: int) -> Axis:
     major, minor = known[0], known[1:]
     inner = size_of(minor)
     if start % inner or length % inner:
-        raise UnificationError(f"[{start}, {start + length}) of {known}")
+        raise UnificationError(f"a slice [{start}, {start + length}) cuts factors of an axis of {known}")
     return _slice_piece(major, start // inner, length // inner) + minor
 
 
@@ -214,10 +214,10 @@ def _expected_reasons(pieces: Axis) -> list[FixedReason]:
 def _split(piece: Piece, major: int) -> Axis:
     """Split a piece into `major` times the rest, in all axes that share it."""
     if piece.size % major:
-        raise UnificationError(f"{piece.size} by {major}")
+        raise UnificationError(f"an axis of {piece.size} cannot be split by {major}")
     if piece.parts is not None:
         if not piece.is_known_fixed:
-            raise UnificationError(f"a row of {len(piece.parts)} parts by {major}")
+            raise UnificationError(f"a concatenation of {len(piece.parts)} parts cannot be split by {major}")
         piece.parts = None
     piece.factors = [Piece(major, piece.reasons), Piece(piece.size // major, piece.reasons)]
     return piece.factors

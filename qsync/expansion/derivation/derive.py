@@ -41,7 +41,7 @@ class Derived:
         kv_heads: The number of key/value heads.
         head_dim: The width of a head, in elements.
         notes: Limits of lossless growth.
-        open: All that was not understood. The author has to write these lines.
+        open: The lines that could not be derived. The author has to write them.
         inputs: The example inputs.
     """
 

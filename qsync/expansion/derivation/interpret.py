@@ -29,7 +29,7 @@ _UNSUPPORTED = {
     "multiplies along": "multiplies two values along {space}, whose copies would count more than once",
     "norm": "normalises {space} without a module of its own, whose eps could change",
 }
-# Events that invalidate the rest beside whole copies (LEMON, arXiv:2310.07999, section 3).
+# Events that exclude a partial rest of copies (LEMON, arXiv:2310.07999, section 3).
 _RESTRICTED = {
     "acts on": "acts on {space}, which a LayerNorm reads: a mean of copies is then another's, so that only "
     "multiples of its size are lossless",
@@ -55,7 +55,7 @@ class Findings:
             self.copied = ""
         self.multiples: dict[str, None] = {}  # spaces that grow only to multiples
         self.heads = self.kv_heads = self.head_dim = 0
-        # By matrix: the rows of queries, keys and values.
+        # Matrix -> its rows of queries, keys and values.
         self.roles: dict[str, dict[tuple[int, int], set[str]]] = {}
         self.inner: Axis = []
         self.mixed: set[tuple[int, ...]] = set()
@@ -73,8 +73,6 @@ class Findings:
     def parameters(self) -> list[str]:
         """Return every name of every parameter."""
         return [name for name, _ in self.recorder.model.named_parameters(remove_duplicate=False)]
-
-    # -- what closes a circle --
 
     def _close_norms(self) -> None:
         """Unify input and output of norms that write the residual stream itself (Post-LN).
@@ -106,7 +104,7 @@ class Findings:
                     self.open.append(f"{norm.path} norms several spaces that stand in a row")
 
     def _hold_norms(self) -> None:
-        """Fix both sides of a norm where either is fixed: a norm keeps the number of coordinates."""
+        """Fix both sides of a norm if either is fixed: a norm keeps the number of coordinates."""
         while any(
             [
                 _hold_along(one, other)
@@ -333,11 +331,11 @@ class Findings:
         return Slot(_pieces(grown), size_of(grown))
 
     def _is_fixed(self, axis: Axis, path: str) -> bool:
-        """Return whether an axis is fixed, also if used only in part, as a table of positions."""
+        """Return whether an axis is fixed, even if only a part of it is used (a table of positions)."""
         return any(is_known_fixed(part) for part in stacked(axis)) or self._slot(axis, path).word == FIXED
 
     def fold_messages(self, messages: Sequence[str]) -> tuple[str, ...]:
-        """Return each message once, and one message for equal ones about several blocks."""
+        """Return the messages without repeats, merging equal ones about several blocks."""
         folded = [self._of_all_blocks(message) for message in messages]
         return tuple(
             dict.fromkeys(
@@ -355,7 +353,7 @@ class Findings:
             for word, block in zip(words, blocks, strict=True)
         )
 
-    # -- what copies would not survive --
+    # -- operators that copies do not survive --
 
     def check_events(self, entries: Sequence[Entry], names: Names) -> None:
         """Report operators on growing spaces that no table can describe."""

@@ -237,7 +237,7 @@ def _slice(recorder: Recorder, call: Call) -> list[Value]:
         return [
             value.shaped([*value.axes[:dim], axis(call.out.shape[dim], [PIXELS]), *value.axes[dim + 1 :]])
         ]
-    # A step of 2 takes the major factor of pairs.
+    # A step of 2 selects the major factor of pairs.
     major, minor = regroup([value.axes[dim]], (size // step, step))
     if start >= step or size % step:
         raise UnificationError

@@ -131,7 +131,7 @@ def _softmax(recorder: Recorder, call: Call) -> list[Value]:
         return [value]
     query, key = value.scores.query, value.scores.key
     if dim != len(value.axes) - 1:
-        query, key = key, query  # the weights sum to 1 over the keys
+        query, key = key, query  # softmax weights sum to 1 over the keys
     return [Value(value.axes, None, True, None, Scores(query, key, value.scores.inner, True))]
 
 

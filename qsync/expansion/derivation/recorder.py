@@ -20,7 +20,7 @@ from qsync.expansion.derivation.trace_records import Attention, Event, Norm, Par
 
 @dataclass
 class Frame:
-    """A call of a module that has not returned yet."""
+    """A module call that has not returned yet."""
 
     path: str
     module: nn.Module
@@ -47,7 +47,7 @@ class Recorder:
         self.sums: list[str] = []
         self.calls: Counter[str] = Counter()
         self.embedding_axes: dict[str, Axis] = {}
-        self.first_use: dict[str, int] = {}  # by parameter: the clock at its first use
+        self.first_use: dict[str, int] = {}  # parameter -> clock at its first use
         self.clock = 0
         for name, parameter in model.named_parameters():
             self.names[id(parameter)] = name
@@ -61,7 +61,7 @@ class Recorder:
         return self.frames[-1].path
 
     def value(self, tensor: torch.Tensor, held: bool = True) -> Value:
-        """Return the knowledge about a tensor.
+        """Return the recorded Value of a tensor.
 
         An unseen tensor is a buffer or a constant. Its elements may differ, so that its axes cannot grow,
         unless a rule handles them (`held` False).

@@ -1,4 +1,4 @@
-"""Records of a trace: the knowledge about each tensor, and observations of operators."""
+"""Records of a trace: known axes and origin of each tensor, and observed operators."""
 
 from __future__ import annotations
 

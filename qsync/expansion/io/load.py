@@ -152,7 +152,7 @@ def _check_weights(folder: Path, model: torch.nn.Module) -> torch.dtype:
 
 
 def _load_pretrained(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module:
-    """Load a Hugging Face model, in the class that it was saved as."""
+    """Load a Hugging Face model as the class that it was saved from."""
     try:
         import transformers
     except ImportError:
@@ -163,7 +163,7 @@ def _load_pretrained(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module
     made = getattr(transformers, names[0], None) if names else None
     if made is None:
         raise FormatError(
-            f"{folder / CONFIG} names no class of transformers in `architectures`; save the model anew"
+            f"{folder / CONFIG} names no class of transformers in `architectures`; save the model again"
         )
     if "quantization_config" in config:
         raise UnsupportedError(
@@ -176,14 +176,14 @@ def _load_pretrained(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module
             model, info = made.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise FormatError(
-            f"{folder} cannot be read as a {names[0]}: {str(error).splitlines()[0]}; save it anew"
+            f"{folder} cannot be read as a {names[0]}: {str(error).splitlines()[0]}; save it again"
         ) from error
     wrong = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys", ()))
     wrong += sorted(info.get("missing_keys", ()))
     if wrong:
         raise MismatchError(
-            f"the weights in {folder} do not match its {CONFIG}: {first_few(wrong)}; give the config that "
-            "they were saved with"
+            f"the weights in {folder} do not match its {CONFIG}: {first_few(wrong)}; give the config of "
+            "these weights"
         )
     return model  # type: ignore[no-any-return]
 

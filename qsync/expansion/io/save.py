@@ -1,4 +1,4 @@
-"""Save a grown model to a folder, whole or not at all, with all that a state dict lacks.
+"""Save a grown model to a folder atomically, with the data that a state dict lacks.
 
 ema.safetensors (a moving average of the weights) and optimizer.pt (an optimizer's state dict) may lie
 beside the weights; they are expanded as well. `qsync.expansion.io.load` describes the other files.
@@ -35,7 +35,7 @@ AVERAGE, OPTIMIZER = "ema.safetensors", "optimizer.pt"
 def save_expanded(
     big: torch.nn.Module, folder: str | Path, plan: ExpansionPlan, arguments: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write a grown model to a folder that `load_expanded` reads, whole or not at all.
+    """Save a grown model atomically to a folder that `load_expanded` reads.
 
     Args:
         big: The grown model.
@@ -72,7 +72,7 @@ def _check_loadable(big: torch.nn.Module, arguments: Mapping[str, Any] | None) -
 
         if not hasattr(transformers, kind.__name__):
             raise UnsupportedError(
-                f"load_expanded finds no class {kind.__name__} in transformers; save its "
+                f"load_expanded cannot find the class {kind.__name__} in transformers; save its "
                 "state_dict() and the eps of its norms yourself"
             )
         return
@@ -111,7 +111,7 @@ def expand_folder(
         if (small / OPTIMIZER).is_file():
             try:
                 state = torch.load(small / OPTIMIZER, map_location="cpu", weights_only=True)
-            except Exception as error:  # of a pickle: anything
+            except Exception as error:  # unpickling may raise anything
                 raise FormatError(
                     f"{small / OPTIMIZER} is no optimizer's state ({shortened(error)}); write it with "
                     "torch.save(optimizer.state_dict(), ...), or move it away"
@@ -160,7 +160,8 @@ def _save(big: torch.nn.Module, into: Path, plan: ExpansionPlan, arguments: Mapp
             config = json.loads(json.dumps({"class": name, "arguments": dict(arguments or {})}))
         except (TypeError, ValueError) as error:
             raise FormatError(
-                f"the arguments of {name} cannot be written as JSON ({shortened(error)}); give plain ones"
+                f"the arguments of {name} cannot be written as JSON ({shortened(error)}); use only numbers, "
+                "texts, lists and dicts"
             ) from error
         write_json(into / CONFIG, config)
         save_model(big, str(into / WEIGHTS))

@@ -46,7 +46,7 @@ class ModelMap:
 
         Raises:
             MismatchError: The state belongs to another model.
-            FormatError: The state is no mapping of tensors.
+            FormatError: The state is not a mapping of tensors.
 
         Example:
             >>> average = plan.grown(ema.state_dict())
@@ -67,12 +67,12 @@ class ModelMap:
         return {name: m.grown(state[m.source], self.seed) for name, m in self.tensors.items()}
 
     def check_small(self, model: torch.nn.Module) -> None:
-        """Raise MismatchError for a model of other tensors than the one that was planned for."""
+        """Raise MismatchError unless a model has the tensors of the planned small model."""
         wanted = {m.source: m.source_shape for m in self.tensors.values()}
         _check_tensors(model, wanted, "the small model", "give the model that was planned for")
 
     def check_grown(self, big: torch.nn.Module) -> None:
-        """Raise MismatchError for a model of other tensors than this plan grows."""
+        """Raise MismatchError unless a model has the tensors of the grown model."""
         wanted = {name: m.shape for name, m in self.tensors.items()}
         _check_tensors(big, wanted, "the grown model", "give what plan.expand(model) returned")
 

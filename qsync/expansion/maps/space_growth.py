@@ -136,7 +136,7 @@ def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Grow
     if pairs and per_large == 1:
         groups, in_group = paired(small.groups, large.groups), circular(per_small, 1)
     heads = [groups, in_group]
-    if per_large < per_small and not pairs:  # each copy of a group takes the next heads
+    if per_large < per_small and not pairs:  # each copy of a group uses the next heads
         round_of = torch.arange(large.groups) // small.groups
         nth = (round_of[:, None] * per_large + torch.arange(per_large)) % per_small
         heads = [Growth(small.queries, (groups.index[:, None] * per_small + nth).flatten())]

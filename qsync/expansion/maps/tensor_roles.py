@@ -30,7 +30,7 @@ class Tensor:
     line: Line
     module: torch.nn.Module
     norm: str | None
-    roles: tuple[str, ...]  # by axis: "writes", "reads", or "" for one that does not grow
+    roles: tuple[str, ...]  # Return the path of the module.
 
     @property
     def path(self) -> str:
@@ -97,7 +97,7 @@ def _check_plain(name: str, value: Any, is_parameter: bool, state: Collection[st
     parametrised, is_new_style, _ = name.partition(".parametrizations.")
     if is_new_style:
         raise UnsupportedError(
-            f"{parametrised} has a parametrization, which need not grow as its weight does; remove it first: "
+            f"{parametrised} has a parametrization, which cannot grow with its weight; remove it first: "
             f'torch.nn.utils.parametrize.remove_parametrizations(module, "{name.split(".")[-2]}")'
         )
     stem = next((kind.removesuffix(end) for end in _REPARAMETRISED if kind.endswith(end)), "")
@@ -141,7 +141,7 @@ def _check_norms(model: torch.nn.Module, recipe: Recipe, tensors: dict[str, Tens
 
 
 def _check_written(recipe: Recipe, tensors: Collection[Tensor]) -> None:
-    """Reject a space that is read but never written, which usually is a misspelt name."""
+    """Reject a space that is read but never written, usually a misspelt name."""
     written = {space for t in tensors for space in t.line.writes}
     for t in tensors:
         for space in t.line.reads:
@@ -188,7 +188,7 @@ def _roles(
                 f"{name} is cut to max_norm, which its copies would exceed; set max_norm to None first"
             )
         return ("", "writes")
-    if type(module).__name__ == "Conv1D" and last == "weight":  # of transformers, with inputs in axis 0
+    if type(module).__name__ == "Conv1D" and last == "weight":  # of transformers: inputs in axis 0
         return ("reads", "writes")
     if value.ndim == 2 and line.reads:
         return ("writes", "reads")
@@ -201,8 +201,8 @@ def _roles(
     if value.ndim and (value.ndim == 1 or not line.reads):
         return (*fixed[:-1], "writes")
     raise UnsupportedError(
-        f"{name} of {type(module).__name__} has {value.ndim} axes, and which is read and which written is "
-        "not known; name the parameter itself in the recipe, or grow another way"
+        f"{name} of {type(module).__name__} has {value.ndim} axes, whose roles are unknown; name the "
+        "parameter itself in the recipe, or do not grow its spaces"
     )
 
 

@@ -51,7 +51,7 @@ def _check_block(recipe: Recipe, block: str, tensors: Collection[Tensor]) -> Non
     if not written:
         raise MismatchError(
             f"nothing in {block} writes {' or '.join(recipe.residual)}, the residual stream of the recipe "
-            f"{recipe.name}; name what blocks add to with residual="
+            f"{recipe.name}; name the space that blocks add to with residual="
         )
     if strange := sorted(written - read):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Plan an expansion and carry it out."""
+"""Plan an expansion and build the grown model."""
 
 from __future__ import annotations
 

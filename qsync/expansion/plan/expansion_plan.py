@@ -13,16 +13,13 @@ from qsync.expansion.maps.model_map import ModelMap
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpansionPlan(ModelMap):
-    """How a model grows; `str()` formats a table.
-
-    See `ModelMap` for the fields.
-    """
+    """How a model grows; `str()` formats a table. See `ModelMap` for the fields."""
 
     def expand(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the grown model of this plan, as `qsync.expand` does.
 
         Raises:
-            MismatchError: `model` is not the one that was planned for.
+            MismatchError: `model` is not the planned model.
         """
         return grow(model, self)
 

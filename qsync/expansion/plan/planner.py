@@ -68,7 +68,7 @@ def plan_expansion(
         if given not in known:
             raise FormatError(f"unknown {what} {shortened(given)}: choose from {', '.join(known)}")
     if type(seed) is not int:
-        raise FormatError(f"seed must be a whole number, found {shortened(seed)}")
+        raise FormatError(f"seed must be a whole number, found {shortened(seed)}; give e.g. 0")
     if not isinstance(recipe, Recipe):
         raise FormatError(
             f"a recipe is a qsync.Recipe, found {type(recipe).__name__}; take qsync.recipe_of(model).to(...)"
@@ -90,12 +90,12 @@ class _Planner:
     new_blocks: str
     seed: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    norm_input: dict[str, str] = field(default_factory=dict)  # by the norm's output space
-    batch_norm_input: dict[str, str] = field(default_factory=dict)  # likewise, batch norms only
+    norm_input: dict[str, str] = field(default_factory=dict)  # norm's output space -> its input space
+    batch_norm_input: dict[str, str] = field(default_factory=dict)  # the same for batch norms only
     patterns: dict[str, str] = field(default_factory=dict)
     small: dict[str, int] = field(default_factory=dict)
     large: dict[str, int] = field(default_factory=dict)
-    divisors: dict[str, float] = field(default_factory=dict)  # of the spaces that tied heads read
+    divisors: dict[str, float] = field(default_factory=dict)  # space of a tied head -> divisor
     depth: Depth = field(default_factory=lambda: Depth({}))
 
     def plan(self) -> ExpansionPlan:
@@ -127,15 +127,15 @@ class _Planner:
         )
 
     def _stated_sizes(self) -> dict[str, int]:
-        """Return the sizes that the model states itself, except for layers, which are counted."""
+        """Return the sizes that the model states itself, except layers, which are counted."""
         read = self.recipe.read(self.model)
         if isinstance(read, Mapping):
             known = {name: size for name, size in read.items() if name != "layers"}
             if all(type(size) is int and size > 0 for size in known.values()):
                 return known
         raise FormatError(
-            f"`read` of the recipe {self.recipe.name} returned {shortened(read)}; let it return sizes by "
-            'name, as {"heads": 4}'
+            f"`read` of the recipe {self.recipe.name} returned {shortened(read)}; it must return sizes by "
+            f"name, such as {'heads': 4}"
         )
 
     def _extents(self) -> Iterator[Extent]:
@@ -341,20 +341,20 @@ class _Planner:
         return replace(made, factor=self.divisors.get(t.line.reads[0], 1.0))
 
     def _with_noise(self, t: Tensor, made: TensorMap) -> TensorMap:
-        """Return the map with its noise, as large as the weights themselves; smaller for a norm."""
+        """Return the map with noise as large as the weights, or smaller for a norm."""
         loose = [a.growth for a in made.axes if a is not None and a.takes_noise]
         is_silent = made.is_new and not made.output_init and self.new_blocks == "zero"
         if is_silent and all(growth.is_identity for growth in loose):
             return self._with_free_noise(t, made)
         if not loose or made.output_init == "zero" or (self.split == "even" and made.output_init != "cancel"):
             return made
-        if t.value.is_meta:  # a plan to print: there are no weights
+        if t.value.is_meta:  # printing a plan needs no weights
             return made
         value = t.value.detach().double()
         if t.norm:
             return replace(made, rest_noise=_ZETA * float(value.square().mean().sqrt()) * made.factor)
         deviation = float(value.std()) if value.numel() > 1 else abs(float(value.sum()))
-        # In a new block whose output is silent all copies get the same gradient, whatever their shares.
+        # In a new block with silent output, all copies get the same gradient, whatever their shares.
         has_copies = int(loose[0].num_copies.max()) > 1 and (
             self.split == "random" or made.output_init == "cancel" or made.is_new
         )
@@ -364,7 +364,7 @@ class _Planner:
         )
 
     def _with_free_noise(self, t: Tensor, made: TensorMap) -> TensorMap:
-        """Return the map of a tensor of a silent block, whose copies along a written axis may be anything."""
+        """Return the map of a silent block's tensor, whose copies along a written axis are arbitrary."""
         for dim, axis in enumerate(made.axes):
             if axis is None or t.roles[dim] != "writes" or t.line.writes[0] in self.recipe.residual:
                 continue

@@ -93,7 +93,7 @@ def _kind_by_trial(module: torch.nn.Module, eps: float) -> str | None:
     try:
         with torch.no_grad():
             found = own(x)
-    except Exception:  # a module that takes no rows may raise anything
+    except Exception:  # a module that does not accept rows may raise anything
         return None
     for kind, rows in ((RMS, x), (LAYER, centred)):
         wanted = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + added

@@ -16,7 +16,7 @@ ATTENTION = ("query", "key", "value", "mixed")
 Sizes = Mapping[str, Any]  # whole numbers by name; "layers" may be a tuple, one per group of blocks
 
 
-_LARGEST = 2**24  # of a size: more is a slip
+_LARGEST = 2**24  # largest size; more is a mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,8 @@ class Recipe:
             for number in size if isinstance(size, tuple) else (size,):
                 if type(number) is not int or not 1 <= number <= _LARGEST:
                     raise FormatError(
-                        f"{name} must be a whole number from 1 to {_LARGEST}, found {shortened(size)}"
+                        f"{name} must be a whole number from 1 to {_LARGEST}, found {shortened(size)}; give "
+                        "e.g. 768"
                     )
         return replace(self, target={**self.target, **sizes})
 
@@ -131,8 +132,8 @@ class Recipe:
         """
         if not isinstance(self.table, str):
             raise FormatError(
-                f"the table of the recipe {self.name} is text, found {shortened(self.table)}; write one line "
-                "for every kind of module"
+                f"the table of the recipe {self.name} must be text, found {shortened(self.table)}; write one "
+                "line for every kind of module"
             )
         rows = (row.partition("#")[0].strip() for row in self.table.splitlines())
         return tuple(_line(row, self.name) for row in rows if row)
@@ -164,12 +165,12 @@ def _line(row: str, recipe: str) -> Line:
 
 
 def check_unwrapped(model: torch.nn.Module) -> None:
-    """Raise UnsupportedError for a wrapped model, FormatError for something else than a module."""
+    """Raise UnsupportedError for a wrapped model, FormatError for anything but a module."""
     if not isinstance(model, torch.nn.Module):
         raise FormatError(f"a model to grow is a torch.nn.Module, found {type(model).__name__}; give that")
     inner = {"DistributedDataParallel": "module", "DataParallel": "module", "AveragedModel": "module"}
     inner |= {"FullyShardedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-    for kind in type(model).__mro__:  # what qsync.hybrid returns is a DistributedDataParallel of its own
+    for kind in type(model).__mro__:  # the result of qsync.hybrid is a subclass of DistributedDataParallel
         name = inner.get(kind.__name__, "")
         if name and isinstance(getattr(model, name, None), torch.nn.Module):
             raise UnsupportedError(

@@ -14,7 +14,7 @@ from qsync.expansion.recipe.recipe import Recipe, Sizes, check_unwrapped
 
 
 def _read(fields: Mapping[str, str]) -> Callable[[Any], dict[str, int]]:
-    """Return a function that reads sizes from a config, as far as it states them."""
+    """Return a function that reads sizes from a config, skipping missing ones."""
 
     def read(model: Any) -> dict[str, int]:
         found = {name: getattr(model.config, key, None) for name, key in fields.items()}

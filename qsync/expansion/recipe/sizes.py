@@ -58,7 +58,7 @@ def small_sizes(
                 f"{found['heads']} heads cannot share {found['kv_heads']} key/value heads evenly; correct "
                 "the recipe's `read`"
             )
-    # Written axes first: they have the size of the space. A reader may see each coordinate several times.
+    # Written axes first: they have the size of the space, while a reader may see a coordinate several times.
     for extent in sorted(grown, key=lambda e: not e.is_written):
         _solve_size(recipe, extent, found, norm_input)
     return found
@@ -66,7 +66,7 @@ def small_sizes(
 
 def _solve_size(recipe: Recipe, extent: Extent, found: dict[str, int], norm_input: Mapping[str, str]) -> None:
     """Solve one axis for its unknown size, or check it against the known ones."""
-    unit: dict[str, int] = {}  # the multiplicity of each size in this axis
+    unit: dict[str, int] = {}  # multiplicity of each size in this axis
     for space in extent.spaces:
         name = WIDTH_OF_HEADS if space in ATTENTION else size_name(recipe, space, norm_input)
         unit[name] = unit.get(name, 0) + (found[_COUNTS[space]] if space in ATTENTION else 1)
@@ -99,7 +99,9 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int], stated: Collection[st
             known = ", ".join(sorted({*small, *(["layers"] if recipe.blocks else [])}))
             raise UnsupportedError(f"{recipe.name} has no size {shortened(name)} to grow; it has {known}")
         if not isinstance(size, int):
-            raise UnsupportedError(f"{name} is one size, found {shortened(size)}; give one whole number")
+            raise UnsupportedError(
+                f"{name} must be a single size, found {shortened(size)}; give one whole number"
+            )
         if size < small[name]:
             raise UnsupportedError(
                 f"{name} would shrink from {small[name]} to {size}, and nothing that shrinks keeps its "
@@ -130,7 +132,7 @@ def _default_heads(
 ) -> None:
     """Choose heads for a grown width: more heads of the same width, unless heads are given.
 
-    `is_free` is whether all heads together may be wider or narrower than the width.
+    With `is_free` all heads together may be wider or narrower than the width.
     """
     spans = small["heads"] * small["head_dim"] == small.get(width)
     if width in asked and spans and "heads" not in asked:
@@ -160,8 +162,8 @@ def _default_heads(
         )
     if target["heads"] % target["kv_heads"]:
         raise UnsupportedError(
-            f"{target['heads']} heads cannot share {target['kv_heads']} key/value heads evenly; give "
-            "kv_heads= a divisor"
+            f"{target['heads']} heads cannot share {target['kv_heads']} key/value heads evenly; set "
+            "kv_heads= to a divisor of heads"
         )
 
 

@@ -1,4 +1,4 @@
-"""Predict properties of the grown model from those of the small one.
+"""Predict sensitivities, profiles and memory of the grown model from the small one's.
 
 costs_and_sensitivity  carry sensitivities and profiles over
 scaling                the growth of gradients and rounding errors

@@ -1,6 +1,6 @@
 """Carry sensitivities and profiles of the small model over to the grown one.
 
-Both are first guesses, not measurements, and are labelled as such.
+Both are labelled as predictions, not measurements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qsync.records.graph import Op, OpGraph
 from qsync.records.json_files import check_kind
 from qsync.records.profiles import Profile, Sensitivity
 
-# Of the three products y = x W, x'g and g W', a branch that adds nothing has errors only in x'g.
+# Of the errors in y = x W, x'g and g W', only that in x'g remains in a branch that adds nothing.
 NEW_BLOCK_ERROR_SHARE = 1.0 / 3.0
 
 
@@ -152,14 +152,14 @@ def carry_profile(
 
 
 def _check_kinds(small_graph: object, big_graph: object, plan: object) -> None:
-    """Raise FormatError for other things than two graphs and a plan."""
+    """Raise FormatError unless the arguments are two graphs and a plan."""
     check_kind(small_graph, OpGraph, "small_graph", "qsync.capture")
     check_kind(big_graph, OpGraph, "big_graph", "qsync.capture")
     check_kind(plan, ExpansionPlan, "plan", "qsync.plan_expansion")
 
 
 def _before(sensitivity: Sensitivity, origin: Origin) -> Iterator[tuple[str, float]]:
-    """Yield the small operator's variance at each precision; for a new block the mean of two."""
+    """Yield the small operator's variance at each precision; for a new block its neighbours' mean."""
     own = sensitivity.omega[origin.name]
     beyond = sensitivity.omega.get(origin.next_name, own)
     for precision, value in own.items():
@@ -174,7 +174,7 @@ def _rounding(op: Op, plan: ExpansionPlan) -> float:
 
 
 def _origins(small: OpGraph, big: OpGraph, plan: ExpansionPlan) -> dict[str, Origin]:
-    """Return the origin of every operator of the grown graph, as far as one is known.
+    """Return the known origins of the grown graph's operators.
 
     Raises:
         MismatchError: A graph does not belong to the plan.

@@ -64,16 +64,16 @@ def check_growth(
 
     The grown model is built and traced on the meta device, which needs no memory. qsync's memory model
     (`predictor.memory`) predicts the peak of a training step: parameters, gradients, optimizer state and
-    activations. A class whose memory is too small for FP32 is judged by its most frugal precision. Activation
-    recomputation is not considered. Neither is the host memory of the expansion itself: the small model and
-    twice the grown one.
+    activations. A class whose memory is too small for FP32 is judged by the precision with the lowest peak.
+    Activation recomputation is not considered. Neither is the host memory of the expansion itself: the small
+    model and twice the grown one.
 
     Args:
         model: The small model; the meta device is supported.
         plan: The plan to grow it.
         budgets: A cluster, or bytes by the name of a device class like this device.
         example_inputs: One batch of a rank: a tensor, a tuple or a dict.
-        make_optimizer: Makes the optimizer for a list of parameters, or a list of several.
+        make_optimizer: Creates the optimizer, or a list of several, for a list of parameters.
 
     Returns:
         The prediction for each class.
@@ -81,7 +81,7 @@ def check_growth(
     Raises:
         InfeasibleError: A class cannot hold the step. The message states class, need and budget.
         FormatError: No budget is given, or an argument is of another kind.
-        MismatchError: `model` is not the one that was planned for.
+        MismatchError: `model` is not the planned model.
         TracingError: The grown model cannot be traced.
         UnsupportedError: The optimizer cannot step on the meta device.
 
@@ -142,7 +142,7 @@ def _optimizer_bytes(model: torch.nn.Module, make_optimizer: MakeOptimizer) -> i
 
 
 class _ZerosOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Read 0 from tensors on the meta device, which have no values: Adafactor reads the norms of weights."""
+    """Read 0 from tensors on the meta device, which have no values (Adafactor reads weight norms)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -180,7 +180,7 @@ def _cluster_like_here(model: torch.nn.Module, budgets: Mapping[str, int]) -> Cl
         raise FormatError("there is no budget to check; give a cluster, or bytes by device class")
     if not isinstance(budgets, Mapping):
         raise FormatError(
-            f"budgets are a cluster or bytes by device class, found {shortened(budgets)}; give "
+            f"budgets must be a cluster or bytes by device class, found {shortened(budgets)}; give "
             '{"t4": 16 * 2**30}'
         )
     for name, num in budgets.items():

@@ -1,15 +1,15 @@
 """The growth of gradients and rounding errors from a small to a grown model, by its maps.
 
 In a space with n copies of each coordinate, values are copied, so that their squared norm grows n-fold. The
-gradients of the copies sum to that of their source. Noise that makes copies differ adds the gradient of
-what the copies lead to:
+gradients of the copies sum to that of their source. Noise that makes copies differ adds the gradient of the
+outputs that the copies reach:
 
     even, or shares a_c       |g*|^2 = sum over c of a_c^2 |g|^2
     noise                     + (n - 1) p |g|^2        p: |g*|^2 / |g|^2 where the reader writes
 
-because noise has the standard deviation of the original weights. The formula leaves out the gradient that
-returns to a sum through one of its own branches, because most of the gradient flows along the sum itself.
-The derivation is in docs/method.md.
+because noise has the standard deviation of the original weights. The formula ignores the gradient that
+returns to a residual sum through its branches, because most flows along the sum itself. The derivation is in
+docs/method.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qsync.expansion.maps.tensor_maps import Axis, TensorMap
 from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.expansion.recipe.recipe import ATTENTION, FIXED
 
-# The gradient of a reader: the part proportional to shares, and the part proportional to p.
+# Parts of a reader's gradient: proportional to shares, and proportional to p.
 Parts = tuple[float, float]
 _ALL_ON: Parts = (0.0, 1.0)
 
@@ -30,10 +30,9 @@ _ALL_ON: Parts = (0.0, 1.0)
 def gradient_gain(plan: ExpansionPlan) -> float:
     """Return |G*|^2 / |G|^2 for the gradient G of all parameters, predicted from the maps.
 
-    The result is the plain mean over the weights outside of new blocks. The gradient of a weight is g x',
-    with g of what it writes and x of what it reads: its squared norm is |g|^2 |x|^2 for unrelated rows. An
-    error that all copies of a value share changes the function as in the small model, and the gradient by
-    this factor.
+    The result is the plain mean over the weights outside of new blocks. A weight's gradient is g x', with
+    output gradient g and input x: its squared norm is |g|^2 |x|^2 for unrelated rows. An error that all
+    copies of a value share changes the function as in the small model, and the gradient by this factor.
 
     >>> gradient_gain(plan)        # twice the width, random split
     3.5
@@ -74,7 +73,7 @@ class _Flow:
         return _mean(self._gain(space, ()) for space in spaces)
 
     def _gain(self, space: str, above: tuple[str, ...]) -> float | None:
-        """Return p of one space, None where every path leads back to a space in `above`."""
+        """Return p of one space; None if every path leads back to a space in `above`."""
         if space == FIXED:
             return 1.0
         space = _joined(space)
@@ -101,13 +100,13 @@ def _maps_outside_new_blocks(plan: ExpansionPlan) -> Iterator[TensorMap]:
 
 
 def _read_parts(m: TensorMap) -> Parts:
-    """Return the parts of a matrix, or of a norm, which passes on every coordinate separately."""
+    """Return the gradient parts of a matrix, or of a norm, which treats coordinates separately."""
     if len(m.source_shape) == 1:
         return _ALL_ON
     axis = _read_axis(m)
     if axis is not None:
         return _parts(axis, m)
-    # A tied head is copied and its input divided, which amounts to even shares.
+    # A tied head is copied and its input divided, which equals even shares.
     tied = [axis for axis in m.axes[1:] if axis is not None]
     return (1.0 / _copies(tied[0]), 0.0) if tied else _ALL_ON
 
