@@ -6,8 +6,10 @@ a busy machine have hung for minutes in oneDNN's conv1d (torch 2.13).
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Generator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too; before torch reads it
 
@@ -19,6 +21,17 @@ torch.backends.cudnn.allow_tf32 = False  # what FP32 is compared with on GPUs is
 
 # Fixtures: both, cuda_on_cpu, command.
 pytest_plugins = ["compiled_and_plain", "command_line"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are loaded, and none among what is loaded later: it stays to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +54,18 @@ def fast_products() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests that start ranks first, one after another; keep each other file on one worker.
+    """Run tests that start ranks first, one after another, then file by file on one worker, long ones first.
 
     Two jobs of two ranks at once would starve each other on two cores. A file's fixtures are made once. Files
-    that share what takes long to make name a group.
+    that share what takes long to make name a group. The last file leaves the other worker idle: a short one.
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             starts_ranks = item.get_closest_marker("dist") is not None
             group = "ranks" if starts_ranks else item.nodeid.partition("::")[0]
             item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.get_closest_marker("dist") is None)
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    size = {path: path.stat().st_size for path in {item.path for item in items}}
+    items.sort(
+        key=lambda item: (item.get_closest_marker("dist") is None, item.path not in slow, -size[item.path])
+    )

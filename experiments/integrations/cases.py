@@ -102,8 +102,8 @@ def cases(group: str, outcome: Callable[..., Outcome], given: Mapping[str, Mappi
 
 
 def judge(case: Case, folder: Path) -> dict[str, Any]:
-    """Run a case in plain DDP, under an FP32 plan and in INT8; compare them equally on every rank."""
-    arms = [Arm(precision, folder / (precision or "plain")) for precision in (None, "fp32", "int8")]
+    """Run a case under an FP32 plan, in plain DDP and in INT8; compare them equally on every rank."""
+    arms = [Arm(precision, folder / (precision or "plain")) for precision in ("fp32", None, "int8")]
     for arm in arms if dist.get_rank() == 0 else ():
         shutil.rmtree(arm.folder, ignore_errors=True)
         arm.folder.mkdir(parents=True)
@@ -111,10 +111,10 @@ def judge(case: Case, folder: Path) -> dict[str, Any]:
     said: list[str] = []
     results: list[Outcome | str] = []
     for number, arm in enumerate(arms):
-        with _apart(), _listening(said if number == 1 else []):
+        with _apart(), _listening([] if number else said):
             results.append(_result(case, arm))
-            if number == 1 and not isinstance(results[1], Outcome):
-                return case.became(REFUSED, results[1], norm_error=None)
+            if not isinstance(results[0], Outcome):
+                return case.became(REFUSED, results[0], norm_error=None)
     return _verdict(case, results, said)
 
 
@@ -130,7 +130,7 @@ def _result(case: Case, arm: Arm) -> Outcome | str:
 
 
 def _verdict(case: Case, results: list[Outcome | str], said: list[str]) -> dict[str, Any]:
-    plain, exact, lowered = results
+    exact, plain, lowered = results
     assert isinstance(exact, Outcome)
     if isinstance(plain, str) or isinstance(lowered, str):
         text = plain if isinstance(plain, str) else lowered

@@ -24,14 +24,6 @@ HEADS = [(2, 3, 9, 8)] * 3
 BOUNDS = (45, 35)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True, params=["compiled", "plain", "few keys"])
 def passes(request, monkeypatch):
     """Run the kernel for many keys in both forms, then the one that few keys run."""

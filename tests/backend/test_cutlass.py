@@ -288,11 +288,18 @@ def conv_arguments(**changes):
     return {**sizes, **place, **plain, **rest} | changes
 
 
+def refused(call, arguments, refusals):
+    for product, changes, reason in refusals:
+        with pytest.raises(UnsupportedError, match=re.escape(reason)) as error:
+            call(product, 0, arguments(**changes))
+        assert_one_sentence(error)
+
+
 @needs_nvcc
 @pytest.mark.slow
-def test_what_the_products_refuse(compiled):
+def test_what_products_and_convolutions_refuse(compiled):
     loaded = compiled_products.Library(compiled)
-    refusals = [
+    refused(loaded.gemm, gemm_arguments, [
         ("int8_nt", {"k": 60}, "multiple of 16: pad them"),
         ("int8_nt", {"lda": 72}, "multiple of 16"),
         ("int8_nt", {"ldb": 48}, "overlap"),
@@ -307,22 +314,12 @@ def test_what_the_products_refuse(compiled):
         ("fp16_nt", {"slices": 2, "bias": 4096}, "without bias"),
         ("fp16_nt", {"slices": 2, "out_type": 1}, "FP32"),
         ("int8_nt", {"k": 133168, "lda": 133168, "ldb": 133168}, "133168 products may overflow"),
-    ]
-    for product, changes, reason in refusals:
-        with pytest.raises(UnsupportedError, match=re.escape(reason)) as error:
-            loaded.gemm(product, 0, gemm_arguments(**changes))
-        assert_one_sentence(error)
+    ])  # fmt: skip
     with pytest.raises(UnsupportedError, match="no such tile"):
         loaded.gemm("int8_nt", 7, gemm_arguments())
     with pytest.raises(UnsupportedError, match="product 5 was not compiled"):
         loaded.gemm("fp16_fprop", 0, gemm_arguments())
-
-
-@needs_nvcc
-@pytest.mark.slow
-def test_what_the_convolutions_refuse(compiled):
-    loaded = compiled_products.Library(compiled)
-    refusals = [
+    refused(loaded.conv, conv_arguments, [
         ("int8_fprop", {"c": 24}, "24 and 16 channels are no multiple of 16"),
         ("fp16_dgrad", {"k": 12}, "32 and 12 channels are no multiple of 8"),
         ("fp16_dgrad", {"dilation_w": 2}, "no input gradient"),
@@ -332,11 +329,7 @@ def test_what_the_convolutions_refuse(compiled):
         ("fp16_dgrad", {"slices": 2}, "slices are for weight gradients"),
         ("fp16_wgrad", {"out": 65544}, "multiple of 16 bytes"),
         ("int8_fprop", {"c": 16384}, "147456 products may overflow"),
-    ]
-    for product, changes, reason in refusals:
-        with pytest.raises(UnsupportedError, match=re.escape(reason)) as error:
-            loaded.conv(product, 0, conv_arguments(**changes))
-        assert_one_sentence(error)
+    ])  # fmt: skip
 
 
 @needs_nvcc

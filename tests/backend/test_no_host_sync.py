@@ -93,8 +93,14 @@ class Block(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*conv2d in int8_all")  # which GPUs compute in int8
-@pytest.mark.parametrize("save_less", [False, True])
-@pytest.mark.parametrize("mode", ["bf16", "fp16", "tf32", "int8", "int8_all", "fp8"])
+@pytest.mark.parametrize(
+    ("mode", "save_less"),
+    [
+        *((mode, False) for mode in ("bf16", "fp16", "tf32", "int8", "int8_all", "fp8")),
+        *((mode, True) for mode in ("bf16", "int8_all")),
+        *(pytest.param(mode, True, marks=pytest.mark.deep) for mode in ("fp16", "tf32", "int8", "fp8")),
+    ],
+)
 def test_no_step_waits(kernels, mode, save_less):
     model = Block()
     qsync.wrap(model, mode, save_less=save_less, strict=True)

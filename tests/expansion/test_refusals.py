@@ -97,30 +97,22 @@ TABLES = {
     "a module with no line": ({"norm2": ""}, UnsupportedError, "no line for norm2.weight, norm2.bias; add"),
     "a space that nothing writes": ({"norm2": "norm2 steam -> final"}, MismatchError, "norm2 reads steam"),
     "a space that nothing writes, by a linear": (
-        {"head": "head fnial -> _"},
-        MismatchError,
-        "head reads fnial",
+        {"head": "head fnial -> _"}, MismatchError, "head reads fnial",
     ),
     "a space that nothing reads": (
-        {"proj": "proj hidden -> steam"},
-        MismatchError,
-        "line `proj  hidden -> steam`",
+        {"proj": "proj hidden -> steam"}, MismatchError, "line `proj  hidden -> steam`",
     ),
     "a norm that reads nothing": (
-        {"norm": "norm -> normed"},
-        MismatchError,
-        "norm is a layer norm, .* one space",
+        {"norm": "norm -> normed"}, MismatchError, "norm is a layer norm, .* one space",
     ),
     "a norm that writes nothing": ({"norm": "norm stream -> _"}, MismatchError, "norm is a layer norm"),
     "twice": (
-        {"fc": "fc normed, normed -> hidden"},
-        MismatchError,
-        "fc.weight has an axis of 16, .*width 16 x 2",
+        {"fc": "fc normed, normed -> hidden"}, MismatchError, "fc.weight has an axis of 16, .*width 16 x 2",
     ),
     "tied to what is not there": ({"head": "head final -> _ tied imp"}, MismatchError, "ties head to imp"),
     "attention without an output": ({"inp": "inp _ -> query"}, MismatchError, "no line that reads `mixed`"),
     "an output without attention": ({"proj": "proj mixed -> stream"}, MismatchError, "proj reads mixed"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -131,35 +123,25 @@ def test_a_table_that_does_not_fit_the_model(table):
 
 PARTS = {
     "another class": (
-        {"build": lambda small, sizes: nn.Linear(1, 1)},
-        MismatchError,
-        "builds a Linear for a Net",
+        {"build": lambda small, sizes: nn.Linear(1, 1)}, MismatchError, "builds a Linear for a Net",
     ),
     "nothing": ({"build": lambda small, sizes: None}, MismatchError, "builds a NoneType"),
     "the same size": (
-        {"build": lambda small, sizes: Net()},
-        MismatchError,
-        "has inp.weight of shape \\(16, 5\\)",
+        {"build": lambda small, sizes: Net()}, MismatchError, "has inp.weight of shape \\(16, 5\\)",
     ),
     "the small model": (
-        {"build": lambda small, sizes: small},
-        MismatchError,
-        "parameters of the small model",
+        {"build": lambda small, sizes: small}, MismatchError, "parameters of the small model",
     ),
     "an error": (
-        {"build": lambda small, sizes: Net(sizes["depth"])},
-        MismatchError,
-        "`build`.*KeyError: 'depth'",
+        {"build": lambda small, sizes: Net(sizes["depth"])}, MismatchError, "`build`.*KeyError: 'depth'",
     ),
     "read nothing": ({"read": lambda small: None}, FormatError, "`read` of the recipe net returned None"),
     "read words": ({"read": lambda small: {"hidden": "24"}}, FormatError, "returned {'hidden': '24'}"),
     "read another size": (
-        {"read": lambda small: {"hidden": 23}},
-        MismatchError,
-        "fc.weight has an axis of 24",
+        {"read": lambda small: {"hidden": 23}}, MismatchError, "fc.weight has an axis of 24",
     ),
     "blocks of no path": ({"blocks": "layers"}, UnsupportedError, "blocks are called PATH"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qsync.errors import QSyncError
 from qsync.experiments.gpu import __main__ as gpu
 from qsync.experiments.gpu import pieces as gpu_pieces
 from qsync.experiments.gpu import report
@@ -59,20 +60,18 @@ def test_the_tests_that_need_a_gpu_are_found():
     }  # fmt: skip
 
 
-@without_gpu
-def test_without_a_gpu_one_sentence_says_what_to_do(tmp_path):
-    done = run(tmp_path)
-    assert done.returncode == 2 and "reaches no GPU" in done.stderr and "--device cpu" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [(("--device", "tpu"), "cuda or cpu"), ((*DRY, "--only", "nothing"), "there is no group")],
+    ("device", "only", "said"),
+    [
+        pytest.param("cuda", None, "reaches no GPU .*--device cpu", marks=without_gpu),
+        ("tpu", None, "cuda or cpu"),
+        ("cpu", ["nothing"], "there is no group"),
+    ],
 )
-def test_bad_options_are_refused(options, said, tmp_path):
-    done = run(tmp_path, *options)
-    assert done.returncode == 2 and said in done.stderr
+def test_what_cannot_be_measured_is_one_sentence(device, only, said, tmp_path):
+    with pytest.raises(QSyncError, match=said) as error:
+        gpu.main(out=tmp_path, device=device, only=only, tiny=True)
+    assert "\n" not in str(error.value)
 
 
 def gone(pid: int) -> bool:
@@ -92,8 +91,8 @@ def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_pat
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    ended = run_within([sys.executable, "-c", code], 3.0, log)
-    assert ended.cut and "cut after 3 s" in (ended.why_not or "")
+    ended = run_within([sys.executable, "-c", code], 2.0, log)
+    assert ended.cut and "cut after 2 s" in (ended.why_not or "")
     child = int(log.read_text())
     end = time.monotonic() + 30
     while not gone(child) and time.monotonic() < end:
@@ -124,7 +123,7 @@ def test_a_run_that_is_told_to_end_ends_its_piece(number, tmp_path):
         "import signal, sys\n"
         "from pathlib import Path\n"
         "from qsync.exit_signals import exit_on_signals\n"
-        "from qsync.experiments.gpu.__main__ import run_within\n"
+        "from qsync.experiments.gpu.commands import run_within\n"
         f"signal.signal({number}, signal.SIG_DFL)\n"  # the tests may run under nohup
         "exit_on_signals()\n"
         "piece = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
@@ -247,3 +246,4 @@ def test_make_gpu_runs_the_package_as_it_lies_here(tmp_path):
         ["make", "gpu", *options], cwd=root, env=clean, capture_output=True, text=True, check=False
     )
     assert "there is no group 'nothing'; choose from environment, tests" in done.stderr, done.stderr
+    assert "error 2" in done.stderr.lower() and "Traceback" not in done.stderr

@@ -58,6 +58,10 @@ OF_A_RUN = (
 )  # fmt: skip
 
 
+def on_ranks(test):
+    return pytest.mark.dist(pytest.mark.slow(pytest.mark.timeout(600)(test)))
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, dict]:
     # At this share the weak rank stays slower whatever it lowers, so that noise cannot turn the plan around.
@@ -65,9 +69,7 @@ def demo(tmp_path_factory) -> tuple[Path, dict]:
     return out, run_demo(workload="resnet-small", steps=4, weak_share=WEAK_SHARE, out=out, rounds=1)
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@on_ranks
 def test_the_report_says_of_every_run_what_was_measured_and_predicted(demo):
     out, content = demo
     assert json.loads((out / "figures.json").read_text()) == content
@@ -91,16 +93,12 @@ def test_the_report_says_of_every_run_what_was_measured_and_predicted(demo):
     assert table(content).row_count == len(content["runs"])
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@on_ranks
 def test_ranks_end_every_run_with_the_same_parameters(demo):
     assert demo[1]["parameters_identical_across_ranks"] is True
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@on_ranks
 def test_only_the_weak_class_is_lowered_and_the_plan_holds_where_it_was_made(demo):
     out, content = demo
     plan, basis = Plan.load(out / "plan.json"), Basis.load(out)
@@ -123,9 +121,7 @@ def test_only_the_weak_class_is_lowered_and_the_plan_holds_where_it_was_made(dem
         assert runs[ALL_INT8]["added_variance"] > runs[WEAK_INT8]["added_variance"] > 0.0
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@on_ranks
 def test_memory_is_predicted_as_it_was_measured(demo):
     out, content = demo
     graph = Basis.load(out).graph
@@ -139,9 +135,7 @@ def test_memory_is_predicted_as_it_was_measured(demo):
             assert 0.9 * measured <= run["predicted_memory_bytes"][classes[rank]] <= 1.1 * measured + filters
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@on_ranks
 def test_pictures_and_trace_are_there(demo):
     out, _ = demo
     for name in ("allocation.png", "timeline.png", "memory.png"):

@@ -75,11 +75,24 @@ def test_a_killed_card_costs_its_step_its_detection_and_two_changes():
     assert report.lossless_samples_per_s * 30 == pytest.approx(6 * (20.5 + 9.5 / 1.5))
 
 
-def test_a_stopped_card_costs_the_timeout_and_returns_without_a_start():
-    report = played("10.5 stop b:0", "20 cont b:0", "30 end")
-    # Out at 15.5; 4 steps until 21.5, because the state is there at 21; in at 22.5.
-    assert lost(report) == {"lost_step": 0.5, "timeout": 4.0, "reconfiguration": 2.0}
-    assert report.num_steps == 10 + 4 + 7
+@pytest.mark.parametrize(("events", "losses", "num_steps"), [
+    # A stopped card returns without a start: out at 15.5; state at 21, 4 steps until 21.5; in at 22.5.
+    ("10.5 stop b:0, 20 cont b:0", {"lost_step": 0.5, "timeout": 4.0, "reconfiguration": 2.0}, 10 + 4 + 7),
+    # Or as a new process, as the killed card above: out at 15.5; 5 steps of 1.5 s until 23, then 6 of 1 s.
+    ("10.5 stop b:1, 20 join b:1", {"lost_step": 0.5, "timeout": 4.0, "reconfiguration": 2.0}, 10 + 5 + 6),
+    # Failures at once are waited for together: detected at 12.5, timed out at 15.5, one change until 16.5.
+    ("10.5 kill b:0, 11.5 stop b:1",
+     {"lost_step": 0.5, "detection": 2.0, "timeout": 3.0, "reconfiguration": 1.0}, None),
+    ("10.5 kill b:0, 13 kill b:1", {"lost_step": 0.5, "detection": 3.5, "reconfiguration": 2.0}, None),
+    # A card that fails before it enters costs the others nothing.
+    ("10 release b:1, 12 join b:1, 14 kill b:1, 16 join b:1, 17 stop b:1", {"reconfiguration": 1.0}, None),
+    # A lighthouse that is back late.
+    ("10.5 lighthouse", {"lighthouse": 2.5}, None),
+])  # fmt: skip
+def test_what_a_failure_loses(events, losses, num_steps):
+    report = played(*events.split(", "), "30 end")
+    assert lost(report) == losses and num_steps in (None, report.num_steps)
+    assert report.num_reconfigurations == losses.get("reconfiguration", 0.0)
 
 
 def test_a_released_card_finishes_its_step():
@@ -96,7 +109,6 @@ def test_the_others_wait_until_a_released_card_is_dropped():
 
 
 def test_a_lighthouse_that_is_back_before_the_step_ends_costs_nothing():
-    assert lost(played("10.5 lighthouse", "30 end")) == {"lighthouse": 2.5}
     quick = replace(COSTS, lighthouse_s=0.25)
     report = played("10.5 lighthouse", "30 end", costs=quick)
     assert lost(report) == {} and report.num_steps == 30
@@ -107,27 +119,6 @@ def test_without_a_card_the_job_waits():
     # The step ends at 6; the card has the state at 23, and trains from 24 on.
     assert lost(report) == {"reconfiguration": 2.0, "no_card": 16.0}
     assert report.num_steps == 2 + 5 and report.training_s == pytest.approx(6.0 + 16.0)
-
-
-def test_failures_at_once_and_during_a_pause_are_waited_for_together():
-    report = played("10.5 kill b:0", "11.5 stop b:1", "30 end")
-    # Detected at 12.5, timed out at 15.5, one change until 16.5.
-    assert lost(report) == {"lost_step": 0.5, "detection": 2.0, "timeout": 3.0, "reconfiguration": 1.0}
-    again = played("10.5 kill b:0", "13 kill b:1", "30 end")
-    assert lost(again) == {"lost_step": 0.5, "detection": 3.5, "reconfiguration": 2.0}
-    assert again.num_reconfigurations == 2
-
-
-def test_a_card_that_fails_before_it_enters_costs_the_others_nothing():
-    report = played("10 release b:1", "12 join b:1", "14 kill b:1", "16 join b:1", "17 stop b:1", "30 end")
-    assert lost(report) == {"reconfiguration": 1.0}
-
-
-def test_a_stopped_card_may_join_as_a_new_process():
-    report = played("10.5 stop b:1", "20 join b:1", "30 end")
-    # As the killed card above, but out from 15.5 on: 5 steps of 1.5 s until 23, then 6 of 1 s.
-    assert lost(report) == {"lost_step": 0.5, "timeout": 4.0, "reconfiguration": 2.0}
-    assert report.num_steps == 10 + 5 + 6
 
 
 def test_a_wait_that_outlasts_the_trace_is_counted_whole():

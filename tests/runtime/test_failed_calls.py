@@ -68,8 +68,12 @@ CALLS = {
 
 
 @pytest.mark.filterwarnings("ignore:qsync. .* of . products")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("order", ["good bad good good", "bad bad good bad good"])
+@pytest.mark.parametrize(("order", "precision"), [
+    ("good bad good good", "bf16"),
+    ("bad bad good bad good", "fp32"),
+    pytest.param("good bad good good", "fp32", marks=pytest.mark.deep),
+    pytest.param("bad bad good bad good", "bf16", marks=pytest.mark.deep),
+])  # fmt: skip
 @pytest.mark.parametrize("call", CALLS)
 def test_an_error_is_torch_s_and_the_next_call_is_lowered(call, order, precision):
     torch._dynamo.reset()

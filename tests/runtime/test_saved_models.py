@@ -100,7 +100,7 @@ with torch.serialization.safe_globals([(Net, "{module}.Net"), nn.Sequential, nn.
 @pytest.mark.parametrize(
     ("imports", "words"),
     [
-        ("import torch, qsync", "Tensor\n"),
+        pytest.param("import torch, qsync", "Tensor\n", marks=pytest.mark.deep),  # as this file does
         ("import qsync, torch", "Tensor\n"),
         ("import torch", "Unsupported global: GLOBAL qsync._import_qsync_first was not an allowed global"),
     ],

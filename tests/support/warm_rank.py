@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -21,6 +22,7 @@ def run(
     Threads of gloo that still hold tensors abort an interpreter that ends before them (pytorch#179291): all
     that Python does at its end is done, then the process ends.
     """
+    gc.freeze()  # what was imported before the fork stays, and its pages stay shared
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, output in zip((1, 2), outputs, strict=True):
