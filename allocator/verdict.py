@@ -11,7 +11,7 @@ from qsync.allocator.levers.shares import PASSES, BatchShares
 from qsync.allocator.planner import Options, allocate, as_plan, fastest_state
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
-from qsync.allocator.uniform import uniform
+from qsync.allocator.uniform import strongest_of, uniform
 from qsync.errors import InfeasibleError, QSyncError
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.levers import ACCUMULATE, SHARE, ClassLevers, samples_of
@@ -50,7 +50,7 @@ def find_verdict(
     given = {name: value for name, value in (options or {}).items() if name in known}
     base: dict[str, Any] = {"base": plan.base, "bucket_cap_bytes": plan.bucket_cap_bytes}
     plain = uniform(basis.graph, basis.profiles, cluster, {}, **base)
-    strongest = min(plain.classes, key=lambda name: _compute_s(plain, name))
+    strongest = strongest_of(plain)
     own = _way(PLAN, basis, plan, other)
     ways = [_alone(strongest, basis, other, base)]
     if _fits(plain, cluster):
@@ -77,12 +77,6 @@ def find_verdict(
         about = shares.about()
         with_shares = about if about > _WORTH_SAYING * own.samples_per_s else None
     return Verdict((*ways, own), times, tuple(leave_out), with_shares)
-
-
-def _compute_s(plan: Plan, name: str) -> float:
-    predicted = plan[name].predicted
-    assert predicted is not None, "it was just replayed"
-    return predicted.compute_s
 
 
 def _has_samples(basis: Basis) -> bool:

@@ -61,8 +61,8 @@ def learn(
 ) -> CostModel:
     """Learn a cost model of this device, from `num` single operators that are measured now.
 
-    The operators represent the `wanted` ones and those of common models (KMeans over features). The model's
-    stated error is measured on held-out shapes, and saved with it.
+    The operators represent the `wanted` ones and those of common models: every kind, from small to large. The
+    model's stated error is measured on held-out shapes, and saved with it.
 
     >>> qsync.cost_learning.learn("cpu").save("costs.json")
     """
