@@ -144,16 +144,11 @@ def simulate(
     profile.check_graph(graph)
     here = sheet_of(graph, profile)
     model = model or CostModel(_measured(graph, profile, here))
-    asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
-    ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
-    found = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
-    for (op, _, mode), cost in zip(asked, found, strict=True):
-        ops[op.name][mode] = cost
+    ops, casts = priced_on(graph, model, sheet)
     slower = here.bytes_per_s / sheet.bytes_per_s
     share = profile.emulated_share or 1.0
-    pairs = sorted({(source, target) for _, source, target in possible_casts(graph, sheet.precisions)})
     return Profile(
-        device_class, graph.hash, graph.shapes_hash, ops, {}, cast_lines(pairs, model, sheet),
+        device_class, graph.hash, graph.shapes_hash, ops, {}, casts,
         Cost(profile.outside.forward_s * slower, profile.outside.backward_s * slower),
         host_s=profile.host_s * share, optimizer_s=profile.optimizer_s * slower,
         optimizer_bytes=profile.optimizer_bytes, step_s={},
@@ -161,6 +156,19 @@ def simulate(
         bucket_s_per_byte=profile.bucket_s_per_byte * slower, origin="simulated",
         loading_s=profile.loading_s * share,
     )  # fmt: skip
+
+
+def priced_on(
+    graph: OpGraph, model: Priced, sheet: DataSheet
+) -> tuple[dict[str, dict[str, Cost]], dict[tuple[str, str], tuple[Cost, Cost]]]:
+    """Return a model's costs of all operators and lines of all casts on a device, as profiles hold them."""
+    asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
+    ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
+    found = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
+    for (op, _, mode), cost in zip(asked, found, strict=True):
+        ops[op.name][mode] = cost
+    pairs = sorted({(source, target) for _, source, target in possible_casts(graph, sheet.precisions)})
+    return ops, cast_lines(pairs, model, sheet)
 
 
 def _origin(profile: Profile, origin: str) -> str:

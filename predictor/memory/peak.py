@@ -105,7 +105,9 @@ class StepMemory:
             else:
                 # A cast of a result runs at its operator's time, one of a graph input at the next operator's.
                 casts[node.value].append((self.layout.position.get(node.value, len(runs)), node))
-        self._lives = Lifetimes(self.layout, runs, casts, device, num_ranks > 1, residuals=residuals)
+        self._lives = Lifetimes(
+            self.layout, runs.__getitem__, casts.__getitem__, device, num_ranks > 1, residuals=residuals
+        )
         self._spans = {what: self._lives.spans_of(what) for what in (*self.layout.users, *range(num))}
         self._spans[num] = [Span(residuals.loss.forward if residuals else 0, num, num)]
         self._is_corrected = any(self._lives.residual(i) for i in range(num))

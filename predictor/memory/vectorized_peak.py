@@ -10,13 +10,14 @@ that depend on no base: each operator and value is then a case of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from qsync.lowering.lowered_graph import Cast, Run
+from qsync.lowering.lowered_graph import Cast
 from qsync.lowering.vectorized import Tables, Tabulated, tables
 from qsync.predictor.memory.layout import Layout, layout
 from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes
@@ -130,7 +131,7 @@ class VectorizedPeak:
 
     def _aspect(self, i: int, view: tuple[int, ...], lives: Lifetimes) -> Any:
         """Return what `Lifetimes` reads of an operator that reads a group's values but makes none."""
-        op, run, saved = self.layout.ops[i], lives.runs[i], lives.saved(i)
+        op, run, saved = self.layout.ops[i], lives.run(i), lives.saved(i)
         values = (*op.inputs, *op.kept)
         taken = tuple(run.operands[j] for j in view if j < len(op.inputs))
         saves = tuple((j in saved.inputs, values[j] in saved.indices) for j in view)
@@ -176,9 +177,15 @@ class VectorizedPeak:
     def in_use(self, lowered: Tabulated, residuals: MemoryResiduals | None = None) -> Ints:
         """Return the bytes that come and go, at each time of the step."""
         change = np.zeros(self.layout.last + 2, dtype=np.int64)
-        runs, casts, recomputed = _Runs(lowered), _Casts(lowered), self.layout.recomputed is not None
+        wiring, recomputed = self.tables.wiring, self.layout.recomputed is not None
+
+        def casts(value: str) -> list[tuple[int, Cast]]:
+            number = wiring.number[value]
+            return [(wiring.owner(number) or 0, cast) for cast in lowered.casts(number)]
+
         inside = residuals if recomputed else None
-        lives = Lifetimes(self.layout, runs, casts, self.device, self.in_buckets, self._saved, inside)
+        run = cache(lowered.run)
+        lives = Lifetimes(self.layout, run, casts, self.device, self.in_buckets, self._saved, inside)
         if not recomputed:
             self._add_ops(change, lowered, lives)
         self._add_groups(change, lowered, lives)
@@ -293,32 +300,6 @@ class _ResidualRows:
         """Return (saved, forward, backward) of every operator."""
         found: Ints = self._rows[lowered.precision[self._product], np.arange(len(self._product))]
         return found
-
-
-class _Runs:
-    """The runs of operators, made on demand."""
-
-    def __init__(self, lowered: Tabulated) -> None:
-        self._lowered = lowered
-        self._made: dict[int, Run] = {}
-
-    def __getitem__(self, i: int) -> Run:
-        run = self._made.get(i)
-        if run is None:
-            run = self._made[i] = self._lowered.run(i)
-        return run
-
-
-class _Casts:
-    """The casts of values, made on demand."""
-
-    def __init__(self, lowered: Tabulated) -> None:
-        self._lowered = lowered
-
-    def __getitem__(self, value: str) -> list[tuple[int, Cast]]:
-        wiring = self._lowered.tables.wiring
-        number = wiring.number[value]
-        return [(wiring.owner(number) or 0, cast) for cast in self._lowered.casts(number)]
 
 
 _PEAKS: IdentityCache[IdentityCache[dict[tuple[str, bool], VectorizedPeak]]] = IdentityCache()

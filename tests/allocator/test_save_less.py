@@ -243,7 +243,7 @@ def test_saving_less_is_preferred_to_lower_precision_where_memory_binds_and_the_
     plain = allocate(*PARTS, target_s=1.0, budgets=budgets)
     plan = search(*PARTS, levers=["save_less"], trials=5, target_s=1.0, budgets=budgets)
     assert plan.added_variance == 0.0 < plain.added_variance and plan["infer"].saving_less
-    assert check_plan(GRAPH, plan, PROFILES, SENSITIVITY, CLUSTER, budgets=budgets).ok
+    assert check_plan(GRAPH, plan, PROFILES, SENSITIVITY, CLUSTER).ok
     without = plan.levers.without["save_less"]
     assert (without.step_s, without.added_variance) == (plain.step_s, plain.added_variance)
     # Nobody whose memory is enough saves less.
