@@ -269,7 +269,8 @@ def _new_and_old(
     model: CostModel, asked: Sequence[tuple[Call, Call, str]], sheet: DataSheet
 ) -> Iterator[tuple[Cost, Cost]]:
     """Yield the model's costs of two calls in one mode."""
-    new, old = (costs_of(model, [(each[k], each[2]) for each in asked], sheet) for k in (0, 1))
+    new = costs_of(model, [(call, mode) for call, _, mode in asked], sheet)
+    old = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
     return zip(new, old, strict=True)
 
 
