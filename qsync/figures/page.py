@@ -146,11 +146,8 @@ def _sections(plan: Plan, basis: Basis, measured: Measured) -> Iterator[_Section
         interactive.timeline(replay(*at, basis.cluster), path),
     )  # fmt: skip
     less = {name: list(own.saving_less) for name, own in plan.classes.items() if own.saving_less}
-    options: dict[str, Any] = {
-        "base": plan.base,
-        "saving_less": less or None,
-        "bucket_cap_bytes": plan.bucket_cap_bytes,
-    }
+    options: dict[str, Any] = {"base": plan.base, "saving_less": less or None}
+    options["bucket_cap_bytes"] = plan.bucket_cap_bytes
     text = "Each point is a plan, with precisions alone. In squared gradient norms. Simulated."
     try:
         plans = frontier(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, _NUM_PLANS, **options)
