@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from qsync.allocator.problem import ClassProblem, Problem
 from qsync.lowering.incremental import Change, Lowering
 from qsync.lowering.lowered_graph import EIGHT_BIT
 from qsync.lowering.vectorized import Tabulated
-from qsync.predictor.memory.peak import Memory, StepMemory
-from qsync.predictor.memory.vectorized_peak import vectorized_peak_bytes
+from qsync.predictor.memory.peak import Memory, peak_memory
+from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
 from qsync.records.precision import Precision
 from qsync.replayer import ClassCosts, Work, starts_s, step_time
 from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
-
-# If more operators than this have changed, the memory of the whole graph is computed anew.
-_MAX_INCREMENTAL = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +39,14 @@ class ClassState:
             self.lowering = Lowering(
                 part.graph, part.highest, part.device_class.carried_16bit, part.saving_less
             )
-            self._memory = StepMemory(
-                self.lowering.lowered(),
-                optimizer_bytes=part.profile.optimizer_bytes,
-                num_ranks=self._num_ranks,
-                device=part.device_class.device,
-                residuals=part.profile.memory_residuals,
-            )
         else:
             self.lowering = like.lowering.copy(part.device_class.carried_16bit)
-            self._memory = like._memory.copy(part.profile.optimizer_bytes)
+        self._peak_bytes: int | None = None  # None until it is asked for after a change
         # Whether the assignment of least variance exceeds memory: only then bytes count from the start.
-        self.is_tight = self._memory.peak_bytes > part.budget_bytes
+        self.is_tight = not self.fits()
         self.costs = ClassCosts(self.lowering, part.profile)
-        self._work: Work | None = None  # None until it is asked for after a change
+        self._work: Work | None = None
         self._beside_s = self.work.total_s - self.costs.total_s
-        self._stale: set[int] = set()  # operators changed since memory was last computed
-        self._peak_bytes: int | None = None
 
     def precision(self, op: str) -> Precision:
         """Return the present precision of an operator."""
@@ -65,9 +54,7 @@ class ClassState:
 
     def changed(self, positions: Iterable[int]) -> None:
         """Price the operators at these positions again; memory is computed when it is asked for."""
-        positions = tuple(positions)
         self.costs.update(positions)
-        self._stale.update(positions)
         self._peak_bytes = None
 
     @property
@@ -107,37 +94,31 @@ class ClassState:
     @property
     def peak_bytes(self) -> int:
         """The memory peak as the class stands."""
-        if self._peak_bytes is None and len(self._stale) > _MAX_INCREMENTAL:
-            device, lowering = self.part.device_class, self.lowering
-            self._peak_bytes = vectorized_peak_bytes(
-                Tabulated(lowering.graph, lowering.assignment(), device.carried_16bit, self.part.saving_less),
-                optimizer_bytes=self.part.profile.optimizer_bytes,
-                num_ranks=self._num_ranks,
-                device=device.device,
-                residuals=self.part.profile.memory_residuals,
-            )
-        elif self._peak_bytes is None:
-            self._update_memory()
-            self._peak_bytes = self._memory.peak_bytes
+        if self._peak_bytes is None:
+            self._peak_bytes = self.bytes_at()[1]
         return self._peak_bytes
 
     def bytes_at(self, when: int | None = None) -> tuple[int, int]:
         """Return a time of the step (the peak's if `when` is None), and the bytes in use, plus margin."""
-        self._update_memory()
-        return self._memory.bytes_at(when)
+        assigned, type_16bit = self.lowering.assignment(), self.part.device_class.carried_16bit
+        lowered = Tabulated(self.part.graph, assigned, type_16bit, self.part.saving_less)
+        return vectorized_bytes_at(lowered, when=when, **self._of_memory)
 
     def memory(self) -> Memory:
         """Return the uses of memory at its peak."""
-        self._update_memory()
-        return self._memory.at_peak()
+        return peak_memory(self.lowering.lowered(), **self._of_memory)
+
+    @property
+    def _of_memory(self) -> dict[str, Any]:
+        profile, device = self.part.profile, self.part.device_class.device
+        return {
+            "optimizer_bytes": profile.optimizer_bytes, "num_ranks": self._num_ranks, "device": device,
+            "residuals": profile.memory_residuals,
+        }  # fmt: skip
 
     def fits(self) -> bool:
         """Return whether the peak is within the budget."""
         return self.peak_bytes <= self.part.budget_bytes
-
-    def _update_memory(self) -> None:
-        self._memory.update(self.lowering, sorted(self._stale))
-        self._stale.clear()
 
     @property
     def variance(self) -> float:
@@ -226,13 +207,9 @@ class State:
 
 
 def _start_equal(one: ClassProblem, other: ClassProblem) -> bool:
-    """Return whether two classes start with the same lowered graph on the same kind of device."""
-    mine, theirs = one.device_class, other.device_class
-    if mine.device != theirs.device or one.graph is not other.graph or one.highest != other.highest:
-        return False
-    if one.saving_less != other.saving_less:
-        return False
-    if one.profile.memory_residuals != other.profile.memory_residuals:
+    """Return whether two classes start with the same lowered graph."""
+    if one.graph is not other.graph or one.highest != other.highest or one.saving_less != other.saving_less:
         return False
     # Only 8-bit operators hand on the device's 16-bit float.
-    return mine.carried_16bit == theirs.carried_16bit or not set(EIGHT_BIT) & set(one.highest.values())
+    same = one.device_class.carried_16bit == other.device_class.carried_16bit
+    return same or not set(EIGHT_BIT) & set(one.highest.values())

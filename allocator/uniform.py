@@ -62,6 +62,12 @@ def uniform(
     return as_plan(graph, assignments, profiles, cluster, given, sensitivity=sensitivity)
 
 
+def strongest_of(plain: Plan) -> str:
+    """Return the class that computes least under a plan that lowers nothing, with its predictions."""
+    compute_s = {name: own.predicted.compute_s for name, own in plain.classes.items() if own.predicted}
+    return min(compute_s, key=lambda name: compute_s[name])
+
+
 def _up(op: Op, wanted: Precision | None, base: Precision, profile: Profile) -> list[Precision]:
     """Return the precisions from the wanted one up that the profile has; from the base up if none is low."""
     measured = profile.precisions_of(op.name)

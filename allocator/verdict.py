@@ -12,7 +12,7 @@ from qsync.allocator.levers.shares import PASSES, BatchShares
 from qsync.allocator.planner import Options, allocate, as_plan, fastest_state
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
-from qsync.allocator.uniform import uniform
+from qsync.allocator.uniform import strongest_of, uniform
 from qsync.errors import InfeasibleError, QSyncError
 from qsync.records.base import bases_of
 from qsync.records.cluster import Cluster, DeviceClass
@@ -55,7 +55,7 @@ def find_verdict(
     least = int((options or {}).get("least_samples", 1))
     base: dict[str, Any] = {"base": plan.base, "bucket_cap_bytes": plan.bucket_cap_bytes}
     plain = uniform(basis.graph, basis.profiles, cluster, {}, **base)
-    strongest = min(plain.classes, key=lambda name: _compute_s(plain, name))
+    strongest = strongest_of(plain)
     own = _way(PLAN, basis, plan, other)
     ways = [_alone(strongest, basis, other, base)]
     if _fits(plain, cluster):
@@ -111,12 +111,6 @@ def _in_16_bits(
             step_s = _fastest(basis, Options(**given)).step_s or math.inf
         return Way(str(base), _batch(basis) / step_s)
     return None
-
-
-def _compute_s(plan: Plan, name: str) -> float:
-    predicted = plan[name].predicted
-    assert predicted is not None, "it was just replayed"
-    return predicted.compute_s
 
 
 def _has_samples(basis: Basis) -> bool:

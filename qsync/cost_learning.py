@@ -61,8 +61,8 @@ def learn(
 ) -> CostModel:
     """Learn a cost model of this device, by measuring `num` single operators.
 
-    The operators represent `wanted` and common models (KMeans over features). The cost model's error is
-    measured on held-out shapes, and saved with it.
+    The operators represent the `wanted` ones and those of common models: every kind, from small to large. The
+    model's stated error is measured on held-out shapes, and saved with it.
 
     >>> qsync.cost_learning.learn("cpu").save("costs.json")
     """

@@ -50,26 +50,21 @@ def check_plan(
     profiles: Mapping[str, Profile],
     sensitivity: Sensitivity,
     cluster: Cluster,
-    *,
-    budgets: Mapping[str, int] | None = None,
-    bucket_cap_bytes: int | None = None,
 ) -> Certificate:
     """Derive legality, step time, memory and variance of a plan again, and list all violations.
 
     A plan is legal if each class has its precisions, a kernel exists for each, and the profile measured them.
-    Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. Budgets and
-    bucket cap are the plan's own unless others are given. A bad plan raises nothing: every violation is a
-    sentence.
+    Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. A bad plan
+    raises nothing: every violation is a sentence.
 
     >>> assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
     """
-    budgets = {**plan.budgets, **(budgets or {})}
-    limits = {entry.name: budgets.get(entry.name, entry.memory_bytes) for entry in cluster.classes}
+    limits = {entry.name: plan.budgets.get(entry.name, entry.memory_bytes) for entry in cluster.classes}
     violations = _illegal(graph, plan, profiles, sensitivity, cluster)
     if violations:
         return Certificate(tuple(violations), None, plan.target_s, {}, limits, {})
     try:
-        timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
+        timeline = replay(graph, plan, profiles, cluster)
         variance = {
             c.name: gradient_weight(c, profiles, cluster) * _variance(graph, plan[c.name], sensitivity)
             for c in cluster.classes
@@ -82,7 +77,7 @@ def check_plan(
         violations.append(
             f"the plan says that none adds less variance than {plan.bound:.9g}, it adds {added:.9g}"
         )
-    violations += _late(graph, plan, profiles, cluster, bucket_cap_bytes)
+    violations += _late(graph, plan, profiles, cluster)
     for name, limit in limits.items():
         violations += _class_violations(name, plan[name], profiles[name], timeline, variance[name], limit)
     memory = {name: entry.memory_bytes for name, entry in timeline.classes.items()}
@@ -149,14 +144,12 @@ def _times(plan: Plan, timeline: Timeline) -> list[str]:
     return found
 
 
-def _late(
-    graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster, cap: int | None
-) -> list[str]:
+def _late(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster) -> list[str]:
     """Return a sentence if the step misses the target once every class is as late as its margin allows."""
     if plan.target_s is None or plan.margin is None:
         return []
     late = {c.name: slowed(profiles[c.name], 1.0 + plan[c.name].margin) for c in cluster.classes}
-    step_s = replay(graph, plan, late, cluster, bucket_cap_bytes=cap).step_s
+    step_s = replay(graph, plan, late, cluster).step_s
     if step_s <= plan.target_s * (1 + RELATIVE):
         return []
     return [

@@ -44,9 +44,6 @@ def explain(
     profiles: Mapping[str, Profile],
     sensitivity: Sensitivity,
     cluster: Cluster,
-    *,
-    budgets: Mapping[str, int] | None = None,
-    bucket_cap_bytes: int | None = None,
 ) -> list[Reason]:
     """Return one reason for every operator that the plan lowers, in the order of the model. Simulated.
 
@@ -56,9 +53,7 @@ def explain(
     >>> for reason in explain(graph, plan, profiles, sensitivity, cluster):
     ...     print(reason.verdict)
     """
-    state, target_s = state_of_plan(
-        graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
-    )
+    state, target_s = state_of_plan(graph, plan, profiles, sensitivity, cluster)
     return [
         _reason(state, name, op, target_s, plan.pinned_by(op, plan[name].assignment[op]))
         for name in state.classes

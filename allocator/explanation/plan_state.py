@@ -14,7 +14,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
-from qsync.replayer.check_records import checked_lowerings
+from qsync.replayer.check_records import checked_assignments
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,17 @@ def state_of_plan(
     profiles: Mapping[str, Profile],
     sensitivity: Sensitivity,
     cluster: Cluster,
-    *,
-    budgets: Mapping[str, int] | None = None,
-    bucket_cap_bytes: int | None = None,
 ) -> tuple[State, float]:
     """Return the state that a plan describes, and its target in seconds (its own step if it has none).
 
-    Budgets and bucket cap are those given, else the plan's own, else the cluster's memory and DDP's.
     Operators that the plan groups to run alike change together, unless an edited plan gives members of a
     group different precisions.
     """
-    checked_lowerings(graph, plan, profiles, cluster)
-    own = {c.name: plan.budgets[c.name] for c in cluster.classes if c.name in plan.budgets}
+    checked_assignments(graph, plan, profiles, cluster)
     given = Constraints(
-        budgets={**own, **(budgets or {})},
+        budgets={c.name: plan.budgets[c.name] for c in cluster.classes if c.name in plan.budgets},
         together=() if not_alike(graph, plan) else plan.together,
-        bucket_cap_bytes=plan.bucket_cap_bytes if bucket_cap_bytes is None else bucket_cap_bytes,
+        bucket_cap_bytes=plan.bucket_cap_bytes,
         saving_less={c.name: plan[c.name].saving_less for c in cluster.classes},
         base=plan.base,
     )

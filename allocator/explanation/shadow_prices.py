@@ -53,21 +53,16 @@ def shadow_prices(
     profiles: Mapping[str, Profile],
     sensitivity: Sensitivity,
     cluster: Cluster,
-    *,
-    budgets: Mapping[str, int] | None = None,
-    bucket_cap_bytes: int | None = None,
 ) -> list[ShadowPrice]:
     """Return the shadow prices of a plan, in the order of the cluster's classes. Simulated.
 
     Prices refer to the plan's target (its own step if it has none) and to each class's memory budget (the
-    cluster's memory if none is given). Raises MismatchError or UnsupportedError if plan, graph, profiles,
+    cluster's memory if the plan has none). Raises MismatchError or UnsupportedError if plan, graph, profiles,
     sensitivity and cluster do not belong together.
 
     >>> [price.next_raise.ops for price in shadow_prices(graph, plan, profiles, sensitivity, cluster)]
     """
-    state, target_s = state_of_plan(
-        graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
-    )
+    state, target_s = state_of_plan(graph, plan, profiles, sensitivity, cluster)
     return [_price(state, name, target_s, plan) for name in state.classes]
 
 

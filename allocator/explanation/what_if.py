@@ -51,9 +51,6 @@ def what_ifs(
     profiles: Mapping[str, Profile],
     sensitivity: Sensitivity,
     cluster: Cluster,
-    *,
-    budgets: Mapping[str, int] | None = None,
-    bucket_cap_bytes: int | None = None,
 ) -> list[WhatIf]:
     """Return the changes that win time, the most seconds first; arguments as for `shadow_prices`.
 
@@ -63,14 +60,10 @@ def what_ifs(
 
     >>> what_ifs(graph, plan, profiles, sensitivity, cluster)[0].what
     """
-    state, target_s = state_of_plan(
-        graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
-    )
-    bucket_cap_bytes = plan.bucket_cap_bytes if bucket_cap_bytes is None else bucket_cap_bytes
-    path = find_critical_path(graph, plan, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
-    found = [*_links(state, graph, cluster, bucket_cap_bytes)]
-    found += _cards(state, graph, cluster, plan, bucket_cap_bytes)
-    found += _buckets(state, graph, cluster, bucket_cap_bytes)
+    state, target_s = state_of_plan(graph, plan, profiles, sensitivity, cluster)
+    path, cap = find_critical_path(graph, plan, profiles, cluster), plan.bucket_cap_bytes
+    found = [*_links(state, graph, cluster, cap), *_cards(state, graph, cluster, plan, cap)]
+    found += _buckets(state, graph, cluster, cap)
     for name in state.classes:
         found += _faster_parts(state, name)
     for name in path.classes:

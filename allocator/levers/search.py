@@ -25,14 +25,7 @@ from qsync.allocator.levers.save_less_steps import save_less_steps
 from qsync.allocator.levers.search_space import LeverSetting, Space
 from qsync.allocator.levers.shares import BatchShares
 from qsync.allocator.planner import Options, allocate
-from qsync.errors import (
-    FormatError,
-    InfeasibleError,
-    MismatchError,
-    QSyncError,
-    shortened,
-    unknown_name,
-)
+from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError, shortened, unknown_name
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, digest
 from qsync.records.json_files import check_kind
@@ -114,12 +107,6 @@ class Search:
         most = sum(max(modes.values(), default=0.0) for modes in omega) or 1.0
         return (plan.added_variance or 0.0) / ((self.plain.added_variance if self.plain else None) or most)
 
-    def _profiles_at(self, setting: LeverSetting) -> Mapping[str, Profile]:
-        basis = self.basis
-        return profiles_under_levers(
-            basis.graph, basis.profiles, basis.cluster, setting.levers, self.other, known=self._profiles
-        )
-
     @property
     def key(self) -> str:
         """Identity of the problem, which keeps trials of different problems apart."""
@@ -134,7 +121,10 @@ class Search:
 
     def solve(self, setting: LeverSetting, **changes: Any) -> Plan:
         """Return the best plan at one setting. Raises as `profiles_under_levers` and `allocate` do."""
-        basis, profiles = self.basis, self._profiles_at(setting)
+        basis = self.basis
+        profiles = profiles_under_levers(
+            basis.graph, basis.profiles, basis.cluster, setting.levers, self.other, known=self._profiles
+        )
         options = {**self.options, **changes}
         if setting.bucket_cap_bytes is not None or BUCKETS in self.levers:
             options["bucket_cap_bytes"] = setting.bucket_cap_bytes

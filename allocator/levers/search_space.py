@@ -78,7 +78,9 @@ class Space:
         `trial` gives numbers by name as an optuna trial does (`suggest_float`, `suggest_int`,
         `suggest_categorical`).
         """
-        samples = self._samples(trial) if SHARE in self.levers else {}
+        samples: dict[str, int] = {}
+        if SHARE in self.levers:
+            samples = self._shared(lambda name, low, high: trial.suggest_float(f"share {name}", 0.0, 1.0))
         classes, saving = {}, dict[str, Patterns]()
         for c in self.cluster.classes:
             own = samples.get(c.name)
@@ -106,10 +108,6 @@ class Space:
         least, most = reach(self.profiles[name], self.graph, self.other)
         passes = PASSES if ACCUMULATE in self.levers else PASSES[:1]
         return [k for k in passes if samples % k == 0 and least <= samples // k <= most]
-
-    def _samples(self, trial: Any) -> dict[str, int]:
-        """Draw the samples of each class, by a number in [0, 1] between its least and most."""
-        return self._shared(lambda name, low, high: trial.suggest_float(f"share {name}", 0.0, 1.0))
 
     def _shared(self, part: Callable[[str, int, int], float]) -> dict[str, int]:
         """Return samples by class that keep the batch, classes of many ranks first.
@@ -175,19 +173,14 @@ class Space:
             if len(steps := self.save_less_steps(c.name)) > 1:
                 found[f"saving less {c.name}"] = round(saving * (len(steps) - 1))
 
+        def place(name: str, low: int, high: int) -> float:
+            nearest = min(1.0, max(0.0, (samples[name] - low) / (high - low or 1)))
+            found[f"share {name}"] = nearest
+            return nearest
+
         if SHARE in self.levers:
-            found |= {f"share {name}": place for name, place in self._nearest(samples)[1].items()}
+            self._shared(place)
         return found
-
-    def _nearest(self, samples: Mapping[str, float]) -> tuple[dict[str, int], dict[str, float]]:
-        """Return the samples by class that come nearest to these, and their places in `_shared`."""
-        places: dict[str, float] = {}
-
-        def part(name: str, low: int, high: int) -> float:
-            places[name] = min(1.0, max(0.0, (samples[name] - low) / (high - low or 1)))
-            return places[name]
-
-        return self._shared(part), places
 
     def _caps(self) -> list[int | None]:
         """Return DDP's own caps, then powers of two of a MiB, up to one bucket for all."""

@@ -44,19 +44,10 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
 
     for i, op in enumerate(graph.ops):
         for alternative in linear.alternatives[i] if op.requires_grad else ():
-            for num_bytes in made_for_backward(
-                op,
-                alternative.mode,
-                known.shape,
-                known.has_gradient,
-                known.dtype,
-                device,
-                alternative.form,
-            ):
+            form, mode = alternative.form, alternative.mode
+            for num_bytes in made_for_backward(op, known, form, mode, device):
                 found.add(alternative.binary, graph.num_calls * num_bytes)
-            saved = saved_by_op(
-                op, known.shape, known.has_gradient, known.dtype, alternative.form, alternative.mode, device
-            )
+            saved = saved_by_op(op, known, form, mode, device)
             values = [(op.inputs[j], alternative.taken[j]) for j in saved.inputs]
             values += [(op.name, alternative.output)] if saved.output else []
             for key in dict.fromkeys(storage(value, taken) for value, taken in values if taken is not None):

@@ -47,11 +47,7 @@ from qsync.allocator.solvers.milp_expressions import (
     total,
 )
 from qsync.allocator.solvers.precision_recovery import TOLERANCE, holds, raise_classes, recover, repair
-from qsync.allocator.solvers.replayed_assignments import (
-    MAX_REPLAYED,
-    ReplayedAssignments,
-    num_assignments,
-)
+from qsync.allocator.solvers.replayed_assignments import MAX_REPLAYED, ReplayedAssignments, num_assignments
 from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.records.precision import Precision
 from qsync.replayer import step_time
@@ -260,9 +256,7 @@ class _Class:
             most = _TARGET_SCALED * target_s / self._target_s * (1 + TOLERANCE)
             rows = [(row, -np.inf, most) for row in self._rows.values()]
             result = self._model.program.solve(
-                also=[*rows, *self._cuts],
-                gap=gap / 2,
-                time_limit_s=end - time.perf_counter(),
+                also=[*rows, *self._cuts], gap=gap / 2, time_limit_s=end - time.perf_counter()
             )
             status = STATUSES[result.status]
             if status in (TIME_LIMITED, UNSOLVED):

@@ -13,6 +13,7 @@ from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.precision_recovery import recover
+from qsync.allocator.uniform import strongest_of
 from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import PRECISION_ORDER
@@ -48,11 +49,9 @@ def compare(basis: Basis, target_s: float) -> list[Row]:
 
 
 def weak_classes(basis: Basis) -> list[str]:
-    """Return the classes that may be lowered: all but the fastest in FP32."""
-    full = uniform(basis.graph, basis.profiles, basis.cluster, {})
-    compute = {name: entry.predicted.compute_s for name, entry in full.classes.items() if entry.predicted}
-    strongest = min(compute, key=lambda name: compute[name])
-    return [name for name in compute if name != strongest]
+    """Return the classes that may be lowered: all but the one whose FP32 step takes least."""
+    strongest = strongest_of(uniform(basis.graph, basis.profiles, basis.cluster, {}))
+    return [c.name for c in basis.cluster.classes if c.name != strongest]
 
 
 def two_stages(basis: Basis, target_s: float, **given: Any) -> Plan:

@@ -11,6 +11,7 @@ import qsync
 from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, uniform
 from qsync.allocator.levers.shares import BatchShares
+from qsync.allocator.uniform import strongest_of as strongest_of
 from qsync.errors import InfeasibleError
 from qsync.experiments.allocation.methods import next_up
 from qsync.records.levers import ACCUMULATE, SHARE
@@ -107,12 +108,6 @@ def _uniform_choices(
         choices |= {WEAK_16: {name: sixteen[name] for name in weak}, ALL_16: sixteen}
     plans = {way: make(chosen) for way, chosen in choices.items()}
     return {way: plan for way, plan in plans.items() if any(plan[name].lowered for name in choices[way])}
-
-
-def strongest_of(plain: Plan) -> str:
-    """Return the class with the least compute in plain DDP."""
-    compute_s = {name: own.predicted.compute_s for name, own in plain.classes.items() if own.predicted}
-    return min(compute_s, key=lambda name: compute_s[name])
 
 
 def alone_of(cluster: Cluster, name: str) -> Cluster:

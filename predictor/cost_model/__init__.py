@@ -2,7 +2,6 @@
 
 `model`         the learned model, its stated error, and prices of many calls
 `roofline_law`  time as a launch, products and bytes: a linear fit
-`features`      numbers by which calls are alike
 `op_calls`      an operator as a call with shapes; its operations, bytes and roofline
 `samples`       measured calls from profiles; which calls to measure
 `shape_pool`    random calls with the shapes of models

@@ -8,12 +8,13 @@ host always stayed ahead of the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from qsync.errors import CalibrationError, MismatchError
 from qsync.predictor.cost_model.model import CostModel, Priced, costs_of
-from qsync.predictor.cost_model.op_calls import Call, calls, cast_call, modes, value_call
+from qsync.predictor.cost_model.op_calls import Call, calls, calls_by_name, cast_call, modes, value_call
 from qsync.predictor.cost_model.samples import Sample, samples_of, sheet_of
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import Op, OpGraph, Role
@@ -21,7 +22,8 @@ from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 from qsync.records.profiles import CARRIED, DEVICE_MEASURED, LEARNED, Cost, Profile
 
-Casts = dict[tuple[str, str, str], Cost]
+T = TypeVar("T")
+Casts = Mapping[tuple[str, str, str], Cost]
 # The casts of a pair of types are priced by the line between these numbers of elements.
 _FEW_ELEMENTS, _MANY_ELEMENTS = 2**12, 2**20
 _CARRIED_TYPES = ("fp32", "bf16")
@@ -61,9 +63,8 @@ def fill(
         )
     device = sheet or sheet_of(before, profile)
     model = model or learned_from(before, profile, device)
-    filled = _Filled(profile, graph, _calls(before), value_call(before), model, device)
-    ops, added = filled.ops()
-    casts = {**profile.casts} if same else filled.casts()
+    ops, added = _filled_ops(profile, graph, calls_by_name(before), model, device)
+    casts = profile.casts if same else _scaled_casts(profile, graph, value_call(before), model, device)
     grown = 1.0 if same else _size(graph) / max(_size(before), 1)
     outside = Cost(profile.outside.forward_s * grown, profile.outside.backward_s * grown)
     return replace(
@@ -95,35 +96,35 @@ def carry(
     profile.check_graph(before)
     device = sheet_of(before, profile)
     model = model or learned_from(before, profile, device)
-    old, old_values = _calls(before), value_call(before)
+    old, old_values = calls_by_name(before), value_call(before)
     by_value: dict[str, dict[tuple[str, str], Cost]] = {}
     for (value, start, end), cost in profile.casts.items():
         by_value.setdefault(value, {})[start, end] = cost
     named = replace(
         profile,
-        ops={name: profile.ops[source] for name, source in sources.items() if source in profile.ops},
-        refused={n: profile.refused[source] for n, source in sources.items() if source in profile.refused},
+        ops=_renamed(profile.ops, sources),
+        refused=_renamed(profile.refused, sources),
         casts={
             (name, *types): cost
             for name, source in sources.items()
             for types, cost in by_value.get(source, {}).items()
         },
     )
-    filled = _Filled(
-        named, graph,
-        {name: old[source] for name, source in sources.items() if source in old},
-        {name: old_values[source] for name, source in sources.items() if source in old_values},
-        model, device,
-    )  # fmt: skip
-    ops, added = filled.ops()
+    ops, added = _filled_ops(named, graph, _renamed(old, sources), model, device)
+    casts = _scaled_casts(named, graph, _renamed(old_values, sources), model, device)
     outside = _size(graph) / max(_size(before), 1)
     return replace(
         named, graph_hash=graph.hash, shapes_hash=graph.shapes_hash, model=graph.model,
-        batch=graph.batch_shapes, ops=ops, casts=filled.casts(),
+        batch=graph.batch_shapes, ops=ops, casts=casts,
         outside=Cost(profile.outside.forward_s * outside, profile.outside.backward_s * outside),
         step_s={}, origin=_origin(profile, CARRIED), filled=added, error=_error(profile, model),
         launches=None, memory_residuals=MemoryResiduals(),
     )  # fmt: skip
+
+
+def _renamed(found: Mapping[str, T], sources: Mapping[str, str]) -> dict[str, T]:
+    """Return what operators or values come from, by their own names."""
+    return {name: found[source] for name, source in sources.items() if source in found}
 
 
 def simulate(
@@ -143,16 +144,11 @@ def simulate(
     profile.check_graph(graph)
     here = sheet_of(graph, profile)
     model = model or CostModel(_measured(graph, profile, here))
-    asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
-    ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
-    found = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
-    for (op, _, mode), cost in zip(asked, found, strict=True):
-        ops[op.name][mode] = cost
+    ops, casts = priced_on(graph, model, sheet)
     slower = here.bytes_per_s / sheet.bytes_per_s
     share = profile.emulated_share or 1.0
-    pairs = sorted({(source, target) for _, source, target in possible_casts(graph, sheet.precisions)})
     return Profile(
-        device_class, graph.hash, graph.shapes_hash, ops, {}, cast_lines(pairs, model, sheet),
+        device_class, graph.hash, graph.shapes_hash, ops, {}, casts,
         Cost(profile.outside.forward_s * slower, profile.outside.backward_s * slower),
         host_s=profile.host_s * share, optimizer_s=profile.optimizer_s * slower,
         optimizer_bytes=profile.optimizer_bytes, step_s={},
@@ -160,6 +156,19 @@ def simulate(
         bucket_s_per_byte=profile.bucket_s_per_byte * slower, origin="simulated",
         loading_s=profile.loading_s * share,
     )  # fmt: skip
+
+
+def priced_on(
+    graph: OpGraph, model: Priced, sheet: DataSheet
+) -> tuple[dict[str, dict[str, Cost]], dict[tuple[str, str], tuple[Cost, Cost]]]:
+    """Return a model's costs of all operators and lines of all casts on a device, as profiles hold them."""
+    asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
+    ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
+    found = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
+    for (op, _, mode), cost in zip(asked, found, strict=True):
+        ops[op.name][mode] = cost
+    pairs = sorted({(source, target) for _, source, target in possible_casts(graph, sheet.precisions)})
+    return ops, cast_lines(pairs, model, sheet)
 
 
 def _origin(profile: Profile, origin: str) -> str:
@@ -173,23 +182,6 @@ def _where_from(sheet: DataSheet, profile: Profile, model: CostModel) -> dict[st
     if not any(sample.call.kind == "cast" for sample in model.samples):
         found["casts"] = "not measured; as other passes over memory"
     return found
-
-
-def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet) -> Profile:
-    """Return a profile with every measured cost replaced by a model's: to judge the model.
-
-    >>> priced_as(graph, profile, Linear(samples), sheet)
-    """
-    known, values = _calls(graph), value_call(graph)
-    runs = [(name, mode) for name, costs in profile.ops.items() for mode in costs]
-    keys = list(profile.casts)
-    wanted = [(known[name], mode.partition(" ")[0]) for name, mode in runs]
-    wanted += [(values[value], f"{source.partition(' ')[0]} {target}") for value, source, target in keys]
-    found = costs_of(model, wanted, sheet)
-    ops: dict[str, dict[str, Cost]] = {}
-    for (name, mode), cost in zip(runs, found, strict=False):
-        ops.setdefault(name, {})[mode] = cost
-    return replace(profile, ops=ops, casts=dict(zip(keys, found[len(runs) :], strict=True)))
 
 
 def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> CostModel:
@@ -238,80 +230,59 @@ def _taken(op: Op, index: int, precisions: tuple[Precision, ...], carried: list[
     return carried if op.role is Role.FOLLOWING else [op.dtype]
 
 
-class _Filled:
-    """The costs of one profile, scaled or filled in for a graph.
+def _filled_ops(
+    profile: Profile, graph: OpGraph, old: Mapping[str, Call], model: CostModel, sheet: DataSheet
+) -> tuple[dict[str, dict[str, Cost]], dict[str, float]]:
+    """Return the costs of every operator, and the stated error of each that has costs of the model.
 
-    `old` and `old_values` are the measured calls, by the names in the graph.
+    `old` are the measured calls, by the operators' names in `graph`.
     """
-
-    def __init__(
-        self,
-        profile: Profile,
-        graph: OpGraph,
-        old: Mapping[str, Call],
-        old_values: Mapping[str, Call],
-        model: CostModel,
-        sheet: DataSheet,
-    ) -> None:
-        self.profile, self.graph, self.model, self.sheet = profile, graph, model, sheet
-        self.old, self.old_values = old, old_values
-
-    def ops(self) -> tuple[Mapping[str, Mapping[str, Cost]], dict[str, float]]:
-        """Return the costs of every operator, and the stated error of each that has costs of the model."""
-        known = self.profile.ops
-        asked = []
-        for op, call in calls(self.graph):
-            for mode in self._modes(op):
-                if not (call == self.old.get(op.name) and mode in known.get(op.name, {})):
-                    asked.append((op, call, mode))
-        plain = [(call, mode.partition(" ")[0]) for _, call, mode in asked]
-        new = costs_of(self.model, plain, self.sheet)
-        old = costs_of(
-            self.model,
-            [
-                (self.old.get(op.name, call), mode)
-                for (op, call, _), (_, mode) in zip(asked, plain, strict=True)
-            ],
-            self.sheet,
-        )
-        names = {op.name for op in self.graph.ops}
-        ops = {name: dict(costs) for name, costs in known.items() if name in names}
-        added = {}
-        for (op, _, mode), priced, then in zip(asked, new, old, strict=True):
-            measured = known.get(op.name, {}).get(mode)
-            cost = priced if measured is None or op.name not in self.old else scaled(measured, priced, then)
-            ops.setdefault(op.name, {})[mode] = cost
-            added[op.name] = self.model.error.of(op.kind) if self.model.error else 1.0
-        return ops, added
-
-    def casts(self) -> Casts:
-        """Return the measured casts at their new sizes."""
-        values = value_call(self.graph)
-        keys = [key for key in self.profile.casts if key[0] in values and key[0] in self.old_values]
-        new = costs_of(
-            self.model, [(values[v], f"{s.partition(' ')[0]} {t}") for v, s, t in keys], self.sheet
-        )
-        old = costs_of(
-            self.model, [(self.old_values[v], f"{s.partition(' ')[0]} {t}") for v, s, t in keys], self.sheet
-        )
-        return {
-            key: scaled(self.profile.casts[key], priced, then)
-            for key, priced, then in zip(keys, new, old, strict=True)
-        }
-
-    def _modes(self, op: Op) -> list[str]:
-        """List the modes measured for this operator, and those it lacks but others of its role have."""
-        own = list(self.profile.ops.get(op.name, {}))
-        if op.role is not Role.ADJUSTABLE:
-            return own or list(modes(op, (Precision.FP32, Precision.BF16)))
-        names = [other.name for other in self.graph.adjustable]
-        seen = {mode.partition(" ")[0] for name in names for mode in self.profile.ops.get(name, {})}
-        lacking = (seen & {str(p) for p in PRECISIONS_BY_KIND[op.kind]}) - {m.partition(" ")[0] for m in own}
-        return own + sorted(lacking - set(self.profile.refused.get(op.name, {})))
+    asked = [
+        (op, call, mode)
+        for op, call in calls(graph)
+        for mode in _modes_of(profile, graph, op)
+        if not (call == old.get(op.name) and mode in profile.ops.get(op.name, {}))
+    ]
+    both = [(call, old.get(op.name, call), mode.partition(" ")[0]) for op, call, mode in asked]
+    ops = {op.name: dict(profile.ops[op.name]) for op in graph.ops if op.name in profile.ops}
+    added = {}
+    for (op, _, mode), (new, then) in zip(asked, _new_and_old(model, both, sheet), strict=True):
+        measured = profile.ops.get(op.name, {}).get(mode)
+        is_known = measured is not None and op.name in old
+        ops.setdefault(op.name, {})[mode] = scaled(measured, new, then) if measured and is_known else new
+        added[op.name] = model.error.of(op.kind) if model.error else 1.0
+    return ops, added
 
 
-def _calls(graph: OpGraph) -> dict[str, Call]:
-    return {op.name: call for op, call in calls(graph)}
+def _scaled_casts(
+    profile: Profile, graph: OpGraph, old: Mapping[str, Call], model: CostModel, sheet: DataSheet
+) -> Casts:
+    """Return the measured casts at their new sizes; `old` are their measured calls."""
+    values = value_call(graph)
+    keys = [key for key in profile.casts if key[0] in values and key[0] in old]
+    both = [(values[v], old[v], f"{source.partition(' ')[0]} {target}") for v, source, target in keys]
+    found = zip(keys, _new_and_old(model, both, sheet), strict=True)
+    return {key: scaled(profile.casts[key], new, then) for key, (new, then) in found}
+
+
+def _new_and_old(
+    model: CostModel, asked: Sequence[tuple[Call, Call, str]], sheet: DataSheet
+) -> Iterator[tuple[Cost, Cost]]:
+    """Yield the model's costs of two calls in one mode."""
+    new = costs_of(model, [(call, mode) for call, _, mode in asked], sheet)
+    old = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
+    return zip(new, old, strict=True)
+
+
+def _modes_of(profile: Profile, graph: OpGraph, op: Op) -> list[str]:
+    """List the modes measured for an operator, and those that it lacks but others of its role have."""
+    own = list(profile.ops.get(op.name, {}))
+    if op.role is not Role.ADJUSTABLE:
+        return own or list(modes(op, (Precision.FP32, Precision.BF16)))
+    names = [other.name for other in graph.adjustable]
+    seen = {mode.partition(" ")[0] for name in names for mode in profile.ops.get(name, {})}
+    lacking = (seen & {str(p) for p in PRECISIONS_BY_KIND[op.kind]}) - {m.partition(" ")[0] for m in own}
+    return own + sorted(lacking - set(profile.refused.get(op.name, {})))
 
 
 def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:
@@ -329,26 +300,13 @@ def cast_lines(
     """Fit for each pair of types the line through a small and a large cast, as profiles store it."""
     fits = {}
     for source, target in pairs:
-        gradient = not is_encoded(target)
-        few, many = costs_of(
-            model,
-            [
-                (cast_call((size,), gradient, False), f"{source} {target}")
-                for size in (_FEW_ELEMENTS, _MANY_ELEMENTS)
-            ],
-            sheet,
-        )
-        rise = [
-            max(b - a, 0.0) / (_MANY_ELEMENTS - _FEW_ELEMENTS)
-            for a, b in zip(_pair(few), _pair(many), strict=True)
-        ]
-        start = [max(a - _FEW_ELEMENTS * r, 0.0) for a, r in zip(_pair(few), rise, strict=True)]
+        gradient, sizes = not is_encoded(target), (_FEW_ELEMENTS, _MANY_ELEMENTS)
+        asked = [(cast_call((size,), gradient, False), f"{source} {target}") for size in sizes]
+        few, many = ((cost.forward_s, cost.backward_s) for cost in costs_of(model, asked, sheet))
+        rise = [max(b - a, 0.0) / (_MANY_ELEMENTS - _FEW_ELEMENTS) for a, b in zip(few, many, strict=True)]
+        start = [max(a - _FEW_ELEMENTS * r, 0.0) for a, r in zip(few, rise, strict=True)]
         fits[source, target] = (Cost(*start), Cost(*rise))
     return fits
-
-
-def _pair(cost: Cost) -> tuple[float, float]:
-    return cost.forward_s, cost.backward_s
 
 
 def _error(profile: Profile, model: CostModel) -> float:

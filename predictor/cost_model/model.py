@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.errors import CalibrationError, FormatError
-from qsync.predictor.cost_model.features import family
-from qsync.predictor.cost_model.op_calls import Call, Direction, has_direction, parts, sum_s
+from qsync.predictor.cost_model.op_calls import Call, Direction, family, has_direction, parts, sum_s
 from qsync.predictor.cost_model.roofline_law import Array, Law
 from qsync.predictor.cost_model.samples import DIRECTIONS, MIN_SAMPLE_S, Sample, without_sums
 from qsync.records.datasheets import DataSheet

@@ -36,6 +36,19 @@ _PRECISIONS = frozenset(map(str, Precision))
 _BACKWARD = {"attention": 2.5, "rnn": 2.0}
 
 
+# Kinds of one algorithm, learned together. All other kinds are "rest".
+_FAMILIES = {
+    "linear": "product", "addmm": "product", "matmul": "matmul", "conv2d": "convolution",
+    "conv1d": "convolution", "conv3d": "convolution", "conv_transpose": "convolution",
+    "attention": "attention", "grouped_mm": "matmul", "baddbmm": "matmul", "cast": "cast", "view": "view",
+}  # fmt: skip
+
+
+def family(kind: str) -> str:
+    """Return the name of the group of kinds that are learned together with this one."""
+    return _FAMILIES.get(kind, "rest")
+
+
 @dataclass(frozen=True, slots=True)
 class Argument:
     """An operand of a call; a `parameter` lies in memory since the step before, not in a cache.
@@ -98,6 +111,11 @@ def calls(graph: OpGraph) -> Iterator[tuple[Op, Call]]:
             inputs.append(Argument(value.shape, gradient, parameter, gradient and last[name] > i))
         kept = tuple(values[name].shape for name in op.kept)
         yield op, Call(op.kind, tuple(inputs), op.shape, op.flops, kept)
+
+
+def calls_by_name(graph: OpGraph) -> dict[str, Call]:
+    """Map each operator of a graph to its call."""
+    return {op.name: call for op, call in calls(graph)}
 
 
 def value_call(graph: OpGraph) -> dict[str, Call]:

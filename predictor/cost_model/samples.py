@@ -1,27 +1,20 @@
-"""Samples: calls with their measured seconds on a device; the choice of calls to measure.
-
-A few samples should represent the calls to be predicted. So the calls nearest to the centers of clusters of
-their features are measured (KMeans; as CDMPP, arXiv:2311.09690, section 5.4, chooses the tasks to profile on
-a new device).
-"""
+"""Samples: calls with their measured seconds on a device; the choice of calls to measure."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
 
 from qsync.errors import MismatchError
 from qsync.lowering.lowered_graph import AS_TRACED, FUSED
-from qsync.predictor.cost_model.features import family, features
 from qsync.predictor.cost_model.op_calls import (
     Call,
     Direction,
     calls,
     has_direction,
+    least_s,
     moved_bytes,
     operations,
     sum_s,
@@ -134,34 +127,18 @@ def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
 
 
 def choose(wanted: Iterable[Call], num: int, sheet: DataSheet) -> list[Call]:
-    """Choose at most `num` calls: those nearest to the centers of KMeans clusters of their features.
+    """Choose about `num` calls, of each kind from its smallest to its largest: they show its law.
 
-    Every family gets its share of them, and at least one.
+    A law has a launch, products and bytes (`roofline_law`). Every kind gets its share, and at least one.
 
     >>> choose(pool(2000), 120, sheet)
     """
-    by_family: dict[str, list[Call]] = defaultdict(list)
     distinct = list(dict.fromkeys(wanted))
-    for call in distinct:
-        by_family[family(call.kind)].append(call)
+    by_kind: dict[str, list[Call]] = defaultdict(list)
+    for call in sorted(distinct, key=lambda call: least_s(call, "fp32", "forward", sheet)):
+        by_kind[call.kind].append(call)
     chosen: list[Call] = []
-    for members in by_family.values():
+    for members in by_kind.values():
         share = min(max(round(num * len(members) / len(distinct)), 1), len(members))
-        chosen += _centers(members, share, sheet)
+        chosen += [members[int((k + 0.5) * len(members) / share)] for k in range(share)]
     return chosen
-
-
-def _centers(members: Sequence[Call], num: int, sheet: DataSheet) -> list[Call]:
-    """Return the calls nearest to the centers of `num` clusters."""
-    if num >= len(members):
-        return list(members)
-    from sklearn.cluster import KMeans
-
-    points = np.array([features(call, sheet) for call in members])
-    spread = points.std(0)
-    points = (points - points.mean(0)) / np.where(spread < 1e-9, 1.0, spread)
-    found = KMeans(num, n_init=2, random_state=0).fit(points)
-    nearest = [
-        int(np.argmin(((points - center) ** 2).sum(1))) for center in np.asarray(found.cluster_centers_)
-    ]
-    return [members[i] for i in dict.fromkeys(nearest)]

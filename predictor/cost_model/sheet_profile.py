@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from qsync.predictor.cost_model.fill_profile import cast_lines, possible_casts
-from qsync.predictor.cost_model.model import costs_of
-from qsync.predictor.cost_model.op_calls import Call, Direction, calls, least_s, modes, moved_bytes
+from qsync.predictor.cost_model.fill_profile import priced_on
+from qsync.predictor.cost_model.op_calls import Call, Direction, calls, least_s, moved_bytes
 from qsync.predictor.cost_model.roofline_law import Array
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import OpGraph
@@ -35,8 +34,6 @@ class PartsOfPeaks:
     >>> costs_of(PartsOfPeaks(), [(call, "int8")], datasheet("T4"))
     """
 
-    samples: Sequence[object] = ()
-
     def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
         """Return the seconds (N,) of calls in a mode and direction on a device."""
         return np.array([least_s(call, mode, d, _usual(sheet)) for call, mode, d, sheet in asked])
@@ -56,21 +53,10 @@ def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profil
     >>> sheet_profile(graph, datasheet("T4"), "T4").origin
     'simulated'
     """
-    model, is_gpu = PartsOfPeaks(), sheet.capability is not None
-    asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
-    priced = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
-    ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
-    launches: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
-    for (op, call, mode), cost in zip(asked, priced, strict=True):
-        ops[op.name][mode] = cost
-        is_view = moved_bytes(call, mode, "forward") == 0.0
-        host = HOST_OF_PRODUCT if call.is_product else HOST_OF_OTHER
-        backward_s = host.backward_s if call.num_gradients else 0.0
-        launches[op.name][mode] = Cost(0.0) if is_view else Cost(host.forward_s, backward_s)
-    pairs = sorted({(source, target) for _, source, target in possible_casts(graph, sheet.precisions)})
+    is_gpu, (ops, casts) = sheet.capability is not None, priced_on(graph, PartsOfPeaks(), sheet)
     trained = sum(value.num_elements for value in graph.parameters if value.requires_grad)
     found = Profile(
-        device_class, graph.hash, graph.shapes_hash, ops, {}, cast_lines(pairs, model, sheet), Cost(0.0),
+        device_class, graph.hash, graph.shapes_hash, ops, {}, casts, Cost(0.0),
         host_s=0.0, optimizer_s=trained * _OPTIMIZER_BYTES / sheet.bytes_per_s / PART_OF_BANDWIDTH,
         optimizer_bytes=trained * _STATE_BYTES, step_s={},
         machine={"data sheet": sheet.name, "source": sheet.source, "device": "cuda" if is_gpu else "cpu"},
@@ -78,8 +64,17 @@ def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profil
     )  # fmt: skip
     if not is_gpu:
         return found
-    nothing = dict.fromkeys(pairs, (Cost(0.0), Cost(0.0)))  # a product's casts are in its own time
+    launches = {op.name: {mode: _launch(call, mode) for mode in ops[op.name]} for op, call in calls(graph)}
+    nothing = dict.fromkeys(casts, (Cost(0.0), Cost(0.0)))  # a product's casts are in its own time
     return replace(found, launches=replace(found, ops=launches, cast_fit=nothing))
+
+
+def _launch(call: Call, mode: str) -> Cost:
+    """Return the seconds in which the host launches a call; a view is none."""
+    if moved_bytes(call, mode, "forward") == 0.0:
+        return Cost(0.0)
+    host = HOST_OF_PRODUCT if call.is_product else HOST_OF_OTHER
+    return Cost(host.forward_s, host.backward_s if call.num_gradients else 0.0)
 
 
 def assumed_sensitivity(graph: OpGraph) -> Sensitivity:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from qsync.predictor.memory.recomputation import RecomputedBlocks
-from qsync.predictor.memory.saved_tensors import storage_roots
 from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.identity_cache import IdentityCache
 
@@ -23,7 +24,7 @@ class Layout:
         self.parameters = {value.name for value in graph.parameters}
         self.in_order = {entry.name for entry in entries if entry.channels_last}
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
-        self.root = storage_roots(graph, self.dtype)
+        self.root = _storage_roots(graph, self.dtype)
         self.users = self._list_users()
         self.product, self.followers = self._list_followers()
         # The operator before which a value that an earlier traced graph made enters.
@@ -74,3 +75,27 @@ _LAYOUTS: IdentityCache[Layout] = IdentityCache()
 def layout(graph: OpGraph) -> Layout:
     """Return the layout of a graph; computed once per graph."""
     return _LAYOUTS.of(graph, lambda: Layout(graph))
+
+
+def _is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:
+    """Return whether the result of an operator shares its input's storage."""
+    if op.kind in ("view", "contiguous") and op.copies is not None:
+        return not op.copies
+    if op.kind in ("view", "input"):
+        return len(op.inputs) == 1
+    return op.kind == "float" and len(op.inputs) == 1 and dtypes[op.inputs[0]] == op.dtype
+
+
+def _storage_roots(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
+    """Map every value to the one whose storage it uses: itself, or the value that it is a view of."""
+    root = {value.name: value.name for value in graph.inputs}
+    attention = {op.name: op.shape for op in graph.ops if op.kind == "attention" and len(op.shape) == 4}
+    for op in graph.ops:
+        same = _is_alias(op, dtypes)
+        if op.kind == "contiguous" and op.inputs[0] not in attention and root[op.inputs[0]] in attention:
+            # Fused attention (B, H, L, D) stores its result in the order (B, L, H, D). Models ask for that
+            # order, so heads and positions are swapped back without a copy.
+            batch, heads, length, width = attention[root[op.inputs[0]]]
+            same = op.shape in ((batch, length, heads, width), (batch, length, heads * width))
+        root[op.name] = root[op.inputs[0]] if same else op.name
+    return root

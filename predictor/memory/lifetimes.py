@@ -7,9 +7,8 @@ and those that operators need besides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from qsync.backend.kernels.convolution.conv_strategy import packed_bytes
 from qsync.lowering.lowered_graph import FUSED, Cast, Run
@@ -33,40 +32,26 @@ from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
 PASSES_GRADIENT = {"add": 2, "sub": 1}
 
 
-class Runs(Protocol):
-    """The way in which every operator runs, by position."""
-
-    def __getitem__(self, i: int, /) -> Run:
-        """Return the run of operator `i`."""
-        ...
-
-
-class Casts(Protocol):
-    """The casts of every value by its name, each with the time at which it runs."""
-
-    def __getitem__(self, value: str, /) -> Sequence[tuple[int, Cast]]:
-        """Return (time, cast) of the casts of a value."""
-        ...
-
-
 class Lifetimes:
     """The tensors of one lowered graph; with `in_buckets` parameters' gradients are copied to DDP's buckets.
 
-    `saved` caches the tensors that operators save, by position, form and mode: it holds for every assignment.
+    `run` returns how an operator runs, by position, and `casts` the casts of a value, by name, each with the
+    time at which it runs. `saved` caches the tensors that operators save, by position, form and mode: it
+    holds for every assignment.
     `residuals` are what operators were measured to need beyond these.
     """
 
     def __init__(
         self,
         layout: Layout,
-        runs: Runs,
-        casts: Casts,
+        run: Callable[[int], Run],
+        casts: Callable[[str], Sequence[tuple[int, Cast]]],
         device: str,
         in_buckets: bool,
         saved: dict[tuple[int, str, str], Saved] | None = None,
         residuals: MemoryResiduals | None = None,
     ) -> None:
-        self.layout, self.runs, self.casts = layout, runs, casts
+        self.layout, self.run, self.casts = layout, run, casts
         self.device, self.in_buckets = device, in_buckets
         self._saved = {} if saved is None else saved
         self._residuals = residuals or None
@@ -86,7 +71,7 @@ class Lifetimes:
 
     def op_spans(self, i: int) -> Iterator[Span]:
         """Yield the tensors that operator `i` makes for backward besides its result, and its workspaces."""
-        op, run, time = self.layout.ops[i], self.runs[i], self.layout.end - i
+        op, run, time = self.layout.ops[i], self.run(i), self.layout.end - i
         if residual := self.residual(i):
             yield Span(residual.saved, i, time, "saved", op.name)
             yield Span(residual.forward, i, i)
@@ -102,15 +87,7 @@ class Lifetimes:
             yield Span(forward, i, i)
         if not op.requires_grad:
             return
-        for num_bytes in made_for_backward(
-            op,
-            run.mode,
-            self.layout.shape,
-            self.layout.has_gradient,
-            self.layout.dtype,
-            self.device,
-            run.form,
-        ):
+        for num_bytes in made_for_backward(op, self.layout, run.form, run.mode, self.device):
             yield Span(num_bytes, i, time, "saved", op.name)
         if backward := backward_workspace(op, run, context):
             yield Span(backward, time, time)
@@ -119,11 +96,11 @@ class Lifetimes:
         """Return what operator `i` was measured to need beyond the prediction as it runs now, if anything."""
         if self._residuals is None:
             return None
-        found = self._residuals.of(self.layout.ops[i].name, self.runs[self.layout.product[i]].mode)
+        found = self._residuals.of(self.layout.ops[i].name, self.run(self.layout.product[i]).mode)
         return found if any(found) else None
 
     def _context(self, i: int) -> OpContext:
-        op, run = self.layout.ops[i], self.runs[i]
+        op, run = self.layout.ops[i], self.run(i)
         return OpContext(
             shapes=tuple(self.layout.shape[value] for value in op.inputs),
             carried=tuple(
@@ -140,32 +117,24 @@ class Lifetimes:
                 for value in (*op.inputs[3:], *op.kept)
                 if op.kind == "attention"
             ),
-            writes_scores=op.kind == "attention"
-            and writes_scores(op, run.mode, self.layout.shape, self.layout.has_gradient, self.device),
+            writes_scores=op.kind == "attention" and writes_scores(op, self.layout, run.mode, self.device),
             in_order=tuple(j for j, value in enumerate(op.inputs) if value in self.layout.in_order),
         )
 
     def time(self, i: int) -> int:
         """Return the time at which operator `i` runs."""
-        return self.layout.position[self.layout.ops[i].inputs[0]] if self.runs[i].form == FUSED else i
+        return self.layout.position[self.layout.ops[i].inputs[0]] if self.run(i).form == FUSED else i
 
     def saved(self, i: int) -> Saved:
         """Return what operator `i` saves for backward as it runs now."""
-        key = (i, self.runs[i].form, self.runs[i].mode)
+        key = (i, self.run(i).form, self.run(i).mode)
         if key not in self._saved:
-            self._saved[key] = saved_by_op(
-                self.layout.ops[i],
-                self.layout.shape,
-                self.layout.has_gradient,
-                self.layout.dtype,
-                *key[1:],
-                self.device,
-            )
+            self._saved[key] = saved_by_op(self.layout.ops[i], self.layout, *key[1:], self.device)
         return self._saved[key]
 
     def passes_gradient(self, i: int, j: int) -> bool:
         """Return whether operator `i` passes its result's gradient unchanged to its `j`-th operand."""
-        op, run = self.layout.ops[i], self.runs[i]
+        op, run = self.layout.ops[i], self.run(i)
         same = op.kind in PASSES_GRADIENT and self.layout.shape[op.inputs[j]] == op.shape
         return same and j < PASSES_GRADIENT[op.kind] and run.operands[j] == run.output
 
@@ -196,7 +165,7 @@ class Lifetimes:
 
     def cast_time(self, value: str, target: str) -> int:
         """Return when a value is cast to a type; -1 if it is not (yet, in the midst of an update)."""
-        return next((time for time, cast in self.casts[value] if cast.target == target), -1)
+        return next((time for time, cast in self.casts(value) if cast.target == target), -1)
 
     def must_copy(self, i: int) -> bool:
         """Return whether operator `i`, taken for a view, has to copy.
@@ -206,9 +175,9 @@ class Lifetimes:
         """
         op = self.layout.ops[i]
         if op.kind == "contiguous" and op.copies:
-            return self.runs[self.layout.position[self.layout.root[op.name]]].mode == "fp32"
+            return self.run(self.layout.position[self.layout.root[op.name]]).mode == "fp32"
         shape = self.layout.shape[op.inputs[0]] if op.inputs else ()
-        flattened = op.kind == "view" and self.runs[i].channels_last and len(shape) == 4 != len(op.shape)
+        flattened = op.kind == "view" and self.run(i).channels_last and len(shape) == 4 != len(op.shape)
         return flattened and shape[1] > 1 and shape[2] * shape[3] > 1
 
     def is_partial_view(self, i: int) -> bool:
@@ -219,7 +188,7 @@ class Lifetimes:
     def carried(self, value: str) -> str:
         """Return the type in which a value is carried."""
         i = self.layout.position.get(value)
-        return self.layout.dtype[value] if i is None else self.runs[i].output
+        return self.layout.dtype[value] if i is None else self.run(i).output
 
 
 class _ValueGroup:
@@ -241,7 +210,7 @@ class _ValueGroup:
                 self._make((root, lives.layout.dtype[root]), lives.layout.entered[root])
             self._enter(root, (root, lives.layout.dtype[root]))
         for i in lives.layout.users[root]:
-            self._visit(i, lives.layout.ops[i], lives.runs[i], lives.saved(i))
+            self._visit(i, lives.layout.ops[i], lives.run(i), lives.saved(i))
         self.spans = [*self.storages.values(), *self.workspaces, *self._gradient()]
 
     def _visit(self, i: int, op: Op, run: Run, saved: Saved) -> None:
@@ -287,7 +256,7 @@ class _ValueGroup:
     def _enter(self, value: str, key: tuple[str, str]) -> None:
         """Add a value of this group with its storage and its casts."""
         self.key[value] = key
-        for time, cast in self.lives.casts[value]:
+        for time, cast in self.lives.casts(value):
             storage = self._make((value, cast.target), time)
             # A view is made contiguous before it is rounded, and so are images in another order.
             in_order = cast.channels_last or value in self.lives.layout.in_order
@@ -378,7 +347,7 @@ class _ValueGroup:
         by_type: dict[str, list[int]] = {}
         for time, value, _ in self.contributions:
             i = lives.layout.end - time
-            reads = dict(zip(lives.layout.ops[i].inputs, lives.runs[i].operands, strict=True))
+            reads = dict(zip(lives.layout.ops[i].inputs, lives.run(i).operands, strict=True))
             taken = reads.get(value, lives.carried(value))  # a cast of a view adds its own sum
             if taken == lives.carried(value) or is_encoded(taken):
                 terms[time] = taken == "fp32"

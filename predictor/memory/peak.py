@@ -11,20 +11,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
 from qsync.predictor.memory.layout import layout
-from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes
+from qsync.predictor.memory.lifetimes import Lifetimes
 from qsync.predictor.memory.spans import Span
 from qsync.records.graph import OpGraph
 from qsync.records.memory_residuals import MemoryResiduals
@@ -65,37 +64,23 @@ class Memory:
         persistent = self.parameters + self.gradients + self.optimizer + self.inputs
         return persistent + self.casts + self.saved + self.transient
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the parts and the peak by name."""
-        return {**asdict(self), "peak_bytes": self.peak_bytes}
 
-
-def peak_memory(
-    lowered: LoweredGraph,
-    *,
-    optimizer_bytes: int = 0,
-    num_ranks: int = 1,
-    device: str = "cpu",
-    residuals: MemoryResiduals | None = None,
-) -> Memory:
+def peak_memory(lowered: LoweredGraph, **options: Any) -> Memory:
     """Predict the memory peak of one training step of this lowered graph on one rank, in bytes.
+
+    `options` are those of `StepMemory`.
+
+    >>> peak_memory(lower(graph, assignment), optimizer_bytes=profile.optimizer_bytes).peak_bytes
+    """
+    return StepMemory(lowered, **options).at_peak()
+
+
+class StepMemory:
+    """The life of every tensor of one step on one rank: see `lifetimes` for its times.
 
     `optimizer_bytes` is the size of the optimizer's state. With several ranks DDP's buckets are the gradients
     themselves. Gradients count in full throughout, as after the first step. `residuals` are what steps on
     the device were measured to need beyond the prediction (`Profile.memory_residuals`).
-
-    >>> peak_memory(lower(graph, assignment), optimizer_bytes=profile.optimizer_bytes).peak_bytes
-    """
-    return StepMemory(
-        lowered, optimizer_bytes=optimizer_bytes, num_ranks=num_ranks, device=device, residuals=residuals
-    ).at_peak()
-
-
-class StepMemory:
-    """The life of every tensor of one step: see `lifetimes` for its times.
-
-    Spans are stored by value (its storages in every type, those of its views, and its gradient) and by
-    operator (the tensors it needs besides). So `update` computes anew only those that a change can concern.
     """
 
     def __init__(
@@ -108,105 +93,60 @@ class StepMemory:
         residuals: MemoryResiduals | None = None,
     ) -> None:
         self.graph: OpGraph = lowered.graph
-        self.optimizer_bytes, self.num_ranks, self.device = optimizer_bytes, num_ranks, device
-        self.layout = layout(self.graph)
+        self.optimizer_bytes, self.device = optimizer_bytes, device
+        self.layout, num = layout(self.graph), len(self.graph.ops)
         self.end = self.layout.last
         self._persistent = optimizer_bytes + bytes_throughout(self.graph)
-        self._list_nodes(lowered)
-        self._residuals = residuals or MemoryResiduals()
-        self._lives = self._lifetimes()
-        # Bytes by which each time differs from the one before.
-        self._change = np.zeros(self.end + 2, dtype=np.int64)
-        self._spans: dict[str | int, list[Span]] = {}
-        self._corrected: set[int] = set()  # operators that have residuals as they run now
-        self._refresh((*self.layout.users, *range(len(self.graph.ops))))
-        num, of_loss = len(self.graph.ops), self._residuals.loss.forward
-        self._spans[num] = [Span(of_loss, num, num)]
-        self._change[num : num + 2] += (of_loss, -of_loss)
-
-    def _lifetimes(self) -> Lifetimes:
-        in_buckets = self.num_ranks > 1
-        return Lifetimes(
-            self.layout, self._runs, self._casts, self.device, in_buckets, residuals=self._residuals
+        runs: list[Run] = []
+        casts: dict[str, list[tuple[int, Cast]]] = {name: [] for name in self.layout.root}
+        for node in lowered.nodes:
+            if isinstance(node, Run):
+                runs.append(node)
+            else:
+                # A cast of a result runs at its operator's time, one of a graph input at the next operator's.
+                casts[node.value].append((self.layout.position.get(node.value, len(runs)), node))
+        self._lives = Lifetimes(
+            self.layout, runs.__getitem__, casts.__getitem__, device, num_ranks > 1, residuals=residuals
         )
-
-    def copy(self, optimizer_bytes: int) -> StepMemory:
-        """Return an independent copy of the same step with an optimizer's state of another size."""
-        other = copy(self)
-        other.optimizer_bytes = optimizer_bytes
-        other._persistent += optimizer_bytes - self.optimizer_bytes
-        other._runs, other._spans = list(self._runs), dict(self._spans)
-        other._corrected = set(self._corrected)
-        other._casts = {value: list(casts) for value, casts in self._casts.items()}
-        other._change = self._change.copy()
-        other._lives = other._lifetimes()
-        return other
+        self._spans = {what: self._lives.spans_of(what) for what in (*self.layout.users, *range(num))}
+        self._spans[num] = [Span(residuals.loss.forward if residuals else 0, num, num)]
+        self._is_corrected = any(self._lives.residual(i) for i in range(num))
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes in use at any time, margin included; DDP's buckets are the gradients."""
-        return self.bytes_at()[1]
-
-    def bytes_at(self, when: int | None = None) -> tuple[int, int]:
-        """Return the bytes in use at a time (by default that of the peak), margin included, with the time."""
-        in_use = self._change.cumsum()
-        when = int(in_use.argmax()) if when is None else when
-        most = max(0, int(in_use[when]))
-        return when, self._persistent + most + self._margin_bytes(most)
+        most = max(0, int(self.come_and_go().max()))
+        return self._persistent + most + self._margin_bytes(most)
 
     def _margin_bytes(self, num_bytes: int) -> int:
-        return margin_bytes(self.device, num_bytes, bool(self.graph.recomputed), bool(self._corrected))
+        return margin_bytes(self.device, num_bytes, bool(self.graph.recomputed), self._is_corrected)
 
     def come_and_go(self) -> npt.NDArray[np.int64]:
         """Return the bytes at each time that come and go in the step, without the margin."""
-        return self._change.cumsum()[:-1]
+        return self._in_use(self.spans())
 
     def staying(self) -> npt.NDArray[np.int64]:
-        """Return those of them that are alive at each time and at the next."""
-        change = np.zeros_like(self._change)
-        for span in self.spans():
-            change[span.birth] += span.num_bytes
-            change[span.death] -= span.num_bytes
-        return change.cumsum()[:-1]
+        """Return the bytes that are alive at each time and at the next."""
+        return self._in_use(self.spans(), after_death=0)
 
     def curve(self) -> dict[str, list[int]]:
         """Return the bytes in use at each time by part: `throughout`, `casts`, `saved`, `transient`."""
-        change = {part: np.zeros(self.end + 2, dtype=np.int64) for part in ("casts", "saved", "transient")}
-        for span in self.spans():
-            change[span.part][span.birth] += span.num_bytes
-            change[span.part][span.death + 1] -= span.num_bytes
-        found = {part: [int(b) for b in steps.cumsum()[:-1]] for part, steps in change.items()}
+        found = {
+            part: self._in_use(span for span in self.spans() if span.part == part).tolist()
+            for part in ("casts", "saved", "transient")
+        }
         return {"throughout": [self._persistent] * (self.end + 1), **found}
 
-    def update(self, lowering: Lowering, positions: Iterable[int]) -> None:
-        """Update the spans after `Lowering.assign` or `undo` touched the operators at these positions."""
-        stale: dict[str | int, None] = {}
-        positions = tuple(positions)
-        for i in positions:
-            op = self.graph.ops[i]
-            self._runs[i] = lowering.run(i)
-            self._casts[op.name] = [(i, cast) for cast in lowering.output_casts(i)]
-            for value in lowering.anchored[i]:
-                self._casts[self.graph.inputs[value].name] = []
-            for cast in lowering.anchored_casts(i):
-                self._casts[cast.value].append((i, cast))
-            values = [self.layout.root[name] for name in (op.name, *op.inputs, *op.kept)]
-            # Readers of its result may cast from another type now, though they run as before.
-            stale |= dict.fromkeys([i, *values, *self.layout.users[values[0]]])
-            if self._residuals:
-                stale |= dict.fromkeys(self.layout.followers.get(i, ()))
-            # The other operand of a sum may need a gradient of its own now.
-            stale |= dict.fromkeys(
-                self.layout.root[name]
-                for j in self.layout.users[values[0]]
-                if self.graph.ops[j].kind in PASSES_GRADIENT
-                for name in self.graph.ops[j].inputs
-            )
-        self._refresh(stale)
+    def _in_use(self, spans: Iterable[Span], after_death: int = 1) -> npt.NDArray[np.int64]:
+        change = np.zeros(self.end + 2, dtype=np.int64)
+        for span in spans:
+            change[span.birth] += span.num_bytes
+            change[span.death + after_death] -= span.num_bytes
+        return change.cumsum()[:-1]
 
     def at_peak(self) -> Memory:
         """Return the memory by part at the time of the peak."""
-        when = int(self._change.cumsum().argmax())
+        when = int(self.come_and_go().argmax())
         parts = {"casts": 0, "saved": 0, "transient": 0}
         saved_by = dict.fromkeys(self.layout.position, 0)
         for span in self.spans():
@@ -227,33 +167,7 @@ class StepMemory:
 
     def spans(self) -> Iterator[Span]:
         """Yield every tensor that lives for a part of the step."""
-        for spans in self._spans.values():
-            yield from spans
-
-    def _list_nodes(self, lowered: LoweredGraph) -> None:
-        """List the runs of operators, and the casts of every value with their times."""
-        self._runs: list[Run] = []
-        self._casts: dict[str, list[tuple[int, Cast]]] = {name: [] for name in self.layout.root}
-        for node in lowered.nodes:
-            if isinstance(node, Run):
-                self._runs.append(node)
-            else:
-                # A cast of a result runs at its operator's time, one of a graph input at the next operator's.
-                self._casts[node.value].append((self.layout.position.get(node.value, len(self._runs)), node))
-
-    def _refresh(self, stale: Iterable[str | int]) -> None:
-        """Compute anew the spans of these values and operators."""
-        for what in stale:
-            for span in self._spans.get(what, ()):
-                self._change[span.birth] -= span.num_bytes
-                self._change[span.death + 1] += span.num_bytes
-            found = self._lives.spans_of(what)
-            for span in found:
-                self._change[span.birth] += span.num_bytes
-                self._change[span.death + 1] -= span.num_bytes
-            self._spans[what] = found
-            if isinstance(what, int):
-                (self._corrected.add if self._lives.residual(what) else self._corrected.discard)(what)
+        return chain.from_iterable(self._spans.values())
 
 
 # Factor on the largest measured error: of 360 plans not measured before, a few exceeded it, by half at most.

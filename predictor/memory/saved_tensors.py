@@ -6,13 +6,14 @@ rules of their kernels. Source: torch's kernels and those of qsync.backend.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qsync.backend.kernels.attention.attention_strategy import saves_weights, torch_fuses
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.predictor.memory.expanded_operands import expanded
-from qsync.records.graph import Derivative, Op, OpGraph, num_elements
+from qsync.predictor.memory.layout import Layout
+from qsync.records.graph import Derivative, Op, num_elements
 from qsync.records.precision import CONVOLUTIONS, LARGEST, Precision, type_bytes
 
 # Kinds that save nothing, where torch's derivative was not counted: in graphs without one.
@@ -42,21 +43,10 @@ class Saved:
     indices: tuple[str, ...] = ()
 
 
-def saved_by_op(
-    op: Op,
-    shapes: Mapping[str, tuple[int, ...]],
-    requires_grad: Mapping[str, bool],
-    dtypes: Mapping[str, str],
-    form: str = "plain",
-    mode: str = "fp32",
-    device: str = "cpu",
-) -> Saved:
-    """Return what this operator saves for backward: nothing if it has no backward.
+def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", device: str = "cpu") -> Saved:
+    """Return what this operator of a graph saves for backward; `form` and `mode` are lowering's.
 
-    `shapes`, `requires_grad` and `dtypes` are those of every value, as traced; `form` and `mode` are
-    lowering's.
-
-    >>> saved_by_op(graph.ops[0], shapes, requires_grad, dtypes)
+    >>> saved_by_op(graph.ops[0], layout(graph))
     Saved(inputs=(0, 1), output=False, indices=())
     """
     if not op.requires_grad:
@@ -72,22 +62,22 @@ def saved_by_op(
         if op.kind in CONVOLUTIONS and mode not in INT8_MODES:
             return Saved(pair)
         if op.kind == "linear" and op.copies and mode in PLAIN:  # a copy of its input: `made_for_backward`
-            return Saved((1,) if requires_grad[op.inputs[0]] else ())
-        copied = dict(copied_operands(op, mode, shapes, requires_grad))  # `made_for_backward`
-        saved = (a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]])
+            return Saved((1,) if at.has_gradient[op.inputs[0]] else ())
+        copied = dict(copied_operands(op, at, mode))  # `made_for_backward`
+        saved = (a for a, b in (pair, pair[::-1]) if at.has_gradient[op.inputs[b]])
         return Saved(tuple(a for a in saved if a not in copied))
-    if op.kind == "attention" and writes_scores(op, mode, shapes, requires_grad, device):
+    if op.kind == "attention" and writes_scores(op, at, mode, device):
         return Saved((2,) if op.copies is False else ())
-    if op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
+    if op.kind == "attention" and saves_weights_of(op, at, mode, device):
         return Saved((0, 1, 2))
     if op.kind == "attention":  # of a mask of bools it saves its own copy in numbers, except in INT8
-        bools = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] == "bool")
-        floats = tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST)
+        bools = tuple(value for value in (*op.inputs, *op.kept) if at.dtype[value] == "bool")
+        floats = tuple(j for j in everything if at.dtype[op.inputs[j]] in LARGEST)
         return Saved(floats, indices=bools) if mode == "int8" else Saved(floats, output=True)
     if op.kind == "rnn":
         return Saved(everything, output=True)
     if op.kind == "embedding":
-        return Saved(indices=tuple(v for v in (*op.inputs, *op.kept) if dtypes[v] not in LARGEST))
+        return Saved(indices=tuple(v for v in (*op.inputs, *op.kept) if at.dtype[v] not in LARGEST))
     if op.kind in SAVES_NOTHING or (op.kind == "rms_norm" and (device, mode) == ("cpu", "bf16")):
         return Saved()
     return Saved(everything)  # too much rather than too little
@@ -101,19 +91,8 @@ def _as_counted(op: Op, derivative: Derivative) -> Saved:
     return Saved(operands, derivative.saves_result, kept)
 
 
-def made_for_backward(
-    op: Op,
-    mode: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    requires_grad: Mapping[str, bool],
-    dtypes: Mapping[str, str],
-    device: str,
-    form: str = "plain",
-) -> Iterator[int]:
-    """Yield the bytes that an operator makes for backward besides its result: masks, indices, statistics.
-
-    `shapes`, `requires_grad` and `dtypes` are those of every value, as traced.
-    """
+def made_for_backward(op: Op, at: Layout, form: str, mode: str, device: str) -> Iterator[int]:
+    """Yield the bytes that an operator makes for backward besides its result: masks, indices, statistics."""
     if form not in SAVES_AS_TORCH:
         yield from _made_saving_less(op, form)
     elif op.derivative is not None and op.kind not in NORMS:
@@ -123,30 +102,30 @@ def made_for_backward(
         # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel saves one byte per
         # element.
         yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
-    elif op.kind == "linear" and op.copies and mode in PLAIN and requires_grad[op.inputs[1]]:
-        yield type_bytes(mode, num_elements(shapes[op.inputs[0]]))
+    elif op.kind == "linear" and op.copies and mode in PLAIN and at.has_gradient[op.inputs[1]]:
+        yield type_bytes(mode, num_elements(at.shape[op.inputs[0]]))
     elif op.kind == "matmul":
-        for _, elements in copied_operands(op, mode, shapes, requires_grad):
+        for _, elements in copied_operands(op, at, mode):
             yield type_bytes(mode, elements)
-    elif op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
-        yield type_bytes("bf16", num_elements(scores_shape(op, shapes)))
+    elif op.kind == "attention" and saves_weights_of(op, at, mode, device):
+        yield type_bytes("bf16", num_elements(scores_shape(op, at)))
     elif op.kind == "attention" and mode == "int8":  # backward recomputes everything else
-        yield num_elements(scores_shape(op, shapes)) if op.dropout else 0
-    elif op.kind == "attention" and writes_scores(op, mode, shapes, requires_grad, device):
+        yield num_elements(scores_shape(op, at)) if op.dropout else 0
+    elif op.kind == "attention" and writes_scores(op, at, mode, device):
         # Probabilities, with dropout its mask and the probabilities after it; q and k, scaled; a copy of v
         # with the heads in front, where it does not lie so. Each group of queries (GQA) has its own.
-        scores, width = scores_shape(op, shapes), shapes[op.inputs[0]][-1]
+        scores, width = scores_shape(op, at), at.shape[op.inputs[0]][-1]
         yield (3 if op.dropout else 1) * FP32_BYTES * num_elements(scores)
         rows = num_elements(scores[:-1]) * width, num_elements((*scores[:-2], scores[-1])) * width
         yield FP32_BYTES * (rows[0] + rows[1])
         yield 0 if op.copies is False else FP32_BYTES * rows[1] * op.shape[-1] // width
     elif op.kind == "attention":
         yield FP32_BYTES * num_elements(op.shape[:-1])  # log of the sum of exponentials, per row
-        yield num_elements(scores_shape(op, shapes)) if op.dropout and device == "cpu" else 0
-        masks = [value for value in (*op.inputs[3:], *op.kept) if dtypes[value] == "bool"]
-        yield sum(type_bytes(mode, num_elements(shapes[value])) for value in masks)
+        yield num_elements(scores_shape(op, at)) if op.dropout and device == "cpu" else 0
+        masks = [value for value in (*op.inputs[3:], *op.kept) if at.dtype[value] == "bool"]
+        yield sum(type_bytes(mode, num_elements(at.shape[value])) for value in masks)
     elif op.kind == "rnn":
-        yield from _recurrent(mode, [shapes[value] for value in op.inputs], device)
+        yield from _recurrent(mode, [at.shape[value] for value in op.inputs], device)
     elif op.kind == "rms_norm":
         yield FP32_BYTES * _rows(op)  # deviation
         if device == "cpu":  # where it is written out in FP32: what the weight multiplies, and the input
@@ -155,16 +134,14 @@ def made_for_backward(
         yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
 
 
-def copied_operands(
-    op: Op, mode: str, shapes: Mapping[str, tuple[int, ...]], requires_grad: Mapping[str, bool]
-) -> Iterator[tuple[int, int]]:
+def copied_operands(op: Op, at: Layout, mode: str) -> Iterator[tuple[int, int]]:
     """Yield the operands of a product of which it saves expanded copies, by number, with their elements.
 
     INT8 saves codes, which are not expanded.
     """
     if op.kind == "matmul" and len(op.inputs) == 2 and mode not in INT8_MODES:
-        for each in expanded(*(shapes[value] for value in op.inputs)):
-            if each.is_copied and requires_grad[op.inputs[1 - each.operand]]:
+        for each in expanded(*(at.shape[value] for value in op.inputs)):
+            if each.is_copied and at.has_gradient[op.inputs[1 - each.operand]]:
                 yield each.operand, each.num_elements
 
 
@@ -195,13 +172,7 @@ def _recurrent(mode: str, shapes: list[tuple[int, ...]], device: str) -> Iterato
         last = hidden
 
 
-def writes_scores(
-    op: Op,
-    mode: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    requires_grad: Mapping[str, bool],
-    device: str,
-) -> bool:
+def writes_scores(op: Op, at: Layout, mode: str, device: str) -> bool:
     """Return whether attention is torch's plain kernel, which holds all scores in FP32.
 
     On a CPU its fused one takes no heads that broadcast, and no other operands that `torch_fuses` refuses;
@@ -209,23 +180,23 @@ def writes_scores(
     """
     if device != "cpu" or mode in ("int8", "bf16"):
         return False
-    masks = ((len(shapes[mask]), requires_grad[mask]) for mask in (*op.inputs[3:], *op.kept))
-    return op.copies is True or not torch_fuses(shapes[op.inputs[0]], op.shape[-1], op.dropout, masks)
+    masks = ((len(at.shape[mask]), at.has_gradient[mask]) for mask in (*op.inputs[3:], *op.kept))
+    return op.copies is True or not torch_fuses(at.shape[op.inputs[0]], op.shape[-1], op.dropout, masks)
 
 
-def saves_weights_of(op: Op, mode: str, shapes: Mapping[str, tuple[int, ...]], device: str) -> bool:
+def saves_weights_of(op: Op, at: Layout, mode: str, device: str) -> bool:
     """Return whether attention is qsync's kernel for few keys, which saves its weights in BF16."""
-    keys = shapes[op.inputs[1]][-2]
+    keys = at.shape[op.inputs[1]][-2]
     return device == "cpu" and mode in ("int8", "bf16") and saves_weights(keys, op.dropout)
 
 
-def scores_shape(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def scores_shape(op: Op, at: Layout) -> tuple[int, ...]:
     """Return (..., heads, queries, keys)."""
-    return (*op.shape[:-1], shapes[op.inputs[1]][-2])
+    return (*op.shape[:-1], at.shape[op.inputs[1]][-2])
 
 
 def _made_saving_less(op: Op, form: str) -> Iterator[int]:
-    """Yield the same for an operator that saves less: see qsync.backend.compressed_saves.saved_ops."""
+    """Yield the bytes that an operator makes when it saves less: see compressed_saves.saved_ops."""
     elements = op.num_elements
     if form == "bits" or (form == "output" and op.kind == "gelu"):
         yield (elements + 7) // 8
@@ -242,27 +213,3 @@ def _rows(op: Op) -> int:
     if op.kind == "group_norm":
         return num_elements(op.shape[:2])
     return op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
-
-
-def is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:
-    """Return whether the result of an operator shares its input's storage."""
-    if op.kind in ("view", "contiguous") and op.copies is not None:
-        return not op.copies
-    if op.kind in ("view", "input"):
-        return len(op.inputs) == 1
-    return op.kind == "float" and len(op.inputs) == 1 and dtypes[op.inputs[0]] == op.dtype
-
-
-def storage_roots(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Map every value to the one whose storage it uses: itself, or the value that it is a view of."""
-    root = {value.name: value.name for value in graph.inputs}
-    attention = {op.name: op.shape for op in graph.ops if op.kind == "attention" and len(op.shape) == 4}
-    for op in graph.ops:
-        same = is_alias(op, dtypes)
-        if op.kind == "contiguous" and op.inputs[0] not in attention and root[op.inputs[0]] in attention:
-            # Fused attention (B, H, L, D) stores its result in the order (B, L, H, D). Models ask for that
-            # order, so heads and positions are swapped back without a copy.
-            batch, heads, length, width = attention[root[op.inputs[0]]]
-            same = op.shape in ((batch, length, heads, width), (batch, length, heads * width))
-        root[op.name] = root[op.inputs[0]] if same else op.name
-    return root

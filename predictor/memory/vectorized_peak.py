@@ -3,23 +3,25 @@
 The tensors of an operator and of a value depend on the neighbourhoods (`qsync.lowering.vectorized`) of the
 operators that make and read them. Each distinct case is computed once by `lifetimes`. It is stored as bytes
 that come and go at times relative to the value's first operator, and so holds wherever in the graph the case
-occurs again. Nothing of an assignment is stored.
+occurs again. Nothing of an assignment is stored. Where blocks are recomputed, tensors live twice, at times
+that depend on no base: each operator and value is then a case of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from qsync.lowering.lowered_graph import Cast, Run
+from qsync.lowering.lowered_graph import Cast
 from qsync.lowering.vectorized import Tables, Tabulated, tables
 from qsync.predictor.memory.layout import Layout, layout
 from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes
-from qsync.predictor.memory.peak import StepMemory, bytes_throughout, margin_bytes
+from qsync.predictor.memory.peak import bytes_throughout, margin_bytes
 from qsync.predictor.memory.saved_tensors import Saved
 from qsync.predictor.memory.spans import Span
 from qsync.records.graph import OpGraph
@@ -59,7 +61,7 @@ class VectorizedPeak:
         """List every value that is no view, with the operators that make or read it, and its kind."""
         layout = self.layout
         kinds: dict[Any, dict[bytes, int]] = {}
-        self._roots: list[str] = []
+        self._roots: list[str | int] = []
         self._cases: list[dict[bytes, int]] = []
         # The aspect of an operator that matters to a group, by number of the view and of the neighbourhood.
         self._aspects: Ints = np.zeros((0, 0), dtype=np.int64)
@@ -68,7 +70,10 @@ class VectorizedPeak:
         users: list[int] = []
         view_of: list[int] = []
         bounds, bases = [0], []
-        for root, ops in layout.users.items():
+        groups: list[tuple[str | int, list[int]]] = [*layout.users.items()]
+        if layout.recomputed:  # residuals of an operator depend on the product before it
+            groups += [(i, [i, product]) for i, product in enumerate(layout.product)]
+        for root, ops in groups:
             if ops:
                 self._roots.append(root)
                 self._cases.append(kinds.setdefault(self._kind(root, ops), {}))
@@ -84,9 +89,11 @@ class VectorizedPeak:
         # Slices of the bytes that the neighbourhoods of all users operators make.
         self._slices = [slice(4 * a, 4 * b) for a, b in pairwise(bounds)]
 
-    def _kind(self, root: str, users: list[int]) -> Any:
+    def _kind(self, root: str | int, users: list[int]) -> Any:
         """Return all that `Lifetimes` reads of a value but the runs; positions are relative to the first."""
         layout, base = self.layout, users[0]
+        if layout.recomputed or isinstance(root, int):
+            return root
         first = layout.position.get(root)
         entered = None
         if first is None:
@@ -115,7 +122,7 @@ class VectorizedPeak:
         structure = int(self.tables.structure[i])
         return structure, i - base, layout.root[op.name] == root, tuple(own), order, epilogue_of
 
-    def _view(self, root: str, i: int) -> tuple[int, ...]:
+    def _view(self, root: str | int, i: int) -> tuple[int, ...]:
         """List the operands (then `Op.kept`) that a group depends on; empty: on the whole operator."""
         op, layout = self.layout.ops[i], self.layout
         if layout.root[op.name] == root or op.kind in PASSES_GRADIENT:
@@ -124,7 +131,7 @@ class VectorizedPeak:
 
     def _aspect(self, i: int, view: tuple[int, ...], lives: Lifetimes) -> Any:
         """Return what `Lifetimes` reads of an operator that reads a group's values but makes none."""
-        op, run, saved = self.layout.ops[i], lives.runs[i], lives.saved(i)
+        op, run, saved = self.layout.ops[i], lives.run(i), lives.saved(i)
         values = (*op.inputs, *op.kept)
         taken = tuple(run.operands[j] for j in view if j < len(op.inputs))
         saves = tuple((j in saved.inputs, values[j] in saved.indices) for j in view)
@@ -152,24 +159,40 @@ class VectorizedPeak:
                 self._aspects[view, number] = known.setdefault(aspect, len(known))
         return self._aspects[self._view_of, numbers]
 
-    def peak_bytes(
-        self, lowered: Tabulated, optimizer_bytes: int, residuals: MemoryResiduals | None = None
-    ) -> int:
-        """Return the most bytes in use at any time of the step, margin included: `StepMemory.peak_bytes`."""
-        most = max(0, int(self.in_use(lowered, residuals).max()))
+    def bytes_at(
+        self,
+        lowered: Tabulated,
+        optimizer_bytes: int,
+        residuals: MemoryResiduals | None = None,
+        when: int | None = None,
+    ) -> tuple[int, int]:
+        """Return a time of the step (the peak's if `when` is None), and the bytes in use, margin included."""
+        in_use = self.in_use(lowered, residuals)
+        when = int(in_use.argmax()) if when is None else when
+        most, recomputed = max(0, int(in_use[when])), self.layout.recomputed is not None
         corrected = residuals is not None and bool(self._rows_of(residuals, lowered).any())
-        return optimizer_bytes + self.throughout + most + margin_bytes(self.device, most, corrected=corrected)
+        margin = margin_bytes(self.device, most, recomputed, corrected)
+        return when, optimizer_bytes + self.throughout + most + margin
 
     def in_use(self, lowered: Tabulated, residuals: MemoryResiduals | None = None) -> Ints:
         """Return the bytes that come and go, at each time of the step."""
-        change = np.zeros(2 * self._num_ops + 2, dtype=np.int64)
-        runs, casts = _Runs(lowered), _Casts(lowered)
-        lives = Lifetimes(self.layout, runs, casts, self.device, self.in_buckets, self._saved)
-        self._add_ops(change, lowered, lives)
+        change = np.zeros(self.layout.last + 2, dtype=np.int64)
+        wiring, recomputed = self.tables.wiring, self.layout.recomputed is not None
+
+        def casts(value: str) -> list[tuple[int, Cast]]:
+            number = wiring.number[value]
+            return [(wiring.owner(number) or 0, cast) for cast in lowered.casts(number)]
+
+        inside = residuals if recomputed else None
+        run = cache(lowered.run)
+        lives = Lifetimes(self.layout, run, casts, self.device, self.in_buckets, self._saved, inside)
+        if not recomputed:
+            self._add_ops(change, lowered, lives)
         self._add_groups(change, lowered, lives)
         if residuals:
-            rows = self._rows_of(residuals, lowered)
-            self._add_rows(change, np.column_stack((rows, np.zeros(len(rows), dtype=np.int64))))
+            if not recomputed:
+                rows = self._rows_of(residuals, lowered)
+                self._add_rows(change, np.column_stack((rows, np.zeros(len(rows), dtype=np.int64))))
             of_loss = residuals.loss.forward
             change[self._num_ops : self._num_ops + 2] += (of_loss, -of_loss)
         found: Ints = change.cumsum()
@@ -249,10 +272,10 @@ class VectorizedPeak:
         The times between forward and backward and at the end belong to the graph. A value at either end of
         the graph reaches them relative to its base; it has a kind of its own (`_kind`).
         """
+        if self.layout.recomputed or time in (self._num_ops, 2 * self._num_ops):
+            return _ABSOLUTE, time
         if time < self._num_ops:
             return _FORWARD, time - base
-        if time in (self._num_ops, 2 * self._num_ops):
-            return _ABSOLUTE, time
         return _BACKWARD, time + base
 
     def _as_arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -279,57 +302,27 @@ class _ResidualRows:
         return found
 
 
-class _Runs:
-    """The runs of operators, made on demand."""
-
-    def __init__(self, lowered: Tabulated) -> None:
-        self._lowered = lowered
-        self._made: dict[int, Run] = {}
-
-    def __getitem__(self, i: int) -> Run:
-        run = self._made.get(i)
-        if run is None:
-            run = self._made[i] = self._lowered.run(i)
-        return run
+_PEAKS: IdentityCache[IdentityCache[dict[tuple[str, bool], VectorizedPeak]]] = IdentityCache()
 
 
-class _Casts:
-    """The casts of values, made on demand."""
-
-    def __init__(self, lowered: Tabulated) -> None:
-        self._lowered = lowered
-
-    def __getitem__(self, value: str) -> list[tuple[int, Cast]]:
-        wiring = self._lowered.tables.wiring
-        number = wiring.number[value]
-        return [(wiring.owner(number) or 0, cast) for cast in self._lowered.casts(number)]
-
-
-_PEAKS: IdentityCache[dict[tuple[str, bool], VectorizedPeak]] = IdentityCache()
-
-
-def vectorized_peak_bytes(
+def vectorized_bytes_at(
     lowered: Tabulated,
     *,
     optimizer_bytes: int = 0,
     num_ranks: int = 1,
     device: str = "cpu",
     residuals: MemoryResiduals | None = None,
-) -> int:
-    """Predict the memory peak of one training step on one rank, in bytes: `peak_memory(...).peak_bytes`.
+    when: int | None = None,
+) -> tuple[int, int]:
+    """Predict the bytes in use on one rank at a time of a training step, margin included, with that time.
 
-    >>> vectorized_peak_bytes(Tabulated(graph, assignment), optimizer_bytes=profile.optimizer_bytes)
+    The time is that of the peak if `when` is None; the bytes are then `peak_memory(...).peak_bytes`.
+
+    >>> vectorized_bytes_at(Tabulated(graph, assignment), optimizer_bytes=profile.optimizer_bytes)
     """
-    if lowered.graph.recomputed:  # tensors live twice, at times that depend on no base
-        return StepMemory(
-            lowered.lowered(),
-            optimizer_bytes=optimizer_bytes,
-            num_ranks=num_ranks,
-            device=device,
-            residuals=residuals,
-        ).peak_bytes
-    of_graph = _PEAKS.of(lowered.graph, dict)
-    key = (device, num_ranks > 1)
-    if key not in of_graph:
-        of_graph[key] = VectorizedPeak(lowered.graph, *key)
-    return of_graph[key].peak_bytes(lowered, optimizer_bytes, residuals)
+    graph, key = lowered.graph, (device, num_ranks > 1)
+    # Cases of recomputed graphs hold residuals.
+    known = _PEAKS.of(graph, IdentityCache).of(residuals if graph.recomputed and residuals else graph, dict)
+    if key not in known:
+        known[key] = VectorizedPeak(graph, *key)
+    return known[key].bytes_at(lowered, optimizer_bytes, residuals, when)

@@ -18,10 +18,7 @@ _NOISY = (b"ActivityProfiler", b"CPUAllocator.cpp")  # files of torch, in the li
 def allocator_events(marks: str = "") -> Iterator[list[tuple[str, int]]]:
     """Collect (name, bytes) of the allocations (negative: frees) inside, and of events that begin so."""
     found: list[tuple[str, int]] = []
-    with (
-        quiet_profiler(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-    ):
+    with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield found
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())

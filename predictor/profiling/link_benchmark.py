@@ -77,17 +77,11 @@ def _line(seconds: Mapping[int, float]) -> tuple[float, float]:
 
 def median_measurement(found: Sequence[LinkMeasurement]) -> LinkMeasurement:
     """Return the median of each number of several measurements of a link."""
-    link = Link(
-        statistics.median(one.link.latency_s for one in found),
-        statistics.median(one.link.bytes_per_s for one in found),
-        statistics.median(one.link.overlap_rate for one in found),
-        found[0].link.num_ranks,
-    )
-    return LinkMeasurement(
-        link,
-        statistics.median(one.toll_s_per_call for one in found),
-        statistics.median(one.toll_s_per_byte for one in found),
-    )
+    links, tolls = [one.link for one in found], [(one.toll_s_per_call, one.toll_s_per_byte) for one in found]
+    rates = [(one.latency_s, one.bytes_per_s, one.overlap_rate) for one in links]
+    latency_s, bytes_per_s, overlap_rate = map(statistics.median, zip(*rates, strict=True))
+    link = Link(latency_s, bytes_per_s, overlap_rate, links[0].num_ranks)
+    return LinkMeasurement(link, *map(statistics.median, zip(*tolls, strict=True)))
 
 
 def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> tuple[float, float]:

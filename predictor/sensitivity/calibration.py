@@ -1,4 +1,4 @@
-"""The input of indicators, which are functions `Calibration -> Sensitivity`, and the step that they take."""
+"""Calibration: the model, batches and precisions that a sensitivity indicator measures with."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def stochastic_errors(
 def stochastic_convolution_errors(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same of a convolution of images: the variance of each element of dx, and the sum for dW.
+    """Return the variance that `int8_all` adds to each element of a convolution's dx, and the sum for dW.
 
     A product adds up independent errors, so its variances are a convolution of squared codes. Stride and
     padding follow from the shapes: `gradient` (n, c, p, q), `x` (n, C, h, w), `weight` (c, C, kh, kw). An

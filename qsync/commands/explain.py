@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,10 +56,9 @@ def explain(
     check_outputs(written, basis or plan_file.parent, plan_file, cluster)
     plan, found = load_plan(plan_file, basis, cluster, force=force)
     planned = {c.name: plan.budgets[c.name] for c in found.cluster.classes if c.name in plan.budgets}
-    budgets = {**planned, **budgets}
-    found = replace(found, cluster=found.cluster.with_memory(budgets))
+    plan = replace(plan, budgets={**planned, **budgets})
+    found = replace(found, cluster=found.cluster.with_memory(plan.budgets))
     parts = (found.graph, plan, found.profiles, found.sensitivity, found.cluster)
-    limits: dict[str, Any] = {"budgets": budgets, "bucket_cap_bytes": plan.bucket_cap_bytes}
     filled = peaks(found.graph, plan, found.profiles, found.cluster)
     if picture is not None:
         from qsync.figures import memory as memory_figure
@@ -72,10 +70,10 @@ def explain(
         emulated = {c.name for c in found.cluster.classes if c.emulated_share is not None}
         precision_map.allocation(plan, found.graph, found.sensitivity, allocation, emulated=emulated)
     if critical_path or help_most is not None or measured is not None:
-        _explain_step(plan, found, limits, critical_path, help_most, measured, as_json)
+        _explain_step(plan, found, critical_path, help_most, measured, as_json)
         return
     unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
-    reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)
+    reasons, prices = explain_lowering(*parts), shadow_prices(*parts)
     if as_json:
         print_json({
             "simulated": True,
@@ -105,7 +103,6 @@ def explain(
 def _explain_step(
     plan: Plan,
     basis: Basis,
-    limits: Mapping[str, Any],
     wants_path: bool,
     most: int | None,
     measured: Path | None,
@@ -117,8 +114,8 @@ def _explain_step(
     from qsync.replayer import find_critical_path
 
     graph, profiles, cluster = basis.graph, basis.profiles, basis.cluster
-    path = find_critical_path(graph, plan, profiles, cluster, bucket_cap_bytes=plan.bucket_cap_bytes)
-    found = what_ifs(graph, plan, profiles, basis.sensitivity, cluster, **limits) if most is not None else []
+    path = find_critical_path(graph, plan, profiles, cluster)
+    found = what_ifs(graph, plan, profiles, basis.sensitivity, cluster) if most is not None else []
     logged = measured_beside_predicted(plan, basis, measured) if measured is not None else {}
     if as_json:
         body: dict[str, Any] = {"simulated": True}

@@ -124,13 +124,12 @@ def _sections(plan: Plan, basis: Basis, measured: Measured) -> Iterator[_Section
     budgets = {c.name: plan.budgets[c.name] for c in basis.cluster.classes if c.name in plan.budgets}
     basis = replace(basis, cluster=basis.cluster.with_memory(budgets))
     at = (basis.graph, plan, basis.profiles)
-    limits: dict[str, Any] = {"bucket_cap_bytes": plan.bucket_cap_bytes}
     notes = {
         (
             one.device_class,
             one.op,
         ): f"saves {1e3 * one.time_saved_s:.3f} ms, adds {one.added_variance:.2e}<br>{escape(one.verdict)}"
-        for one in explain(*at, basis.sensitivity, basis.cluster, budgets=plan.budgets, **limits)
+        for one in explain(*at, basis.sensitivity, basis.cluster)
     }
     yield _Section(
         "Precision of every operator", "In model order. Point at one: what lowering it saves, adds, and why.",
@@ -141,13 +140,14 @@ def _sections(plan: Plan, basis: Basis, measured: Measured) -> Iterator[_Section
         "The variance that it adds to the gradient, in squared gradient norms, estimated.",
         interactive.sensitivities(basis.sensitivity, basis.graph),
     )  # fmt: skip
-    path = find_critical_path(*at, basis.cluster, **limits).events
+    path = find_critical_path(*at, basis.cluster).events
     yield _Section(
         "One step", "Simulated. Drag to zoom in, double-click to zoom out.",
-        interactive.timeline(replay(*at, basis.cluster, **limits), path),
+        interactive.timeline(replay(*at, basis.cluster), path),
     )  # fmt: skip
     less = {name: list(own.saving_less) for name, own in plan.classes.items() if own.saving_less}
-    options = {"base": plan.base, "saving_less": less or None, **limits}
+    options: dict[str, Any] = {"base": plan.base, "saving_less": less or None}
+    options["bucket_cap_bytes"] = plan.bucket_cap_bytes
     text = "Each point is a plan, with precisions alone. In squared gradient norms. Simulated."
     try:
         plans = frontier(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, _NUM_PLANS, **options)

@@ -6,7 +6,7 @@ Allow-lists, never deny-lists: a call nobody classified is fixed and runs in the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -314,27 +314,6 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
         weights = sum(num_elements(shape) for shape in shapes if len(shape) == 2)
         return 2 * num_elements(shapes[0][:-1]) * weights
     return 0
-
-
-def flops_of_einsum(node: torch.fx.Node, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the forward operations of a call of einsum on operands of these shapes.
-
-    Each dimension that `...` stands for is an index of its own, counted from the last.
-    """
-    equation = node.args[0]
-    if isinstance(equation, str):
-        texts = equation.replace(" ", "").partition("->")[0].split(",")
-        terms: list[Sequence[Any]] = [list(text.replace("...", ".")) for text in texts]
-    else:  # operands, each before a list of its indices
-        terms = [["." if i is Ellipsis else i for i in own] for own in node.args[1::2]]  # type: ignore[union-attr]
-    known: dict[Any, int] = {}
-    for term, shape in zip(terms, shapes, strict=False):
-        at = list(term).index(".") if "." in term else len(term)
-        num_others = len(shape) - len(term[:at]) - len(term[at + 1 :])
-        others = [(".", k) for k in reversed(range(num_others))]
-        for index, size in zip([*term[:at], *others, *term[at + 1 :]], shape, strict=False):
-            known[index] = max(size, known.get(index, 1))
-    return 2 * num_elements(known.values())
 
 
 def flops_of_unwritten(node: torch.fx.Node) -> int:

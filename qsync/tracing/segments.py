@@ -34,7 +34,6 @@ from qsync.tracing.operator_table import (
     draws,
     dropped,
     flops,
-    flops_of_einsum,
     flops_of_unwritten,
     is_dilated,
     large_constants,
@@ -350,8 +349,8 @@ class _Reader:
         depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + product
         count = flops(kind, [self._shape[source] for source in read], shape) if len(read) > 1 else 0
         because = call.because
-        if kind == "einsum" and len(read) > 1:
-            count = flops_of_einsum(node, [self._shape[source] for source in read])
+        if kind == "einsum":
+            count = counted_flops(node)
         if kind == "other" and (unwritten := flops_of_unwritten(node) or counted_flops(node)):
             count, because = unwritten, f"qsync has no kernel for {bare_name(node)} in low precision"
             if bodies_of(node):

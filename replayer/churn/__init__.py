@@ -9,12 +9,4 @@ from qsync.replayer.churn.membership_steps import MembershipSteps
 from qsync.replayer.churn.play import ChurnCosts, ChurnReport, play
 from qsync.replayer.churn.trace import ChurnEvent, RandomChurn, read_events
 
-__all__ = [
-    "ChurnCosts",
-    "ChurnEvent",
-    "ChurnReport",
-    "MembershipSteps",
-    "RandomChurn",
-    "play",
-    "read_events",
-]
+__all__ = ["ChurnCosts", "ChurnEvent", "ChurnReport", "MembershipSteps", "RandomChurn", "play", "read_events"]

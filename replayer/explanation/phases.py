@@ -150,9 +150,7 @@ def slowed(
 
 
 def find_drift(
-    predicted: Mapping[str, Phases],
-    measured: Sequence[tuple[str, Phases]],
-    tolerance: float = TOLERANCE,
+    predicted: Mapping[str, Phases], measured: Sequence[tuple[str, Phases]], tolerance: float = TOLERANCE
 ) -> Drift | None:
     """Return which rank makes the step longer than predicted by more than `tolerance`, or None.
 

@@ -323,7 +323,7 @@ def test_a_class_whose_memory_is_short_is_lowered_until_it_fits():
         plan = allocate(big, profiles, sensitivity, CLUSTER, budgets={name: budget})
         assert plan[name].lowered
         assert plan[name].predicted.memory_bytes <= budget
-        assert check_plan(big, plan, profiles, sensitivity, CLUSTER, budgets={name: budget}).ok
+        assert check_plan(big, plan, profiles, sensitivity, CLUSTER).ok
 
 
 @settings(max_examples=25)
@@ -336,7 +336,7 @@ def test_budgets_hold_wherever_a_plan_exists(graph, slow, share, more):
         plan = allocate(graph, profiles, sensitivity, cluster, budgets={"infer": budget})
     except InfeasibleError:
         return
-    certificate = check_plan(graph, plan, profiles, sensitivity, cluster, budgets={"infer": budget})
+    certificate = check_plan(graph, plan, profiles, sensitivity, cluster)
     assert certificate.ok, certificate.violations
     # More memory never hurts: what was feasible still is, for the same target.
     roomy = {"infer": int(budget * (1 + more))}
@@ -577,8 +577,9 @@ def test_reasons_tell_memory_and_pins_from_time():
     elsewhere = explain(GRAPH, pinned.pin("head", "int8"), PROFILES, SENSITIVITY, CLUSTER)
     assert not any("'h*'" in reason.verdict for reason in elsewhere)
     loose = replace(PLAN, target_s=10.0)
+    small = replace(loose, budgets={"infer": 1000})
     assert "it could run in" in explain(GRAPH, loose, PROFILES, SENSITIVITY, CLUSTER)[0].verdict
-    tight = explain(GRAPH, loose, PROFILES, SENSITIVITY, CLUSTER, budgets={"infer": 1000})[0].verdict
+    tight = explain(GRAPH, small, PROFILES, SENSITIVITY, CLUSTER)[0].verdict
     assert "more than its memory budget" in tight
 
 

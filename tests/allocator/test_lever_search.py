@@ -41,11 +41,9 @@ PARTS = (GRAPH, PROFILES, SENSITIVITY, CLUSTER)
 FAST = {"slack": 0.3}
 
 
-def checked(plan: Plan, other=OTHER, **options) -> bool:
+def checked(plan: Plan, other=OTHER) -> bool:
     profiles = profiles_under_levers(GRAPH, PROFILES, CLUSTER, plan.levers, other)
-    return check_plan(
-        GRAPH, plan, profiles, SENSITIVITY, CLUSTER, bucket_cap_bytes=plan.bucket_cap_bytes, **options
-    ).ok
+    return check_plan(GRAPH, plan, profiles, SENSITIVITY, CLUSTER).ok
 
 
 def test_levers_add_less_variance_at_the_same_step_and_each_says_what_it_bought():

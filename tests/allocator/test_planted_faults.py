@@ -38,24 +38,26 @@ class Job:
     @property
     def parts(self) -> tuple[Any, ...]:
         infer = ClassPlan({**BASE, **dict(self.infer)})
-        plan = Plan(GRAPH.model, GRAPH.hash, {"train": ClassPlan(BASE), "infer": infer})
+        plan = Plan(
+            GRAPH.model, GRAPH.hash, {"train": ClassPlan(BASE), "infer": infer}, bucket_cap_bytes=self.cap
+        )
         return GRAPH, plan, self.profiles, cluster_of({"train": 2, "infer": 2}, link=self.link)
 
     def path(self):
-        return find_critical_path(*self.parts, bucket_cap_bytes=self.cap)
+        return find_critical_path(*self.parts)
 
     def phases(self) -> dict[str, Phases]:
-        return expected(replay(*self.parts, bucket_cap_bytes=self.cap))
+        return expected(replay(*self.parts))
 
     def helps_most(self):
         graph, plan, profiles, cluster = self.parts
-        found = what_ifs(graph, plan, profiles, sensitivity_of(GRAPH), cluster, bucket_cap_bytes=self.cap)
+        found = what_ifs(graph, plan, profiles, sensitivity_of(GRAPH), cluster)
         return next(one for one in found if one.kind != "card")  # more cards always help
 
     def bucket_gain(self) -> float:
         """The part of the step that buckets of another size win."""
         graph, plan, profiles, cluster = self.parts
-        found = what_ifs(graph, plan, profiles, sensitivity_of(GRAPH), cluster, bucket_cap_bytes=self.cap)
+        found = what_ifs(graph, plan, profiles, sensitivity_of(GRAPH), cluster)
         return sum(one.won_s / self.path().step_s for one in found if one.kind == "buckets")
 
     def of(self, name: str, **changes: Any) -> Job:

@@ -35,7 +35,7 @@ FP32 = plan_of()
 
 def found_of(plan=FP32, profiles=PROFILES, cluster=None, cap=None):
     cluster = cluster or cluster_of(link=SLOW_LINK)
-    return what_ifs(GRAPH, plan, profiles, SENSITIVITY, cluster, bucket_cap_bytes=cap)
+    return what_ifs(GRAPH, replace(plan, bucket_cap_bytes=cap), profiles, SENSITIVITY, cluster)
 
 
 def step_of(plan=FP32, profiles=PROFILES, cluster=None, cap=None):
@@ -139,9 +139,8 @@ def test_a_change_that_exceeds_memory_says_so():
     plan = plan_of(infer={op.name: Precision.INT8 for op in GRAPH.adjustable if op.kind == "linear"})
     dear = {**PROFILES, "infer": profile_of(GRAPH, "infer", slow=2.0, latency_s=1e-3)}
     timeline = replay(GRAPH, plan, dear, cluster_of())
-    found = what_ifs(
-        GRAPH, plan, dear, SENSITIVITY, cluster_of(), budgets={"infer": timeline["infer"].memory_bytes}
-    )
+    plan = replace(plan, budgets={"infer": timeline["infer"].memory_bytes})
+    found = what_ifs(GRAPH, plan, dear, SENSITIVITY, cluster_of())
     assert [one for one in found if one.kind == "precision" and one.beyond_bytes > 0]
 
 

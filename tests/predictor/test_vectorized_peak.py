@@ -15,11 +15,12 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory import lifetimes
 from qsync.predictor.memory.peak import StepMemory
-from qsync.predictor.memory.vectorized_peak import VectorizedPeak, vectorized_peak_bytes
+from qsync.predictor.memory.vectorized_peak import VectorizedPeak, vectorized_bytes_at
 from qsync.records.graph import Derivative, OpGraph, Role
 from qsync.records.memory_residuals import MemoryResiduals, Residual
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import can_save_less, ops_that_save_less
+from qsync.replayer.levers.recomputation import mark_recomputed
 
 DEVICES = ("cpu", "cuda", "other")
 
@@ -31,7 +32,11 @@ def check(graph: OpGraph, assignment, less=(), device="cpu", num_ranks=2, residu
         "optimizer_bytes": 1000, "num_ranks": num_ranks, "device": device, "residuals": residuals,
     }  # fmt: skip
     memory = StepMemory(lower(graph, assignment, "bf16", less), **options)
-    assert vectorized_peak_bytes(lowered, **options) == memory.peak_bytes
+    when, peak_bytes = vectorized_bytes_at(lowered, **options)
+    assert (
+        peak_bytes == memory.peak_bytes
+        and vectorized_bytes_at(lowered, when=when, **options)[1] == peak_bytes
+    )
     curve = memory.curve()
     expected = np.sum([curve[part] for part in ("casts", "saved", "transient")], axis=0)
     found = VectorizedPeak(graph, device, num_ranks > 1).in_use(lowered, residuals)
@@ -87,6 +92,32 @@ def test_residuals_are_added_either_way(graph):
     for seed in range(12):
         less = ops_that_save_less(graph, ["*"]) if seed % 3 == 0 else ()
         check(graph, drawn(graph, seed), less, residuals=drawn_residuals(graph, seed))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bytes_in_use_are_those_of_each_time_with_the_margin_of_the_device(device):
+    """On GPUs the margin has a constant part: the segments of which one may be nearly empty."""
+    lowered, times = Tabulated(encoder(), {}), range(2 * len(encoder().ops) + 1)
+    at_each_time = [vectorized_bytes_at(lowered, device=device, when=when) for when in times]
+    assert vectorized_bytes_at(lowered, device=device) == max(at_each_time, key=lambda one: one[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("with_residuals", [False, True])
+def test_recomputed_blocks_take_the_same_memory_either_way(device, with_residuals):
+    graph = mark_recomputed(encoder(3), ["layer.0", "layer.2"])
+    for seed in range(12):
+        less = ops_that_save_less(graph, ["*"]) if seed % 3 == 0 else ()
+        residuals = drawn_residuals(graph, seed) if with_residuals else None
+        check(graph, drawn(graph, seed), less, device, residuals=residuals)
+
+
+def test_residuals_of_another_profile_are_not_those_of_the_first():
+    """Of one recomputed graph, in turns."""
+    graph = mark_recomputed(encoder(2), ["layer.1"])
+    found = [drawn_residuals(graph, seed) for seed in range(2)]
+    for residuals in (*found, *found):
+        check(graph, drawn(graph, 0), residuals=residuals)
 
 
 def views_and_sums(num_blocks: int) -> OpGraph:
@@ -226,9 +257,9 @@ def test_a_value_is_followed_again_only_if_it_is_itself_read_in_another_type(fol
     a, b = builder.linear("a", x, 8), builder.linear("b", x, 8)
     builder.loss("loss", builder.matmul("product", a, b))
     graph = builder.build()
-    vectorized_peak_bytes(Tabulated(graph, {}))
+    vectorized_bytes_at(Tabulated(graph, {}))
     followed.clear()
-    vectorized_peak_bytes(Tabulated(graph, {"a": Precision.BF16}))
+    vectorized_bytes_at(Tabulated(graph, {"a": Precision.BF16}))
     assert "a" in followed and "b" not in followed
 
 
@@ -238,12 +269,12 @@ def test_tensors_are_followed_once_for_every_distinct_case(followed):
         graph = encoder(num_layers)
         assignment = {op.name: Precision.INT8 for op in graph.adjustable}
         followed.clear()
-        first = vectorized_peak_bytes(Tabulated(graph, assignment))
+        first = vectorized_bytes_at(Tabulated(graph, assignment))
         counts.append(len(followed))
         followed.clear()
-        assert vectorized_peak_bytes(Tabulated(graph, assignment)) == first and not followed
+        assert vectorized_bytes_at(Tabulated(graph, assignment)) == first and not followed
         # A changed plan asks about what is new in it only.
-        vectorized_peak_bytes(Tabulated(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
+        vectorized_bytes_at(Tabulated(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
         assert 0 < len(followed) < 20
     assert counts[0] == counts[1] == counts[2] > 0
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from graphs import profile_of
 
-from qsync.predictor.cost_model.fill_profile import priced_as
-from qsync.predictor.cost_model.op_calls import Call, parts
+from qsync.predictor.cost_model.model import costs_of
+from qsync.predictor.cost_model.op_calls import Call, calls_by_name, parts, value_call
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import OpGraph
-from qsync.records.profiles import Profile
+from qsync.records.profiles import Cost, Profile
 
 HERE = DataSheet(
     "here", {"fp32": 1e11, "bf16": 2e11, "int8": 4e11}, 1e10, 2**33, 2**25, 5e-6, None, "made up"
@@ -25,10 +27,15 @@ def truth(call: Call, mode: str, direction: str, sheet: DataSheet) -> float:
 
 def lawful(graph: OpGraph, name: str = "infer") -> Profile:
     """A profile whose every cost is the truth."""
-    profile = profile_of(graph, name)
+    profile, known, values = profile_of(graph, name), calls_by_name(graph), value_call(graph)
 
     class Truth:
         def seconds(self, asked):  # type: ignore[no-untyped-def]
             return np.array([truth(*each) for each in asked])
 
-    return priced_as(graph, profile, Truth(), HERE)
+    def cost(call: Call, mode: str) -> Cost:
+        return costs_of(Truth(), [(call, mode)], HERE)[0]
+
+    ops = {op: {m: cost(known[op], m.partition(" ")[0]) for m in modes} for op, modes in profile.ops.items()}
+    casts = {(v, a, b): cost(values[v], f"{a.partition(' ')[0]} {b}") for v, a, b in profile.casts}
+    return replace(profile, ops=ops, casts=casts)

@@ -16,7 +16,7 @@ _FP32, _BF16 = 4, 2
 
 
 def attention_forward(op: Op, run: Run, context: OpContext) -> int:
-    """Return the bytes of workspace in forward."""
+    """Return the bytes of workspace that attention needs in forward."""
     if _has_few_keys(op, run, context):
         return _short_forward(op, context)
     if run.mode == Precision.INT8:
@@ -27,7 +27,10 @@ def attention_forward(op: Op, run: Run, context: OpContext) -> int:
 
 
 def attention_backward(op: Op, run: Run, context: OpContext, made: int) -> int:
-    """Return the same in backward; `made` are the bytes of gradients that are cast before they pass on."""
+    """Return the bytes of workspace that attention needs in backward.
+
+    `made` are the bytes of gradients that are cast before they pass on.
+    """
     if _has_few_keys(op, run, context):
         return _short_backward(op, context)
     if run.mode == Precision.INT8:
@@ -71,7 +74,7 @@ def _short_forward(op: Op, context: OpContext) -> int:
 
 
 def _short_backward(op: Op, context: OpContext) -> int:
-    """Return the same in backward."""
+    """Return the backward workspace of the kernel `attention_short`."""
     q, k, v, scores = _elements(op, context)
     made = _BF16 * (q + k + v)
     base = made + _BF16 * op.num_elements

@@ -86,7 +86,7 @@ def convolution_backward(op: Op, run: Run, context: OpContext) -> int:
 
 
 def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
-    """Return the same for INT8 gradients, with the input's gradient as it is passed on."""
+    """Return the backward workspace of `int8_all`, with the input's gradient as it is passed on."""
     (x, w, y), shapes = (num_elements(s) for s in (*context.shapes[:2], op.shape)), context.shapes
     outputs, window = op.shape[1], num_elements(shapes[1][2:])
     pixels, x_pixels = y // max(outputs, 1), x // max(shapes[0][1], 1)

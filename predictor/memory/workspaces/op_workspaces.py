@@ -24,7 +24,7 @@ _SAVING_LESS = ("output", "bits", "codes")
 
 
 def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
-    """Return the bytes of workspace in forward."""
+    """Return the bytes of workspace that an operator needs in forward."""
     elements = op.num_elements
     if run.form in _SAVING_LESS:
         return _saving_less_forward(op, run)
@@ -42,7 +42,7 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
 
 
 def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
-    """Return the bytes of workspace in backward."""
+    """Return the bytes of workspace that an operator needs in backward."""
     if run.form in _SAVING_LESS:
         return _saving_less_backward(op, run)
     if run.mode in INT8_MODES and op.kind in ("linear", "addmm"):
@@ -95,7 +95,7 @@ def _saving_less_forward(op: Op, run: Run) -> int:
 
 
 def _saving_less_backward(op: Op, run: Run) -> int:
-    """Return the same in backward."""
+    """Return the backward workspace of qsync.backend.compressed_saves.saved_ops."""
     n, width = op.num_elements, type_bytes(run.output, 1)
     if op.kind in ("gelu", "silu"):
         blocks = 3 * _FP32 * min(n, SLOPES_PER_BLOCK)
