@@ -139,22 +139,32 @@ def _part(cluster: Cluster, classes: tuple[DeviceClass, ...]) -> Cluster:
     return replace(cluster, classes=classes, between=between, num_hosts=hosts)
 
 
-def _alone(name: str, basis: Basis, other: Recapture | None, base: Mapping[str, Any]) -> Way:
-    """Return the strongest class alone with the whole batch, or with as much of it as its profiles reach."""
+def alone_with_batch(
+    name: str, basis: Basis, other: Recapture | None, base: Mapping[str, Any]
+) -> tuple[Plan, Profile]:
+    """Return the plan of one class alone with the whole batch, or with what its profiles reach; its profile.
+
+    `base` are options of `uniform`.
+    """
     cluster, profile = _part(basis.cluster, (basis.cluster[name],)), basis.profiles[name]
-    title = f"{cluster.num_ranks} x {name} alone"
     if other is not None and _has_samples(basis):
         (least, most), whole = reach(profile, basis.graph, other), _batch(basis) // cluster.num_ranks
         for passes in (k for k in PASSES if whole // k >= least):
-            samples = min(whole // passes, most) * passes
-            entry = ClassLevers(samples, passes)
-            profiles = {name: profile_under(basis.graph, profile, entry, other, cluster[name].device)}
-            plan = uniform(basis.graph, profiles, cluster, {}, **base)
+            entry = ClassLevers(min(whole // passes, most) * passes, passes)
+            found = profile_under(basis.graph, profile, entry, other, cluster[name].device)
+            plan = uniform(basis.graph, {name: found}, cluster, {}, **base)
             if _fits(plan, cluster):  # more passes would be slower
-                at = replace(basis, profiles=profiles)
-                return _way(title, at, plan, cluster=cluster, samples=samples)
-    plan = uniform(basis.graph, {name: profile}, cluster, {}, **base)
-    return _way(title, basis, plan, cluster=cluster)
+                return plan, found
+    return uniform(basis.graph, {name: profile}, cluster, {}, **base), profile
+
+
+def _alone(name: str, basis: Basis, other: Recapture | None, base: Mapping[str, Any]) -> Way:
+    """Return what the strongest class makes alone, with the whole batch if its profiles reach so far."""
+    cluster = _part(basis.cluster, (basis.cluster[name],))
+    plan, profile = alone_with_batch(name, basis, other, base)
+    samples = plan.levers_of(name).samples or _batch(basis) // basis.cluster.num_ranks
+    at = replace(basis, profiles={name: profile})
+    return _way(f"{cluster.num_ranks} x {name} alone", at, plan, cluster=cluster, samples=samples)
 
 
 def _batch(basis: Basis) -> int:

@@ -10,6 +10,7 @@ from qsync.experiments.mixed.ways import alone_of, lowered_fractions, ways
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
 from qsync.replayer import Recapture, Timeline, profiles_under_levers, replay
+from qsync.replayer.levers.apply import profile_under
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,12 @@ def replayed(plan: Plan, basis: Basis, other: Recapture | None, alone: Profile |
     """
     profiles, name = basis.profiles, next(iter(plan.classes))
     cluster = basis.cluster if len(plan.classes) > 1 else alone_of(basis.cluster, name)
-    if plan.levers is not None:
+    if cluster is not basis.cluster:
+        entry, device = plan.levers_of(name), cluster[name].device
+        own = alone or profile_under(basis.graph, profiles[name], entry, other, device)
+        profiles = {name: own}
+    elif plan.levers is not None:
         profiles = profiles_under_levers(basis.graph, profiles, basis.cluster, plan.levers, other)
-    if cluster is not basis.cluster and alone is not None:
-        profiles = {name: replace(alone, device_class=name)}
     used = {name: profiles[name] for name in plan.classes}
     timeline = replay(basis.graph, plan, used, cluster, bucket_cap_bytes=plan.bucket_cap_bytes)
     return Predicted(plan, cluster, timeline)

@@ -27,6 +27,7 @@ import qsync
 from qsync import Plan, Precision, Profile, QSyncError
 from qsync.allocator import uniform
 from qsync.allocator.levers.shares import BatchShares
+from qsync.allocator.uniform import strongest_of
 from qsync.allocator.verdict import find_verdict
 from qsync.backend.devices.device_detection import machine
 from qsync.backend.precisions_that_pay import emulated_precisions
@@ -42,14 +43,17 @@ from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES, BUCKET_CAP_MB, Pla
 from qsync.experiments.mixed import report
 from qsync.experiments.mixed.predicted_steps import Predicted, predicted_ways, replayed
 from qsync.experiments.mixed.timed_steps import attached_runner, whole_batch
-from qsync.experiments.mixed.ways import LEVERS, first_alike, strongest_of
+from qsync.experiments.mixed.ways import LEVERS, first_alike
 from qsync.experiments.workloads.subjects import demo_workload
 from qsync.experiments.workloads.workload import Batch, Workload, evaluate, make_optimizer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.levers import ClassLevers, samples_of
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.replayer import Recapture
+from qsync.replayer.levers.apply import profile_under
 from qsync.runtime import planned_forward
 from qsync.runtime.program import Program
 
@@ -84,7 +88,8 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
         verdict = None
         if rank == 0:
             plan = predicted[report.shown(plans)].plan
-            verdict = find_verdict(basis, plan, measuring.other, {"base": base})
+            options = {"base": base, "least_samples": measuring.least}
+            verdict = find_verdict(basis, plan, measuring.other, options)
         seeds = range(config["seed"], config["seed"] + config["seeds"])
         # Between two measurements of one plan there is noise alone.
         trained_as = {name: first_alike(name, plans) for name in plans}
@@ -163,8 +168,12 @@ class Measuring:
         self.group = dist.new_group([r for r, own in enumerate(self.classes) if own == self.strong])
         # The strongest ranks alone have the machine to themselves: caches, memory and clock rate.
         dist.barrier()
+        size, self._alone_levers = self._share_alone(base)
         if self.rank.device_class.name == self.strong:
-            self._alone = self._profiler_alone(batch, list(dict.fromkeys([Precision.FP32, base])))
+            self._alone = self._profiler_alone(size, list(dict.fromkeys([Precision.FP32, base])))
+        captured = agree("profiling the strongest ranks alone", lambda: (
+            self._alone.graph.to_json() if self._alone else None))  # fmt: skip
+        self._alone_graph = OpGraph.from_json(next(graph for graph in captured if graph is not None))
         if len(batch[0]) > 1:
             self._measure_other_sizes(base)
         for _ in range(rounds):
@@ -177,16 +186,38 @@ class Measuring:
         samples = from_rank_zero(
             "sharing the batch", lambda: BatchShares(basis, None, LEVERS, options, self.least).guess()
         )[self.rank.device_class.name]
-        drawn = (whole_batch(self._workload, _SEED, step) for step in itertools.count())
-        whole = next(drawn)
-        while len(whole[0]) < samples:
-            whole = tuple(map(torch.cat, zip(whole, next(drawn), strict=True)))  # type: ignore[assignment]
-        batch = self._on_device((whole[0][:samples], whole[1][:samples]))
+        batch = self._of_samples(samples)
         torch._dynamo.reset()  # otherwise a second shape makes sizes symbols
         model = self._workload.make_model(0).to(self.place.device)
         self._second_graph = job.form_graph(job.TrainingStep(model, batch, self._loss_fn), alike=False)
         torch._dynamo.reset()
         self._profilers.append(self._stepping(batch, is_second=True))
+
+    def _of_samples(self, samples: int) -> Batch:
+        """Return a batch with so many samples, of as many steps as they take."""
+        drawn = (whole_batch(self._workload, _SEED, step) for step in itertools.count())
+        whole = next(drawn)
+        while len(whole[0]) < samples:
+            whole = tuple(map(torch.cat, zip(whole, next(drawn), strict=True)))  # type: ignore[assignment]
+        return self._on_device((whole[0][:samples], whole[1][:samples]))
+
+    def _share_alone(self, base: Precision) -> tuple[int, ClassLevers]:
+        """Return how many samples a strong rank takes in a pass without the others, and its levers.
+
+        It takes its part of the whole batch in as few passes as its memory allows.
+        """
+        basis, name = self._basis(), self.strong
+
+        def share() -> tuple[int, int]:
+            equal, of_class = samples_of(basis.graph), basis.cluster[name]
+            predicted = uniform(basis.graph, basis.profiles, basis.cluster, {}, base=base)[name].predicted
+            room = of_class.memory_bytes / (predicted.memory_bytes if predicted else 1)
+            most, whole = max(1, int(equal * room)), basis.cluster.num_ranks * equal // of_class.count
+            passes = next(k for k in range(1, whole + 1) if whole % k == 0 and whole // k <= most)
+            return whole // passes, passes
+
+        size, passes = from_rank_zero("sharing the batch", share)
+        return size, ClassLevers(size * passes, passes)
 
     def _on_device(self, batch: Batch) -> Batch:
         return batch[0].to(self.place.device), batch[1].to(self.place.device)
@@ -213,8 +244,10 @@ class Measuring:
         model = self._workload.make_model(0).to(self.place.device)
         return model, planned_forward.attach(model, lambda graph: {})
 
-    def _profiler_alone(self, batch: Batch, precisions: list[Precision]) -> Profiler:
+    def _profiler_alone(self, samples: int, precisions: list[Precision]) -> Profiler:
+        torch._dynamo.reset()  # otherwise a second shape makes sizes symbols
         model, program = self._attached()
+        batch = self._of_samples(samples)
         return Profiler(
             program, lambda: self._loss_fn(model, batch), list(model.parameters()), precisions,
             ddp_profiling.job_clock(self.place.device),
@@ -242,8 +275,14 @@ class Measuring:
         own, share = self.rank.device_class.name, self.rank.device_class.emulated_share
         found = agree("gathering the profile of the strongest ranks alone", lambda: (
             self._alone.profile(own, here, share).to_json() if self._alone else None))  # fmt: skip
-        self.alone = Profile.from_json(next(entry for entry in found if entry is not None))
-        return self._basis()
+        basis, strong = self._basis(), self.strong
+        alone = replace(Profile.from_json(next(filter(None, found))), device_class=strong)
+        other = Recapture(self._alone_graph, {strong: alone})
+        device, levers = basis.cluster[strong].device, self._alone_levers
+        is_equal = alone.shapes_hash == self._graph.shapes_hash
+        first = alone if is_equal else basis.profiles[strong]
+        self.alone = profile_under(basis.graph, first, levers, other, device)
+        return basis
 
     def _basis(self) -> Basis:
         exchanged = self._exchanged()

@@ -53,7 +53,7 @@ class Runner:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
-        if self.shares:
+        if self.shares and self.trained is not self.model:  # in DDP
             qsync.weigh_gradients(self.trained, self.shares[self.rank], passes=self.passes)
 
     def _mark(self, _: torch.Tensor) -> None:
@@ -157,15 +157,14 @@ def attached_runner(
         return None
     model = workload.make_model(seed).to(device)
     planned_forward.attach(model, choosers.following(plan[classes[rank]].assignment), plan.check_graph)
-    trained: torch.nn.Module = model
-    if len(plan.classes) < len(set(classes)):
-        if classes.count(classes[rank]) > 1:
-            trained = in_ddp(model, BUCKET_CAP_MB, {"process_group": group})
-    else:
-        trained = in_ddp(model, BUCKET_CAP_MB)
     shares, passes = list[int](), 1
     if plan.levers is not None and plan.levers.used:
         equal = plan.batch[0][0]
-        shares = [plan.levers_of(of_rank).samples or equal for of_rank in classes]
+        shares = [plan.levers_of(name).samples or equal if name in plan.classes else 0 for name in classes]
         passes = plan.levers_of(classes[rank]).passes
+    trained: torch.nn.Module = model
+    if len(plan.classes) == len(set(classes)):
+        trained = in_ddp(model, BUCKET_CAP_MB)
+    elif classes.count(classes[rank]) > 1 or passes > 1:
+        trained = in_ddp(model, BUCKET_CAP_MB, {"process_group": group})
     return Runner(name, model, trained, workload, seed, rank, device, shares, passes)

@@ -11,7 +11,8 @@ import qsync
 from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, uniform
 from qsync.allocator.levers.shares import BatchShares
-from qsync.allocator.uniform import strongest_of as strongest_of
+from qsync.allocator.uniform import strongest_of
+from qsync.allocator.verdict import alone_with_batch
 from qsync.errors import InfeasibleError
 from qsync.experiments.allocation.methods import next_up
 from qsync.records.levers import ACCUMULATE, SHARE
@@ -53,10 +54,11 @@ def ways(
     """Return each way as a plan; uniform choices without any profiled operator are left out.
 
     `other` is the model's graph captured with another number of samples; without it, or with one sample per
-    rank, there are no shares. `strong` is the fastest class by default; `alone` is its profile while the
-    others wait. 16 bits mean BF16, or FP16 if that is missing; a class without a precision uses the next
-    higher one. LB-BSP uses the shares with the least predicted step, and lowers nothing. qsync is
-    `qsync.hybrid`'s plan with a ShareSampler; with equal batches, the plan without one.
+    rank, there are no shares. `strong` is the fastest class by default. `alone` is its profile with the whole
+    batch while the others wait; by default it takes as much of the batch as its own profile reaches. 16 bits
+    mean BF16, or FP16 if that is missing; a class without a precision uses the next higher one. LB-BSP uses
+    the shares with the least predicted step, and lowers nothing. qsync is `qsync.hybrid`'s plan with a
+    ShareSampler; with equal batches, the plan without one.
     """
     cluster, at = basis.cluster, (basis.graph, basis.profiles)
     given: dict[str, Any] = {"base": base, "bucket_cap_bytes": bucket_cap_bytes}
@@ -65,9 +67,12 @@ def ways(
     strong = strong or strongest_of(plain)
     every = [c.name for c in cluster.classes]
     weak = [name for name in every if name != strong]
-    own = replace(alone or basis.profiles[strong], device_class=strong)
+    if alone is not None:
+        of_strong = uniform(basis.graph, {strong: alone}, alone_of(cluster, strong), {}, **kept)
+    else:
+        of_strong, _ = alone_with_batch(strong, basis, other, kept)
     found = {
-        ALONE: uniform(basis.graph, {strong: own}, alone_of(cluster, strong), {}, **kept),
+        ALONE: of_strong,
         DDP: plain,
         **_uniform_choices(basis, weak, every, base, lambda chosen: uniform(*at, cluster, chosen, **kept)),
         QSYNC: allocate(*at, basis.sensitivity, cluster, **given),
