@@ -6,10 +6,8 @@ a busy machine have hung for minutes in oneDNN's conv1d (torch 2.13).
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-from collections.abc import Generator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too; before torch reads it
 
@@ -21,17 +19,6 @@ torch.backends.cudnn.allow_tf32 = False  # what FP32 is compared with on GPUs is
 
 # Fixtures: both, cuda_on_cpu, command.
 pytest_plugins = ["compiled_and_plain", "command_line"]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while tests are loaded, and none among what is loaded later: it stays to the end."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -117,3 +117,46 @@ def test_operators_find_images_in_the_order_that_their_nodes_say(make, number, m
         assert bool(orders.num_last) == (label != "fp32")
         differ |= {label: orders.differ} if orders.differ else {}
     assert not differ
+
+
+class Excited(torch.nn.Module):
+    """A squeeze-and-excitation block: images are read by a pool beside the product that scales them."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool, self.norm = pool, torch.nn.BatchNorm2d(16)
+        self.conv, self.scale = torch.nn.Conv2d(8, 16, 3, padding=1), torch.nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x))
+        return x * self.scale(self.pool(x)).sigmoid()
+
+
+@pytest.mark.parametrize(
+    "pool", [torch.nn.AdaptiveAvgPool2d(1), lambda x: x.mean((2, 3), keepdim=True)], ids=["pool", "mean"]
+)
+def test_gradients_of_means_come_in_the_order_of_their_images(pool):
+    model = qsync.wrap(Excited(pool), "bf16", strict=True)
+    found, seen, orders = model(torch.randn(4, 8, 12, 12)), set(), {}
+
+    def note(node):
+        def noted(gradients, _=None):
+            orders.setdefault(node.name(), []).extend(
+                g.is_contiguous(memory_format=torch.channels_last) for g in gradients[:1]
+            )
+
+        return noted
+
+    pending = [found.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+        if node.name() == "_OwnStridesBackward":
+            node.register_hook(note(node))
+        elif "BatchNorm" in node.name():
+            node.register_prehook(note(node))
+    found.sum().backward()  # of a row-major gradient
+    assert orders == {"_OwnStridesBackward": [True, True], "NativeBatchNormBackward0": [True]}
