@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from two_ranks import launch, said
 
+from qsync.distributed import ddp_profiling, job
 from qsync.distributed.ddp_profiling import orders_of_classes
 
 pytestmark = pytest.mark.dist
@@ -144,3 +148,16 @@ def test_steps_that_save_less_are_taken_beside_steps_that_save_less():
         [("strong", [4.0, 1.0, 4.1, 1.1], saves), ("weak", [8.0, 4.1, 8.0, 4.0], saves)]
     )
     assert orders["strong"] == [1, 0, 3, 2]
+
+
+def test_a_second_profile_takes_uniform_steps_alone():
+    """Memory and mixed precisions are in the first profile."""
+    model, rows = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.randn(4, 8)
+    step = job.TrainingStep(model, rows, lambda model, rows: model(rows).sum())
+    rank, options = job.detect_rank(model), ddp_profiling.ProfileOptions(["fp32", "bf16"])
+    formed = job.form_cluster(rank)
+    first, _ = ddp_profiling.form_basis(step, rank, job.form_graph(step), formed, options)
+    other, steps = ddp_profiling.recapture(replace(step, batch=rows[:2]), rank, formed[1], options)
+    (before,), (after,) = first.profiles.values(), other.profiles.values()
+    assert set(after.step_s) == {"fp32", "bf16"} < set(before.step_s) and steps == []
+    assert not after.memory_residuals.ops and other.graph.batch_shapes == ((2, 8),)
