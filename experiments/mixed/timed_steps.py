@@ -157,13 +157,13 @@ def attached_runner(
         return None
     model = workload.make_model(seed).to(device)
     planned_forward.attach(model, choosers.following(plan[classes[rank]].assignment), plan.check_graph)
-    shares, passes = list[int](), 1
-    if plan.levers is not None and plan.levers.used:
+    shares, passes, is_alone = list[int](), 1, len(plan.classes) < len(set(classes))
+    if plan.levers is not None and (plan.levers.used or is_alone):
         equal = plan.batch[0][0]
         shares = [plan.levers_of(name).samples or equal if name in plan.classes else 0 for name in classes]
         passes = plan.levers_of(classes[rank]).passes
     trained: torch.nn.Module = model
-    if len(plan.classes) == len(set(classes)):
+    if not is_alone:
         trained = in_ddp(model, BUCKET_CAP_MB)
     elif classes.count(classes[rank]) > 1 or passes > 1:
         trained = in_ddp(model, BUCKET_CAP_MB, {"process_group": group})
