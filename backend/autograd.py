@@ -46,8 +46,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             raise no_second_derivative()
         if any(gradient is not None and _is_many(gradient) for gradient in gradients):
             raise UnsupportedError(
-                "qsync's kernels take one gradient at a time, not many in torch.vmap: leave is_grads_batched "
-                "or vectorize out, or keep these products in fp32"
+                "qsync's kernels take one gradient at a time, not many in torch.vmap: leave out "
+                "is_grads_batched or vectorize, or keep these products in fp32"
             )
         return backward(ctx, *gradients)
 

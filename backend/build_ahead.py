@@ -69,7 +69,7 @@ def _checked(architecture: str) -> str:
     number = architecture.lower().removeprefix("sm_").replace(".", "")
     if not number.isdecimal() or not _OLDEST <= int(number) < 1000:
         raise QSyncError(
-            f"{shortened(architecture)} is no architecture that qsync compiles for; give a compute "
-            "capability from 7.0 on, such as 7.5"
+            f"{shortened(architecture)} is not a GPU architecture that qsync supports; give a compute "
+            "capability of 7.0 or higher, such as 7.5"
         )
     return number

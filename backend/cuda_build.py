@@ -138,7 +138,7 @@ def toolchain(architecture: str, with_headers: bool = True) -> Toolchain:
     if not compilers:
         wanting = "CUTLASS products need" if with_headers else "compiling for GPUs needs"
         raise BuildError(
-            f"{wanting} nvcc, which is not here: install the CUDA toolkit, or put its nvcc on the PATH"
+            f"{wanting} nvcc, which is not installed: install the CUDA toolkit, or put its nvcc on the PATH"
         )
     headers = _headers() if with_headers else None
     for nvcc in compilers:
@@ -256,7 +256,7 @@ def _volta_step(line: str, assembler: str) -> str:
         ptx = re.search(r'"([^"]+\.ptx)"', step)
         if ptx is None:
             raise BuildError(
-                "this nvcc lists its steps in a way that is not known: put an nvcc of CUDA 12 on the PATH"
+                "qsync cannot parse the output of this nvcc's --dryrun: put an nvcc of CUDA 12 on the PATH"
             )
         rewrite = "s/^\\.version .*/.version 8.4/; s/^\\.target .*/.target sm_70/; s/\\.L2::128B//"
         step = step.replace("ptxas ", shlex.quote(assembler) + " ", 1).replace(

@@ -110,7 +110,7 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
     kind = "tuple" if isinstance(value, torch.Size) else type(value).__name__
     if kind not in _TREES:
         raise UnsupportedError(
-            f"a call with a {kind} among its arguments has no custom operator: leave its operator in fp32"
+            f"a call with a {kind} argument cannot become a custom operator: keep this operator in fp32"
         )
     parts = (value.data, value.scale, value.layout) if isinstance(value, Encoded) else value
     parts = value.items() if isinstance(value, dict) else parts
@@ -133,7 +133,7 @@ def _name(target: Callable[..., Any]) -> str:
     if isinstance(target, torch._ops.OpOverloadPacket):
         name = f"torch.ops.{target}"
     if _target(name) is not target:
-        raise UnsupportedError(f"{name} has no custom operator: leave its operator in fp32")
+        raise UnsupportedError(f"{name} cannot become a custom operator: keep this operator in fp32")
     return name
 
 
@@ -192,7 +192,7 @@ class _Layout(NamedTuple):
         """Return a tensor in this layout: itself, or a copy if strides differ or memory is shared."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise UnsupportedError(
-                f"an operator was traced for {self.dtype} {list(self.shape)} and got {tensor.dtype} "
+                f"this operator was traced for {self.dtype} {list(self.shape)} and got {tensor.dtype} "
                 f"{list(tensor.shape)}: trace the model again at these shapes"
             )
         pairs = zip(self.shape, self.strides, tensor.stride(), strict=True)
@@ -235,7 +235,8 @@ class _Call:
             inputs, results, saved = self._recorded(made)
             if not all(map(torch.equal, made, [one.ones(self.device) for one in self._inputs])):
                 raise UnsupportedError(
-                    f"{self.head[1]} writes to its arguments, as no custom operator may: leave save_less out"
+                    f"{self.head[1]} writes to its arguments, which custom operators must not do: leave out "
+                    "save_less"
                 )
             self._plan(made, results, saved)
             self._leaves = [x for x in inputs if x.requires_grad]
@@ -298,8 +299,8 @@ class _Call:
         _, results, saved = self._recorded(tensors)
         if len(saved) != len(self._saved):
             raise UnsupportedError(
-                f"{self.head[1]} saves other tensors for these numbers than it was traced with: leave "
-                "save_less out"
+                f"{self.head[1]} saves other tensors for these values than when it was traced: leave out "
+                "save_less"
             )
         outputs = [*results, *(saved[number] for number in self._fresh)]
         found: list[Tensor] = []
@@ -368,8 +369,8 @@ def _differentiate(name: str, ctx: Any, gradients: list[Tensor | None]) -> tuple
             raise no_second_derivative()
         if not _call_of(ctx.call).gives(ctx.needs_input_grad[0]):
             raise UnsupportedError(
-                f"qsync::{name} was traced without gradients that are wanted now: trace outside of "
-                "no_grad(), with inputs and parameters that require them"
+                f"qsync::{name} was traced without the gradients that this call needs: trace outside of "
+                "no_grad(), with inputs and parameters that require gradients"
             )
         backward = getattr(torch.ops.qsync, f"{name}_backward")
         for k, gradient in zip(given, backward([gradients[0], *ctx.saved_tensors], ctx.call), strict=True):

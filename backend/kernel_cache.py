@@ -80,8 +80,7 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None]) ->
     except OSError as error:
         raise BuildError(
             f"cannot store compiled kernels in {folder()} ({first_error.strerror or first_error}) nor in "
-            f"a temporary folder ({error.strerror or error}); set QSYNC_CACHE_DIR to a folder that can be "
-            "written"
+            f"a temporary folder ({error.strerror or error}); set QSYNC_CACHE_DIR to a writable folder"
         ) from error
 
 

@@ -41,7 +41,7 @@ def precisions_to_profile(
     if precisions is not None:
         named = {Precision.parse(p) for p in precisions}
         if not named:
-            raise FormatError("precisions names none to choose from; name some, or leave it out")
+            raise FormatError("precisions is empty; name at least one, or leave it out")
         chosen = tuple(p for p in Precision if p in named | kept)
     else:
         if any(parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
@@ -50,7 +50,9 @@ def precisions_to_profile(
     for precision in chosen:
         if precision not in device_class.precisions:
             known = ", ".join(device_class.precisions)
-            raise UnsupportedError(f"{device_class.name} has no {precision}; it has {known}")
+            raise UnsupportedError(
+                f"device class {device_class.name} does not support {precision}; choose from {known}"
+            )
     return chosen
 
 

@@ -80,7 +80,7 @@ def compiled_for(model: str, granted: Set[str]) -> Any:
 
 def export_once(path: Path) -> None:
     """Compile the programs into a library at `path`, in a separate process, and print a line."""
-    print(f"qsync: compiling casts for this processor, once, into {path.parent}", file=sys.stderr)
+    print(f"qsync: compiling casts for this processor (once per machine) into {path.parent}", file=sys.stderr)
     run_apart("from qsync.backend.casts.build_cpu import export; export(path)", path)
 
 

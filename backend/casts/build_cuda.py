@@ -72,7 +72,10 @@ def _register_called() -> None:
     for name in _CALLED:
         address = ctypes.cast(getattr(library, name), ctypes.c_void_p)
         if library.TVMFFIEnvModRegisterContextSymbol(f"__{name}".encode(), address):
-            raise BuildError(f"tvm_ffi {tvm_ffi.__version__} does not take {name}: install another release")
+            raise BuildError(
+                f"tvm_ffi {tvm_ffi.__version__} does not accept the function {name}: install "
+                "another release of apache-tvm-ffi"
+            )
 
 
 @cache

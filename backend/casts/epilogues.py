@@ -66,7 +66,10 @@ def activation(kind: str, **arguments: Any) -> Activation:
     approximate = arguments.pop("approximate", "none")
     if kind not in ("gelu", "relu") or approximate not in ("none", "tanh") or arguments.keys() - {"inplace"}:
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        raise UnsupportedError(f"no product computes {kind}({given or approximate}) in its epilogue")
+        raise UnsupportedError(
+            f"no product can fuse {kind}({given or approximate}): use gelu, "
+            "approximate='none' or 'tanh', or relu"
+        )
     return Activation(kind, approximate)
 
 

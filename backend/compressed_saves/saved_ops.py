@@ -45,7 +45,7 @@ def saving(kind: str, form: str) -> Callable[..., Tensor]:
     >>> saving("gelu", "codes")(F.gelu, x)
     """
     if (kind, form) not in _RUN:
-        raise UnsupportedError(f"{kind} has no form that keeps {form!r}")
+        raise UnsupportedError(f"{kind} cannot save {form!r} for backward: leave out save_less for it")
     run = _RUN[kind, form]
 
     def call(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

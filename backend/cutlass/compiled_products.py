@@ -66,7 +66,9 @@ class Library:
             self.architecture = str(self._c.qsync_architecture())
             texts = {name: self._c.qsync_tiles(number).decode() for name, (number, _) in PRODUCTS.items()}
         except (OSError, AttributeError) as error:
-            raise BuildError(f"{path} cannot be loaded ({error}): delete it, and it is built anew") from error
+            raise BuildError(
+                f"{path} cannot be loaded ({error}): delete the file, and qsync builds it again"
+            ) from error
         self._tiles = {name: tuple(text.split(";")) if text else () for name, text in texts.items()}
 
     def tiles(self, product: str) -> tuple[str, ...]:

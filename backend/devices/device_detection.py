@@ -48,7 +48,9 @@ def device_of(model: torch.nn.Module) -> torch.device:
     Raises FormatError for something else than a module.
     """
     if not isinstance(model, torch.nn.Module):
-        raise FormatError(f"model must be a torch.nn.Module, found {shortened(model)}; give that")
+        raise FormatError(
+            f"model must be a torch.nn.Module, found {shortened(model)}; pass the module itself"
+        )
     parameter = next(model.parameters(), None)
     return parameter.device if parameter is not None else torch.device("cpu")
 

@@ -46,14 +46,14 @@ def slow_down(device: torch.device, share: float) -> None:
     """
     if device.type != "cpu" and share < 1:
         raise UnsupportedError(
-            f"emulated_share pauses a rank's process, and a {device.type} device works on meanwhile; leave "
-            "it out"
+            f"emulated_share works on CPUs only: a {device.type} device keeps working while its process is "
+            "paused; leave it out"
         )
     if _slowed.by is not None:
         if _slowed.asked not in (None, share):
             raise FormatError(
-                f"emulated_share is {share:.4g}, but this process gets {_slowed.asked:.4g} of its core "
-                "already; give the same to every call"
+                f"emulated_share is {share:.4g}, but an earlier call set {_slowed.asked:.4g} for "
+                "this process; give the same value in every call"
             )
         return
     throttle = Throttle(share)
@@ -90,7 +90,7 @@ class Throttle:
     def __init__(self, share: float) -> None:
         if not 0 < share <= 1:  # also catches NaN
             raise QSyncError(
-                f"a rank's share of its core must lie above 0 and not above 1, found {share}; give e.g. 0.5"
+                f"a rank's share of its core must be above 0 and at most 1, found {share}; give e.g. 0.5"
             )
         self.share = share
         self._helper: subprocess.Popen[bytes] | None = None
@@ -133,8 +133,8 @@ class Throttle:
             )
         if os.getppid() == os.getsid(0) and _has_terminal():
             raise UnsupportedError(
-                "a shell takes its child for stopped as soon as it is paused; start an emulated device by "
-                "torchrun, or put `setsid -w` in front of the command"
+                "a shell treats a paused child as a stopped job; start an emulated device by torchrun, or "
+                "put `setsid -w` in front of the command"
             )
 
     def __exit__(self, *error: object) -> None:

@@ -98,7 +98,8 @@ class _Nested(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.nested is None:
             raise RuntimeError(
-                "backward through an FP16 or TF32 operator a second time: its data is already freed"
+                "backward ran a second time through an FP16 or TF32 operator, whose data is already freed: "
+                "run forward again"
             )
         # Released before backward runs, so that autograd frees each buffer after its use.
         out, dtype, inputs = ctx.nested

@@ -157,7 +157,9 @@ class Kernels:
         if reference:
             plain = reference_kernel(kind, precision)
             if plain is None:
-                raise UnsupportedError(f"there is no {precision} {kind}")
+                raise UnsupportedError(
+                    f"{kind} has no kernel in {precision}: choose another precision for it"
+                )
             return plain
         return self._choose(kind, precision)[0]
 
@@ -267,8 +269,8 @@ def select(device: str | torch.device = "cpu", bitwise: bool = False) -> Kernels
     device = torch.device(device)
     if device.type == "meta":
         raise UnsupportedError(
-            "the model is on the meta device: give it memory and weights first (model.to_empty(device=...), "
-            "then its own initialisation)"
+            "the model is on the meta device, without weights: call model.to_empty(device=...) and "
+            "initialise its weights first"
         )
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"qsync has no kernels for {device.type!r}: use cpu or cuda")

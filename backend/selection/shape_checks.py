@@ -53,7 +53,9 @@ def checked(kernel: Kernel) -> Kernel:
             with torch.random.fork_rng(devices=[]):  # kernels may round at random
                 are_right[form] = all(apart(partial(call, seed)) for seed in range(_NUM_DRAWS))
         if not are_right[form]:
-            raise MiscomputedError("oneDNN miscomputes it at these shapes on this processor")
+            raise MiscomputedError(
+                "oneDNN computes this convolution wrongly at these shapes on this processor: keep it in FP32"
+            )
         return kernel(target, out_type, *args, **kwargs)
 
     return run

@@ -310,7 +310,9 @@ def test_bits_come_back_from_channels_last():
 
 
 def test_a_form_that_a_kind_does_not_have_is_refused():
-    with pytest.raises(UnsupportedError, match="softmax has no form that keeps 'bits'"):
+    with pytest.raises(
+        UnsupportedError, match="softmax cannot save 'bits' for backward: leave out save_less"
+    ):
         saving("softmax", "bits")
 
 

@@ -178,7 +178,7 @@ def test_gradients_of_what_was_traced_without_them_are_refused():
         ))  # fmt: skip
     ((func, (tensors, text)),) = seen
     y = func([tensors[0], tensors[1].requires_grad_()], text)[0]
-    with pytest.raises(UnsupportedError, match="traced without gradients"):
+    with pytest.raises(UnsupportedError, match="traced without the gradients that this call needs"):
         y.sum().backward()
 
 
@@ -193,7 +193,7 @@ def test_a_second_derivative_is_refused():
 
 def test_arguments_that_no_text_holds_are_refused():
     kernels = OpaqueKernels(KERNELS)
-    with pytest.raises(UnsupportedError, match="object among its arguments"):
+    with pytest.raises(UnsupportedError, match="a call with a object argument"):
         kernels.in_lowered_graphs("dropout")(F.dropout, randn(4), p=object())
-    with pytest.raises(UnsupportedError, match="no custom operator"):
+    with pytest.raises(UnsupportedError, match="cannot become a custom operator"):
         kernels.in_lowered_graphs("dropout")(lambda x: x, randn(4))

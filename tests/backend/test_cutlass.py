@@ -185,7 +185,7 @@ def assert_one_sentence(error):
 
 def test_no_nvcc(monkeypatch):
     monkeypatch.setattr(cuda_build, "_compilers", list)
-    with pytest.raises(BuildError, match="need nvcc, which is not here: install") as error:
+    with pytest.raises(BuildError, match="need nvcc, which is not installed: install") as error:
         compiled_products.load("80", "int8_gemm")
     assert_one_sentence(error)
     assert compiled_products.unavailable("80", ("int8_gemm", "fp16_gemm")) == str(error.value)

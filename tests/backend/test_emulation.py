@@ -177,8 +177,8 @@ def test_a_process_is_slowed_once_whoever_asks():
     )
     *counts, other, gpu = done.stdout.splitlines()
     assert counts == ["1", "0", "1"] and not done.stderr  # nor does the helper outlive it unreaped
-    assert "emulated_share is 0.25, but this process gets 0.5 of its core already" in other
-    assert "a cuda device works on meanwhile" in gpu
+    assert "emulated_share is 0.25, but an earlier call set 0.5 for this process" in other
+    assert "works on CPUs only: a cuda device keeps working" in gpu
 
 
 def test_a_shell_that_would_take_the_rank_for_stopped_is_named():
@@ -203,7 +203,7 @@ def test_a_whole_share_needs_no_helper():
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
 def test_a_share_outside_its_range_is_refused(share):
-    with pytest.raises(QSyncError, match="must lie above 0 and not above 1"):
+    with pytest.raises(QSyncError, match="must be above 0 and at most 1"):
         Throttle(share)
 
 

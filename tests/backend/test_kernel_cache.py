@@ -141,7 +141,7 @@ def test_a_user_without_a_home_has_kernels_of_this_process_and_no_plans(home):
     path = kernel_cache.built("casts", {"a": "b"}, lambda path: path.write_bytes(b"whole"))
     assert path.read_bytes() == b"whole" and path.parent == kernel_cache.folder()
     assert "no home folder; set QSYNC_CACHE_DIR" in kernel_cache.why_unusable()
-    with pytest.raises(QSyncError, match="give cache_dir a folder, or set XDG_CACHE_HOME"):
+    with pytest.raises(QSyncError, match="pass cache_dir, or set XDG_CACHE_HOME"):
         cache_folder(None)
     assert cache_folder("mine") == Path("mine")
 

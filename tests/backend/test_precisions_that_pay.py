@@ -74,7 +74,7 @@ def test_the_base_and_fp32_are_profiled_though_others_are_named():
     own, model = detect_class(CPU), torch.nn.Linear(2, 2)
     assert precisions_to_profile(own, model, ["int8"], BF16) == (FP32, BF16, INT8)
     assert precisions_to_profile(own, model, ["bf16"], FP32) == (FP32, BF16)
-    with pytest.raises(FormatError, match="names none to choose from"):
+    with pytest.raises(FormatError, match="precisions is empty; name at least one"):
         precisions_to_profile(own, model, [])
 
 
