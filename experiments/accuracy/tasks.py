@@ -40,7 +40,7 @@ def _made(make: Callable[[], Workload]) -> Workload:
 def task_named(name: str) -> Task:
     """Return the task of this name. Raises QSyncError for an unknown one."""
     if name not in TASKS:
-        raise QSyncError(f"there is no task {name!r}; choose from {', '.join(TASKS)}")
+        raise QSyncError(f"unknown task {name!r}; choose from {', '.join(TASKS)}")
     return TASKS[name]
 
 

@@ -37,7 +37,7 @@ def main(
     """Plant faults in a job of two ranks, and judge qsync's diagnoses; an interrupted run continues."""
     for name in only or ():
         if name not in FAULTS:
-            raise QSyncError(f"there is no fault {name!r}; choose from {', '.join(FAULTS)}")
+            raise QSyncError(f"unknown fault {name!r}; choose from {', '.join(FAULTS)}")
     experiment = Experiment("diagnosis", out, settings={"tiny": tiny}, fresh=fresh)
     work = out.absolute() / "work"
     with experiment.progress():

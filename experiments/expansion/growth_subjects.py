@@ -64,7 +64,7 @@ SETTINGS = {
 def setting(name: str) -> Setting:
     """Return the setting called `name`; QSyncError for an unknown one."""
     if name not in SETTINGS:
-        raise QSyncError(f"there is no workload {name!r} to grow; choose from {', '.join(SETTINGS)}")
+        raise QSyncError(f"unknown workload {name!r}; choose from {', '.join(SETTINGS)}")
     return SETTINGS[name]
 
 

@@ -47,7 +47,7 @@ def main(
     """Measure missing pieces, most valuable first, and report all results."""
     end = time.monotonic() + 60 * minutes
     if publish and device != "cuda":
-        raise QSyncError("a dry run has no figure of a GPU to publish; leave --publish out")
+        raise QSyncError("a dry run has no GPU figures to publish; leave out --publish")
     if not kept:
         _check(device)
     settings = {"device": device, "tiny": tiny}
@@ -56,7 +56,7 @@ def main(
     groups = list(dict.fromkeys(piece.group for piece in every))
     for group in only or ():
         if group not in groups:
-            raise QSyncError(f"there is no group {shortened(group)}; choose from {', '.join(groups)}")
+            raise QSyncError(f"unknown group {shortened(group)}; choose from {', '.join(groups)}")
     wanted = [piece for piece in every if not only or piece.group in only]
     found: dict[str, Any] = {
         piece.key: _kept(experiment, piece)
@@ -153,8 +153,8 @@ def _check(device: str) -> None:
     except (RuntimeError, AssertionError) as error:  # no driver, or no code for this GPU
         why = shortened(str(error).partition("\n")[0], quote=False)
         raise UnsupportedError(
-            f"torch {torch.__version__} reaches no GPU ({why}); "
-            "install a driver and a torch that fit (docs/guide/gpu.md), or give --device cpu for a dry run"
+            f"torch {torch.__version__} cannot use a GPU ({why}); install a driver and a torch that fit "
+            "(docs/guide/gpu.md), or give --device cpu for a dry run"
         ) from None
 
 

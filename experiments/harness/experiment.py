@@ -126,7 +126,7 @@ class Experiment:
             return None
         found, wanted = read_json(path), self._settings(settings)
         if not (isinstance(found.get("settings"), dict) and "commit" in found and "result" in found):
-            raise FormatError(f"{path} is no piece of an experiment; delete it, or use --fresh")
+            raise FormatError(f"{path} is not a piece of an experiment; delete it, or use --fresh")
         for key, value in wanted.items():
             if found["settings"].get(key) != value:
                 raise MismatchError(
@@ -185,7 +185,7 @@ class Experiment:
     def check_measured(self) -> None:
         """Raise QSyncError without any finished piece: a report would be empty."""
         if not self._commits:
-            raise QSyncError(f"{self.out} has no finished piece; measure one, or name another --out")
+            raise QSyncError(f"{self.out} has no finished piece; run at least one, or give another --out")
 
     def note(
         self, figures: Mapping[str, Any], *, bars: Iterable[Bar] = (), measured: str | bool = True
@@ -217,7 +217,7 @@ class Experiment:
         if page is not None:
             self.check_measured()
             if self.settings.get("tiny"):
-                raise QSyncError("a run with --tiny has no figures to publish; leave out --tiny or --publish")
+                raise QSyncError("a run with --tiny must not be published; leave out --tiny or --publish")
         bars = list(bars)
         content = self.note(figures, bars=bars, measured=measured)
         promises = [bars_table(bars)] if bars else []

@@ -91,7 +91,7 @@ def run_on_ranks(
     """
     share = config.get("weak_share", 1.0)
     if not 0 < share <= 1:
-        raise QSyncError(f"--weak-share must lie in (0, 1], found {share}; 0.5 is half a core")
+        raise QSyncError(f"--weak-share must be in (0, 1], found {share}; give e.g. 0.5 for half a core")
     if "out" in config:
         config = {**config, "out": str(folder_of(Path(config["out"]).absolute()))}
     with tempfile.TemporaryDirectory() as folder:

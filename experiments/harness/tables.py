@@ -62,7 +62,7 @@ def _between(page: Path, name: str, text: str) -> str:
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if not page.is_file():
         raise QSyncError(
-            f"there is no page {page}; write one with {begin} and {end}, from the root of a clone"
+            f"page {page} does not exist; create it with {begin} and {end}, and run from the root of a clone"
         )
     head, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, ended, tail = rest.partition(end)

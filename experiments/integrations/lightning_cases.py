@@ -141,7 +141,7 @@ cases(_GROUP, _outcome, {
     "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2, "tested": True},
     "a part in evaluation mode": {"kind": Resting},
     "manual optimization without it": {
-        "kind": Manual, "refused": "training_step returns no loss to profile",
+        "kind": Manual, "refused": "manual optimization returns no loss for profiling",
     },
     "two networks in training_step": {
         "kind": TwoNetworks, "refused": "calls net and other; call one network",
@@ -183,7 +183,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*part.norms, *again.norms], again, facts(same=same))
 
 
-@case(_GROUP, "resumed under another plan", logs="under another plan")
+@case(_GROUP, "resumed under another plan", logs="the checkpoint has another plan")
 def _(arm: Arm) -> Outcome:
     module, again = _resumed(arm, arm, {"max_steps": 2}, {"max_steps": 4}, OTHER_PLAN)
     return Outcome(module.norms, again)

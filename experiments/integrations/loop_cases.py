@@ -97,7 +97,7 @@ def _(arm: Arm) -> Outcome:
 cases(_TWICE, _steps, {
     "`qsync.hybrid(model, ddp=False)`, and no DDP at all": {
         "make": lambda arm: _hybrid(arm, ddp=arm.is_plain),
-        "warns": "averaged only if the loop does that",
+        "warns": "averaged only if the training loop averages them",
     },
 })  # fmt: skip
 

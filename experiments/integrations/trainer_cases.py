@@ -115,10 +115,10 @@ cases(_GROUP, _outcome, {
     },
     "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2, "tested": True},
     '`levers=["accumulate"]`': {
-        "options": {"levers": ["accumulate"]}, "refused": "takes a rank's samples in one pass",
+        "options": {"levers": ["accumulate"]}, "refused": "cannot split a rank's batch into passes",
     },
     "an option that the Trainer states": {
-        "options": {"base": "bf16"}, "refused": "the Trainer states base itself",
+        "options": {"base": "bf16"}, "refused": "the Trainer sets base itself",
     },
 })  # fmt: skip
 
@@ -137,7 +137,7 @@ def _(arm: Arm) -> Outcome:
     )
 
 
-@case(_GROUP, "resumed under another plan", logs="under another plan")
+@case(_GROUP, "resumed under another plan", logs="the checkpoint has another plan")
 def _(arm: Arm) -> Outcome:
     first, norms = trainer(arm, max_steps=2, save_strategy="steps", save_steps=2)
     first.train()
@@ -149,7 +149,7 @@ def _(arm: Arm) -> Outcome:
 @case(
     _GROUP,
     "`torch_compile=True`",
-    refused="not in torch_compile (qsync traces the model itself)",
+    refused="not torch_compile (qsync traces the model itself)",
 )
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, torch_compile=not arm.is_plain)

@@ -67,7 +67,7 @@ def main(
     """Measure every kernel against its bar and its peers."""
     for section in only or ():
         if section not in SECTIONS:
-            raise QSyncError(f"there is no section {section!r}; choose among {', '.join(SECTIONS)}")
+            raise QSyncError(f"unknown section {section!r}; choose among {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
     settings = {
         "device": device, "rounds": QUICK_ROUNDS if quick else ROUNDS, "inductor": not quick,

@@ -48,8 +48,8 @@ def main(
     """Train one model in every way, in turns, on this job's ranks."""
     if "RANK" not in os.environ:
         raise QSyncError(
-            "this runs on the ranks of a job: start it by torchrun on every host, or emulate a weak rank on "
-            "this machine: qsync demo"
+            "this command needs the ranks of a job: start it by torchrun on every host, or run qsync demo "
+            "to emulate a weak rank on this machine"
         )
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

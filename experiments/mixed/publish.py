@@ -38,7 +38,7 @@ def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wr
     """Copy verdict, table, figures and pictures of one demo into README and docs."""
     missing = [name for name in ("figures.json", *PICTURES) if not (folder / name).is_file()]
     if missing:
-        raise QSyncError(f"{folder} has no {missing[0]}; name the folder of a finished `qsync demo`")
+        raise QSyncError(f"{folder} has no {missing[0]}; give the output folder of a finished `qsync demo`")
     content = read_json(folder / "figures.json")
     kept = {
         **content,

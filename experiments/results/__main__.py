@@ -41,7 +41,7 @@ def main(
     """Run unfinished experiments one by one, and list the state of each."""
     for name in only or ():
         if name not in RERUNS:
-            raise QSyncError(f"there is no experiment {name!r}; choose from {', '.join(RERUNS)}")
+            raise QSyncError(f"unknown experiment {name!r}; choose from {', '.join(RERUNS)}")
     experiment, failed = Experiment("results", out, fresh=fresh), dict[str, str]()
     folders = {name: out / name.replace(" ", "-") for name in RERUNS}
     for name in () if listed else only or RERUNS:

@@ -44,7 +44,7 @@ def main(
     names = model or MODELS
     for name in names:
         if name not in DEMO_NAMES:
-            raise QSyncError(f"there is no model {name!r}; choose from {', '.join(DEMO_NAMES)}")
+            raise QSyncError(f"unknown model {name!r}; choose from {', '.join(DEMO_NAMES)}")
     torch.set_num_threads(1)
     experiment, problems = Experiment("speedup", out, settings={"turns": _TURNS}, fresh=fresh), []
     with experiment.progress():

@@ -41,7 +41,7 @@ def main(
     """Start every script plain and with qsync, in turns; compare the ends of their first steps."""
     for name in client or ():
         if name not in CLIENTS:
-            raise FormatError(f"there is no script {name}; choose from {', '.join(CLIENTS)}")
+            raise FormatError(f"unknown script {name}; choose from {', '.join(CLIENTS)}")
     experiment = Experiment("first step", out, settings={"steps": _STEPS}, fresh=fresh)
     work = experiment.out / "work"
     with experiment.progress():

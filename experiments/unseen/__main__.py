@@ -50,7 +50,7 @@ def main(
             raise QSyncError(f"{name} is held out; add --held-out, and do not tune on its results")
     for name in part or ():
         if name not in (*_PARTS, _RANKS):
-            raise QSyncError(f"there is no part {name!r}; choose from {', '.join((*_PARTS, _RANKS))}")
+            raise QSyncError(f"unknown part {name!r}; choose from {', '.join((*_PARTS, _RANKS))}")
     experiment = Experiment(
         "unseen", out, settings={"tiny": tiny, "device": device}, fresh=fresh and not kept, seed=_SEED
     )

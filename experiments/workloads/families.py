@@ -120,7 +120,7 @@ class Family:
 def family_named(name: str) -> Family:
     """Return the family of this name. Raises QSyncError for an unknown one."""
     if name not in FAMILIES | LARGE:
-        raise QSyncError(f"there is no family {name!r}; choose from {', '.join(FAMILIES)}")
+        raise QSyncError(f"unknown family {name!r}; choose from {', '.join(FAMILIES)}")
     return (FAMILIES | LARGE)[name]
 
 

@@ -52,14 +52,14 @@ def hugging_face_workload(path: Path, data: str | Path | None = None) -> Workloa
     config, kind, task = read_config(path)
     if task is None:
         raise QSyncError(
-            "the demo trains causal and masked language models and image classifiers, and "
-            f"{kind.__name__} is none of these"
+            f"the demo cannot train {kind.__name__}; give a causal or masked language model, or an image "
+            "classifier"
         )
     name = f"{config.model_type} of {path.name}"
     if task == IMAGE:
         if data is not None:
             raise QSyncError(
-                f"{name} classifies images, and trains on scikit-learn's digits; leave out --data"
+                f"{name} classifies images and always trains on scikit-learn's digits; leave out --data"
             )
         config.num_labels = 10
         about = f"{name}, {_IMAGES} images per rank; scikit-learn's digits"

@@ -50,7 +50,7 @@ def subject(name: str, batch_size: int | None = None) -> Workload:
             name, lambda: Bert(context=CONTEXT), size, CONTEXT, about,
             prepare=lambda inputs, targets, key: masked(inputs, key),
         )  # fmt: skip
-    raise QSyncError(f"there is no model {name!r}; choose from {', '.join(NAMES)}")
+    raise QSyncError(f"unknown model {name!r}; choose from {', '.join(NAMES)}")
 
 
 def demo_workload(name: str, data: str | Path | None = None) -> Workload:
@@ -79,6 +79,4 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
     if name == "resnet-small":
         about = "ResNet of two blocks, 32 images per rank; scikit-learn's digits, 16 x 16"
         return digits_workload(name, lambda: ResNet(channels=(32, 64), num_blocks=1), 32, about)
-    raise QSyncError(
-        f"there is no workload {name!r}; choose one of {', '.join(DEMO_NAMES)}, or hf:CONFIG.json"
-    )
+    raise QSyncError(f"unknown workload {name!r}; choose one of {', '.join(DEMO_NAMES)}, or hf:CONFIG.json")

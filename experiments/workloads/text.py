@@ -48,7 +48,7 @@ def load_text(data: str | Path | None = None, *, context: int = 256) -> Text:
         visible = [file for file in _walk(path) if not any(part.startswith(".") for part in file.parts)]
         return _split_files(path, visible, str(path), context)
     if not path.exists():
-        raise QSyncError(f"there is no file or folder {path}; give --data a path that exists")
+        raise QSyncError(f"file or folder {path} does not exist; give --data a path that exists")
     return _split_tail(_read(path, MAX_BYTES), str(path), context)
 
 
@@ -89,7 +89,7 @@ def _split_files(root: Path, names: list[Path], source: str, context: int) -> Te
 def _split_tail(content: bytes, source: str, context: int) -> Text:
     needed = (context + 1) * HELDOUT_EVERY
     if not content.strip():
-        raise QSyncError(f"{source} holds no text; give --data at least {needed:,} bytes of it")
+        raise QSyncError(f"{source} contains no text; give --data with at least {needed:,} bytes of text")
     if len(content) < needed:
         raise QSyncError(
             f"{source} contains {len(content):,} bytes of text, but training needs at least {needed:,}; "

@@ -175,5 +175,5 @@ def test_runs_are_pieces_that_continue_and_are_reported(tmp_path, capsys):
 
 def test_tasks_are_real_and_unknown_ones_are_refused(tmp_path):
     assert len(TASKS) >= 5
-    with pytest.raises(QSyncError, match="there is no task 'imagenet'; choose from gpt"):
+    with pytest.raises(QSyncError, match="unknown task 'imagenet'; choose from gpt"):
         command.main(out=tmp_path, task=["imagenet"])

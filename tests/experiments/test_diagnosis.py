@@ -64,5 +64,5 @@ def test_faults_are_planted_named_and_kept(tmp_path):
 
 
 def test_unknown_faults_are_refused(tmp_path):
-    with pytest.raises(QSyncError, match="there is no fault 'flood'; choose from loading-1"):
+    with pytest.raises(QSyncError, match="unknown fault 'flood'; choose from loading-1"):
         command.main(out=tmp_path, only=["flood"])

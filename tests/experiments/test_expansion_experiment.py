@@ -132,7 +132,7 @@ def test_the_command_runs_everything(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workloads": ["bert"]}, "no workload 'bert' to grow; choose from gpt, vit"),
+        ({"workloads": ["bert"]}, "unknown workload 'bert'; choose from gpt, vit"),
         ({"workloads": ["gpt"], "seeds": 0}, "--seeds and --processes must be at least 1"),
     ],
 )

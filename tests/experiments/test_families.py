@@ -77,6 +77,6 @@ def test_convolutions_run_channels_last():
 
 
 def test_an_unknown_family_is_one_sentence():
-    with pytest.raises(QSyncError, match="there is no family 'bert'; choose from distilbert"):
+    with pytest.raises(QSyncError, match="unknown family 'bert'; choose from distilbert"):
         family_named("bert")
     assert isinstance(family_named("vit"), Family)

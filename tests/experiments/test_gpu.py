@@ -63,9 +63,9 @@ def test_the_tests_that_need_a_gpu_are_found():
 @pytest.mark.parametrize(
     ("device", "only", "said"),
     [
-        pytest.param("cuda", None, "reaches no GPU .*--device cpu", marks=without_gpu),
+        pytest.param("cuda", None, "cannot use a GPU .*--device cpu", marks=without_gpu),
         ("tpu", None, "cuda or cpu"),
-        ("cpu", ["nothing"], "there is no group"),
+        ("cpu", ["nothing"], "unknown group"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(device, only, said, tmp_path):
@@ -245,5 +245,5 @@ def test_make_gpu_runs_the_package_as_it_lies_here(tmp_path):
     done = subprocess.run(
         ["make", "gpu", *options], cwd=root, env=clean, capture_output=True, text=True, check=False
     )
-    assert "there is no group 'nothing'; choose from environment, tests" in done.stderr, done.stderr
+    assert "unknown group 'nothing'; choose from environment, tests" in done.stderr, done.stderr
     assert "error 2" in done.stderr.lower() and "Traceback" not in done.stderr

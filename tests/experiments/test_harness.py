@@ -71,7 +71,7 @@ def test_a_piece_that_lacks_a_field_is_named(lost, tmp_path):
     Experiment("one", tmp_path).piece("a", lambda: 1)
     path = tmp_path / "pieces" / "a.json"
     write_json(path, {name: value for name, value in read_json(path).items() if name != lost})
-    with pytest.raises(QSyncError, match="a.json is no piece of an experiment; delete it, or use --fresh"):
+    with pytest.raises(QSyncError, match="a.json is not a piece of an experiment; delete it, or use --fresh"):
         Experiment("one", tmp_path).piece("a", lambda: 2)
     assert Experiment("one", tmp_path, fresh=True).piece("a", lambda: 2) == 2
 
@@ -151,13 +151,13 @@ def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
     assert "commits 0123abc, " in page.read_text()
     with pytest.raises(QSyncError, match="lacks <!-- other:begin -->"):
         finish(page=Page(page, marker="other"))
-    with pytest.raises(QSyncError, match="there is no page"):
+    with pytest.raises(QSyncError, match="page .* does not exist"):
         finish(page=Page(tmp_path / "nowhere.md"))
 
 
 @pytest.mark.parametrize(
     ("settings", "pieces", "said"),
-    [({}, 0, "has no finished piece"), ({"tiny": True}, 1, "--tiny has no figures to publish")],
+    [({}, 0, "has no finished piece"), ({"tiny": True}, 1, "--tiny must not be published")],
 )
 def test_a_page_keeps_what_it_says_where_nothing_was_measured(settings, pieces, said, tmp_path):
     page, before = tmp_path / "page.md", "<!-- results:begin -->\npublished\n<!-- results:end -->\n"
@@ -175,7 +175,7 @@ def test_a_page_keeps_what_it_says_where_nothing_was_measured(settings, pieces, 
 @pytest.mark.parametrize("name", ["unseen", "gpu"])
 def test_a_report_of_an_empty_folder_is_refused(name, tmp_path):
     command = import_module(f"qsync.experiments.{name}.__main__")
-    with pytest.raises(QSyncError, match="has no finished piece; measure one, or name another --out"):
+    with pytest.raises(QSyncError, match="has no finished piece; run at least one, or give another --out"):
         command.main(out=tmp_path, kept=True)
     assert not list(tmp_path.iterdir())
 
@@ -198,7 +198,7 @@ def test_a_file_is_no_folder_of_results(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(QSyncError, match="--out /proc/results cannot be written"):
+    with pytest.raises(QSyncError, match="--out /proc/results is not writable"):
         Experiment("one", Path("/proc/results"))  # where root makes no file either
     Experiment("one", tmp_path / "new")
     assert not list(tmp_path.iterdir())

@@ -148,9 +148,9 @@ def test_pictures_and_trace_are_there(demo):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workload": "lenet"}, "there is no workload 'lenet'; choose one of gpt, gpt-small"),
-        ({"weak_share": 0.0}, "--weak-share must lie in .0, 1., found 0.0"),
-        ({"weak_share": 1.5}, "--weak-share must lie in .0, 1., found 1.5"),
+        ({"workload": "lenet"}, "unknown workload 'lenet'; choose one of gpt, gpt-small"),
+        ({"weak_share": 0.0}, "--weak-share must be in .0, 1., found 0.0"),
+        ({"weak_share": 1.5}, "--weak-share must be in .0, 1., found 1.5"),
         ({"seeds": 0}, "--seeds must be at least 1, found 0"),
         ({"steps": 0}, "--steps must be at least 2, found 0"),
         ({"steps": 1}, "--steps must be at least 2, found 1"),
@@ -187,7 +187,7 @@ def test_the_command_line_exits_with_2(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr.strip().count("\n") == 0 and "there is no workload 'lenet'" in done.stderr
+    assert done.stderr.strip().count("\n") == 0 and "unknown workload 'lenet'" in done.stderr
 
 
 def test_the_held_out_difference_pairs_seeds():
@@ -253,7 +253,7 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
     (found / "figures.json").write_text(json.dumps(kept))
     for name in publish.PICTURES[1:]:
         (found / name).write_bytes(name.encode())
-    with pytest.raises(QSyncError, match=r"has no allocation\.png; name the folder of a finished"):
+    with pytest.raises(QSyncError, match=r"has no allocation\.png; give the output folder of a finished"):
         publish.main(found)
     assert "former" in (tmp_path / "README.md").read_text()
     (found / "allocation.png").write_bytes(b"map")

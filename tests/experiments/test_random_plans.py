@@ -47,5 +47,5 @@ def test_the_ends_of_the_interval_lie_inside():
 
 
 def test_an_unknown_model_is_refused_before_anything_starts():
-    with pytest.raises(QSyncError, match="no family 'lenet'"):
+    with pytest.raises(QSyncError, match="unknown family 'lenet'"):
         run_family("lenet", 1, 1)

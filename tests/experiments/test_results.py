@@ -135,7 +135,7 @@ def test_a_row_stays_published_until_its_experiment_is_measured_again(reruns, tm
 def test_an_experiment_that_is_not_there_is_one_sentence(tmp_path):
     command = [sys.executable, "-m", "qsync.experiments.results", "--out", str(tmp_path), "--only", "speeed"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "there is no experiment 'speeed'" in done.stderr
+    assert done.returncode == 2 and "unknown experiment 'speeed'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

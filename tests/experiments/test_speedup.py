@@ -72,5 +72,5 @@ def test_the_picture_has_every_panel(tmp_path):
 
 
 def test_an_unknown_model_is_refused(tmp_path):
-    with pytest.raises(QSyncError, match="no model 'lenet'"):
+    with pytest.raises(QSyncError, match="unknown model 'lenet'"):
         command.main(out=tmp_path, model=["lenet"])

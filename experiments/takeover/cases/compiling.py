@@ -36,7 +36,7 @@ def _(make: Maker) -> Outcome:
 @case(
     "compile",
     "`torch.utils.flop_counter.FlopCounterMode` around a call",
-    refused="ran without its kernels: _FlopCounterMode",
+    refused="ran without qsync's kernels (_FlopCounterMode",
 )
 def _(make: Maker) -> Outcome:
     model = called(make)

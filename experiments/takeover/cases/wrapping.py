@@ -33,7 +33,7 @@ def _(make: Maker) -> Outcome:
     return make(DataParallel(net()))(data())
 
 
-@case("wrap", "wrap of a TorchScript model", refused="wrap the module it was made from")
+@case("wrap", "wrap of a TorchScript model", refused="wrap the original module")
 def _(make: Maker) -> Outcome:
     return make(torch.jit.trace(net(), data()))(data())  # type: ignore[no-untyped-call]
 
