@@ -55,7 +55,7 @@ def judge(
         shares = BatchShares(basis, other, (SHARE, ACCUMULATE), options)
         plan = shares.plan()
     except InfeasibleError as error:
-        raise InfeasibleError(f"{graph.model} does not train on these cards: {error}") from error
+        raise InfeasibleError(f"{graph.model} cannot be trained on these cards: {error}") from error
     return basis, replace(plan, verdict=find_verdict(basis, plan, other, options, shares))
 
 
@@ -65,7 +65,7 @@ def _check_weights(graph: OpGraph, cards: dict[str, tuple[DeviceClass, DataSheet
     small = [name for name, (one, _) in cards.items() if one.memory_bytes < needed]
     if small:
         raise InfeasibleError(
-            f"{graph.model} does not train on {', '.join(small)}: weights, gradients and AdamW's state take "
+            f"{graph.model} does not fit on {', '.join(small)}: weights, gradients and AdamW's state take "
             f"{needed / 1e9:.0f} GB of every card"
         )
 
@@ -85,7 +85,7 @@ def cards_of(text: str) -> dict[str, tuple[DeviceClass, DataSheet]]:
             )
         sheet = _sheet_of_this_cpu() if name.upper() == CPU else datasheet(name)
         if sheet.name in found:
-            raise FormatError(f"--cards names {sheet.name} twice; give all of them as one number")
+            raise FormatError(f"--cards names {sheet.name} twice; give their total number once")
         device, known = ("cuda", sheet.name) if sheet.capability else ("cpu", None)
         one = DeviceClass(sheet.name, device, count, sheet.memory_bytes, sheet.precisions, datasheet=known)
         found[sheet.name] = one, sheet
@@ -106,8 +106,8 @@ def link_of(text: str) -> Link:
     matched = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(Gb|Mb|GB|MB)(?:/?ps|/s)?", text.strip())
     if matched is None or not float(matched[1]) > 0.0:
         raise FormatError(
-            "--link takes a bandwidth above zero, as 25Gb (bits a second) or 3GB (bytes), found "
-            f"{shortened(text)}"
+            "--link takes a bandwidth above zero, such as 25Gb (bits per second) or 3GB (bytes per second), "
+            f"found {shortened(text)}"
         )
     return Link(_LATENCY_S, float(matched[1]) * _UNITS[matched[2]], num_ranks=2)
 
@@ -123,7 +123,7 @@ def graphs_of(model: str, samples: int, length: int | None = None) -> tuple[OpGr
 
     if not model.startswith(PREFIX):
         raise FormatError(
-            f"--model takes hf:CONFIG.json, a configuration of Hugging Face, found {shortened(model)}"
+            f"--model takes hf:CONFIG.json, a Hugging Face configuration file, found {shortened(model)}"
         )
     config, kind, _ = read_config(Path(model.removeprefix(PREFIX)))
     with torch.device("meta"):
@@ -142,7 +142,9 @@ def _batch_of(model: Any, samples: int, length: int | None) -> dict[str, Any]:
 
     config, name = model.config, type(model).__name__
     if "For" not in name and "LMHead" not in name:
-        raise FormatError(f"{name} has no loss; name a class with a head in architectures (…ForCausalLM)")
+        raise FormatError(
+            f'{name} returns no loss; set "architectures" to a class with a head (…ForCausalLM)'
+        )
     if model.main_input_name == "pixel_values":
         side = getattr(config, "image_size", None) or _SIDE
         shape = (samples, getattr(config, "num_channels", 3), side, side)

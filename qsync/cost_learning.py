@@ -67,7 +67,7 @@ def learn(
     >>> qsync.cost_learning.learn("cpu").save("costs.json")
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
-        raise QSyncError(f"costs are learned on cpu or cuda, found {shortened(str(device))}")
+        raise QSyncError(f"costs can be learned on cpu or cuda only, found {shortened(str(device))}")
     target = torch.device(device)
     progress("peaks of this device")
     sheet = measure_sheet(target)

@@ -52,7 +52,7 @@ class Checkpoint:
         written = value.pop("digest", None)
         body = without_header(value, "checkpoint", VERSION)
         if written != digest(value):
-            raise FormatError(f"{path / INDEX} was changed after it was written; load another checkpoint")
+            raise FormatError(f"{path / INDEX} was modified after it was written; load another checkpoint")
         where, plan = str(path / INDEX), body.get("plan")
         profiles = as_record(body.get("profiles"), dict[str, Any], f"{where}, profiles")
         found = as_record({**body, "path": path, "plan": None, "profiles": {}}, cls, where)

@@ -30,7 +30,7 @@ class OptimizerState:
         for part in _with_groups(self._each):
             own = [parameter for group in part.param_groups for parameter in group["params"]]
             if any(parameter not in names for parameter in own):
-                raise MismatchError("the optimizer has parameters that the model does not have; give its own")
+                raise MismatchError("the optimizer has parameters that the model lacks; pass the model's own")
             self._parts.append((part, [names[parameter] for parameter in own]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class OptimizerState:
         if (saved["class"], groups[0]) != (own["class"], groups[1]):
             raise MismatchError(
                 f"the checkpoint is of {saved['class']} with {len(groups[0])} groups of parameters, the "
-                f"optimizer is {own['class']} with {len(groups[1])}; make it as the saved one"
+                f"optimizer is {own['class']} with {len(groups[1])}; create the optimizer as the saved one"
             )
 
     def slots_of(self, saved: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
@@ -91,7 +91,7 @@ def check_optimizer(optimizer: Any) -> None:
     if not each or not all(callable(getattr(one, name, None)) for one in each for name in needed):
         raise FormatError(
             f"optimizer must have {', '.join(needed)}, or be a list of such, found {shortened(optimizer)}; "
-            "give that"
+            "pass the training loop's optimizer"
         )
 
 

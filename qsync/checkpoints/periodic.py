@@ -68,11 +68,11 @@ class Checkpoints:
     ) -> None:
         for name, number in (("every", every), ("keep", keep)):
             if type(number) is not int or number < 1:
-                raise FormatError(f"{name} must be a number of at least 1, found {shortened(number)}")
+                raise FormatError(f"{name} must be a whole number from 1 on, found {shortened(number)}")
         self.folder, self.every, self.keep = Path(folder), every, keep
         if (self.folder / INDEX).exists() or (self.folder.exists() and not self.folder.is_dir()):
             what = "a checkpoint" if self.folder.is_dir() else "a file"
-            raise FormatError(f"{folder} is {what}; give the folder that is to hold the job's checkpoints")
+            raise FormatError(f"{folder} is {what}; give a folder for the job's checkpoints")
         self.number = 0  # optimizer steps so far
         self._subject = Subject(model, optimizer, plan, profiles, objects)
         agree_locally("checking what to save", self._subject.state)  # fail now, not after `every` steps

@@ -76,7 +76,9 @@ def load(
             except Exception:
                 if checkpoint.path.exists():
                     raise  # otherwise its writer has removed it for newer ones
-        raise FormatError(f"the checkpoints in {folder} are removed before they are read; keep more of them")
+        raise FormatError(
+            f"the checkpoints in {folder} are removed before they can be read; save with a larger keep="
+        )
 
     def load_from(
         checkpoint: Checkpoint, errors: Mapping[Path, QSyncError], parts: Mapping[str, Any]
@@ -85,7 +87,8 @@ def load(
             logger.warning("qsync: %s; loading %s instead", error, checkpoint.path)
         if missing := sorted(parts.keys() - checkpoint.state.keys()):
             raise MismatchError(
-                f"{checkpoint.path} holds no {missing[0]}, only {', '.join(checkpoint.state)}; leave it out"
+                f"{checkpoint.path} has no {missing[0]}, only {', '.join(checkpoint.state)}; leave out "
+                f"{missing[0]}"
             )
         reader = HuggingFaceStorageReader(str(checkpoint.path))
         saved = reader.read_metadata().state_dict_metadata
@@ -99,8 +102,7 @@ def load(
                     targets[name] = _new_tensors(part, checkpoint.state[name], saved)
         except (AttributeError, KeyError, TypeError) as error:
             raise FormatError(
-                f"{checkpoint.path} does not hold what its index says ({shortened(error)}); load another "
-                "checkpoint"
+                f"{checkpoint.path} does not match its index ({shortened(error)}); load another checkpoint"
             ) from error
         # Objects that cannot be checked load first: if one refuses its state, nothing else has changed.
         for name in sorted(parts, key=lambda name: isinstance(parts[name], (ModelState, OptimizerState))):
@@ -125,8 +127,8 @@ def _load(
         part.load_state_dict(join(checkpoint.state[name], targets))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise MismatchError(
-            f"{checkpoint.path}: {name} does not take the state that was saved "
-            f"({shortened(error, 200, quote=False)}); make it as the saved one"
+            f"{checkpoint.path}: {name} cannot load its saved state ({shortened(error, 200, quote=False)}); "
+            "create it as it was at saving"
         ) from error
 
 
@@ -160,6 +162,6 @@ def _check_model(checkpoint: Checkpoint, part: ModelState, own: Tensors, saved: 
         one, other = there.get(key, "missing"), here.get(key, "missing")
         if one != other:
             raise MismatchError(
-                f"{checkpoint.path} is of another model: {shortened(key)} is {one} there and {other} in this "
-                f"{type(part.module).__name__}; build the {checkpoint.model} that was saved"
+                f"{checkpoint.path} belongs to another model: {shortened(key)} is {one} there and {other} "
+                f"in this {type(part.module).__name__}; build the saved {checkpoint.model}"
             )

@@ -45,8 +45,8 @@ def split(value: Any, name: str, tensors: Tensors) -> Any:
         is_plain = all(isinstance(key, str) and not key.startswith("@") for key in value)
         return dict(items) if is_plain else {"@dict": items}
     raise FormatError(
-        f"the state {name} is a {type(value).__name__}, which is neither saved nor sent to another card; "
-        "return tensors, numbers, texts, lists and dicts from state_dict()"
+        f"the state {name} is a {type(value).__name__}, which can neither be saved nor sent to another "
+        "card; return only tensors, numbers, texts, lists and dicts from state_dict()"
     )
 
 
@@ -95,8 +95,8 @@ def stateful_parts(model: torch.nn.Module, optimizer: Any, objects: Mapping[str,
             )
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise FormatError(
-                f"{name}= needs state_dict and load_state_dict, found {shortened(each)}; give them or leave "
-                "it out"
+                f"{name}= must have state_dict and load_state_dict, found {shortened(each)}; add them or "
+                "leave it out"
             )
     if optimizer is not None:
         check_optimizer(optimizer)

@@ -195,7 +195,7 @@ class Save:
         while not self._store.check([key]):
             waited_s = time.monotonic() - began_s
             if waited_s > (_ENDING_S if self.is_ending else _TIMEOUT.total_seconds()):
-                raise QSyncError(f"{who} takes no part in it; let every rank save, and none be gone")
+                raise QSyncError(f"{who} did not take part in saving; call save on every running rank")
             time.sleep(_POLL_S)
         return bytes(self._store.get(key))
 
@@ -211,7 +211,7 @@ class Save:
 def check_step(step: object) -> None:
     """Raise FormatError unless `step` is a step number."""
     if type(step) is not int or step < 0:
-        raise FormatError(f"a step is a whole number of at least 0, found {shortened(step)}; give that")
+        raise FormatError(f"step must be a whole number from 0 on, found {shortened(step)}; correct it")
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
@@ -321,11 +321,13 @@ def save(
 
     def checked_target() -> Path:
         if not isinstance(folder, (str, Path)):
-            raise FormatError(f"save takes a folder first, then the model; the folder is {shortened(folder)}")
+            raise FormatError(
+                f"save takes a folder, then the model, found {shortened(folder)}; give a folder"
+            )
         path = Path(folder)
         target = Path(os.path.realpath(path)) if path.is_symlink() else path  # a link itself stays
         if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-            raise FormatError(f"{folder} is there already, and nothing is written over; name another folder")
+            raise FormatError(f"{folder} already exists and is never overwritten; name another folder")
         check_step(step)
         subject.state()
         return target

@@ -21,7 +21,7 @@ def judge_cards(
     num_ranks = sum(one.count for one, _ in pile.values())
     if batch < 2 * num_ranks:
         raise FormatError(
-            f"--batch {batch} leaves {num_ranks} cards fewer than 2 samples each; give a larger one"
+            f"--batch {batch} is less than 2 samples for each of {num_ranks} cards; give a larger batch"
         )
     each = batch // num_ranks
     with working("capturing the model") as progress:

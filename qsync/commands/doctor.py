@@ -23,7 +23,7 @@ def doctor(
 ) -> None:
     """Report this machine's devices, precisions and chosen kernels, with reasons for missing ones."""
     if architecture and not build:
-        raise QSyncError("--architecture says what to compile for; give --build with it")
+        raise QSyncError("--architecture has no effect without --build; add --build")
     if build:
         _build(architecture, as_json)
         return

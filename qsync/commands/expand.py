@@ -59,7 +59,7 @@ def expand(
     """Grow a trained model without changing what it computes, and verify that."""
     sizes = {name: _size(name, text) for name, text in pairs_of(to, "--to", "NAME=NUMBER").items()}
     if not sizes:
-        raise QSyncError("--to says what to grow to: --to width=768 --to layers=12")
+        raise QSyncError("the target size is missing; give it with --to, e.g. --to width=768 --to layers=12")
     with working("reading the model") as progress:
         text, found = _grow(_Growth(folder, out, sizes, split, depth, seed, inputs), progress)
     if as_json:
@@ -128,12 +128,12 @@ def _batch_to_verify_on(model: Any, path: Path | None) -> Any:
         from safetensors.torch import load_file
 
         if not path.is_file():
-            raise QSyncError(f"there is no file {path}; give --inputs a safetensors file")
+            raise QSyncError(f"{path} does not exist; give --inputs a safetensors file")
         try:
             found = load_file(path)
         except SafetensorError as error:
             raise FormatError(
-                f"{path} is no safetensors file ({shortened(error)}); write it with "
+                f"{path} is not a safetensors file ({shortened(error)}); write it with "
                 "safetensors.torch.save_file"
             ) from error
         return next(iter(found.values())) if len(found) == 1 else found

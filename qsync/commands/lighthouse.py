@@ -27,12 +27,12 @@ def lighthouse(
 ) -> None:
     """Run the meeting point of an elastic job, until interrupted. One lighthouse serves one job."""
     if not 0 <= port < 65536:
-        raise FormatError(f"--port must lie in 0..65535, found {shortened(port)}")
+        raise FormatError(f"--port must be from 0 to 65535, found {shortened(port)}; give e.g. 29510")
     if ":" in bind:
-        raise FormatError(f"cards meet over IPv4; --bind must be an IPv4 address, found {shortened(bind)}")
+        raise FormatError(f"--bind must be an IPv4 address, found {shortened(bind)}")
     for name, seconds in (("--dead-after", dead_after), ("--wait", wait)):
         if not 0.2 <= seconds <= 86400:
-            raise FormatError(f"{name} must be seconds from 0.2 to 86400, found {shortened(seconds)}")
+            raise FormatError(f"{name} must be from 0.2 to 86400 seconds, found {shortened(seconds)}")
     os.environ.setdefault("RUST_LOG", "error")  # torchft logs every request
     from qsync.elastic_training.rendezvous import coordination
 
@@ -87,7 +87,9 @@ def release(
 
     address = at or os.environ.get(LIGHTHOUSE_VARIABLE)
     if address is None:
-        raise FormatError(f"no lighthouse is given; name it with --lighthouse or {LIGHTHOUSE_VARIABLE}")
+        raise FormatError(
+            f"the lighthouse's address is missing; give it with --lighthouse or {LIGHTHOUSE_VARIABLE}"
+        )
     others = ask_to_leave(card, address)
     if as_json:
         print_json({"released": card, "others": others})

@@ -30,7 +30,8 @@ def load_plan(
     plan = Plan.load(plan_file)
     if folder is None and not (plan_file.parent / "graph.json").is_file():
         raise FormatError(
-            f"there is no graph.json beside {plan_file}; name the folder it was planned from with --basis"
+            f"there is no graph.json beside {plan_file}; give the folder of its graph and profiles with "
+            "--basis"
         )
     folder = folder or plan_file.parent
     basis = load_basis(folder, cluster, force=force)
@@ -39,7 +40,7 @@ def load_plan(
     if cluster is None and not force:
         doubt = changed_since_planned(found.graph, plan, found.profiles, found.cluster)
         if doubt:
-            print(f"qsync: {doubt}; --basis and --cluster name others", file=sys.stderr)
+            print(f"qsync: {doubt}; give others with --basis and --cluster", file=sys.stderr)
     return plan, found
 
 
@@ -105,8 +106,8 @@ def _measured(folder: Path) -> Profile:
     real = [profile for profile in found if profile.origin == MEASURED]
     if not real:
         raise FormatError(
-            f"{folder} has no measured profile to simulate a data sheet's device from; profile the model on "
-            "any device first"
+            f"{folder} has no measured profile, which simulating a device needs; profile the model on any "
+            "device first"
         )
     return next((profile for profile in real if profile.emulated_share is None), real[0])
 
@@ -126,8 +127,8 @@ def measured_beside_predicted(plan: Plan, basis: Basis, folder: Path) -> dict[st
         planned = basis.graph.num_calls * plan.levers_of(name).passes
         if calls != planned:
             raise MismatchError(
-                f"rank {rank} of {folder} calls the model {calls} times a step, the plan {planned}; log such "
-                "steps as were profiled"
+                f"rank {rank} of {folder} calls the model {calls} times per step, but the plan {planned} "
+                "times; log steps like the profiled ones"
             )
     timeline = replay(
         basis.graph, plan, basis.profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes

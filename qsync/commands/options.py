@@ -70,7 +70,7 @@ def patterns_of(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
     for text in texts or []:
         name, equals, pattern = text.partition("=")
         if not name or not equals or not pattern:
-            raise QSyncError(f"--save-less takes CLASS=PATTERN, found {text!r}")
+            raise QSyncError(f"--save-less must have the form CLASS=PATTERN, found {text!r}")
         found[name] = tuple(dict.fromkeys((*found.get(name, ()), pattern)))
     return found
 
@@ -100,7 +100,7 @@ def check_outputs(outputs: Mapping[str, Path | None], folder: Path, *inputs: Pat
         named = realpath(path.parent) == realpath(folder) and any(map(path.match, _BASIS))
         if named or realpath(path) in places:
             raise QSyncError(
-                f"{option} {path} is the place of a file that the plan is made from; name another file"
+                f"{option} {path} would overwrite a file that the plan is made from; name another file"
             )
 
 

@@ -154,7 +154,7 @@ def plan(
     """Choose the precision of every operator on every device class, or judge cards from data sheets."""
     if cards is not None or model is not None:
         if cards is None or model is None or folder is not None:
-            raise QSyncError("--cards and --model go together, without a folder; see qsync plan --help")
+            raise QSyncError("--cards needs --model and no folder; give both, or see qsync plan --help")
         judge_cards(cards, link, model, batch, length, base, as_json)
         return
     if folder is None:
@@ -166,7 +166,7 @@ def plan(
     goal = _Goal(target_step, slack, max_variance, pareto)
     if levers is None and (trials is not None or storage is not None):
         raise QSyncError(
-            "--trials and --storage are of a search over levers; add --levers, or leave them out"
+            "--trials and --storage have no effect without --levers; add --levers, or leave them out"
         )
     search = _LeverSearch(levers, _NUM_TRIALS if trials is None else trials, storage, seed)
     options: dict[str, Any] = {
@@ -218,18 +218,18 @@ def _check_goal(goal: _Goal, search: _LeverSearch) -> None:
     if goal.target_s is not None and not goal.target_s > 0:
         raise QSyncError(f"--target-step must be positive, found {goal.target_s}; give seconds")
     if goal.target_s is not None and goal.slack is not None:
-        raise QSyncError("--target-step says what --slack adds to the least step; leave out one of them")
+        raise QSyncError("--target-step and --slack both set the step time; leave out one of them")
     one_step = goal.target_s is not None or goal.slack is not None
     if goal.max_variance is not None and one_step:
-        raise QSyncError("--max-variance looks for the least step; leave out --target-step and --slack")
+        raise QSyncError("--max-variance minimizes the step time; leave out --target-step and --slack")
     if goal.num_points is not None and (one_step or goal.max_variance is not None):
         raise QSyncError(
-            "--pareto plans for every step time; leave out --target-step, --slack and --max-variance"
+            "--pareto plans for several step times; leave out --target-step, --slack and --max-variance"
         )
     if goal.num_points is not None and search.levers is not None:
-        raise QSyncError("--pareto plans without levers; leave out --levers")
+        raise QSyncError("--pareto does not work with levers; leave out --levers")
     if goal.max_variance is not None and search.levers is not None:
-        raise QSyncError("--max-variance looks for the least step without levers; leave out --levers")
+        raise QSyncError("--max-variance does not work with levers; leave out --levers")
 
 
 def _choose(
@@ -271,4 +271,6 @@ def _check_by_replay(basis: Basis, chosen: Plan) -> None:
 
     certificate = check_plan(basis.graph, chosen, basis.profiles, basis.sensitivity, basis.cluster)
     if not certificate.ok:
-        raise QSyncError(f"the plan does not hold under full replay: {certificate.violations[0]}")
+        raise QSyncError(
+            f"a full replay contradicts the plan ({certificate.violations[0]}); report this as a bug of qsync"
+        )

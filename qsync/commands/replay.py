@@ -60,9 +60,11 @@ def replay(
     from qsync.replayer import vary
 
     if churn is None and churn_costs is not None:
-        raise QSyncError("--churn-costs are those of --churn; give a trace, or mtbf=HOURS")
+        raise QSyncError(
+            "--churn-costs has no effect without --churn; add --churn with a trace, or mtbf=HOURS"
+        )
     if churn is not None and (trace is not None or steps is not None):
-        raise QSyncError("--churn plays many steps; leave out --trace and --steps, which are of one step")
+        raise QSyncError("--churn simulates many steps; leave out --trace and --steps, which show one step")
     if measured is not None and trace is None:
         raise QSyncError("--measured adds measured steps to the trace; name its file with --trace")
     check_outputs({"--trace": trace, "--picture": picture}, basis or plan_file.parent, plan_file, cluster)

@@ -35,7 +35,7 @@ def report(
     from qsync.figures import page
 
     if not (folder / "plan.json").is_file():
-        raise QSyncError(f"{folder} has no plan.json; give a folder that qsync demo or qsync.hybrid wrote")
+        raise QSyncError(f"{folder} has no plan.json; give an output folder of qsync demo or qsync.hybrid")
     if out is not None:
         page.check_path(out, "--out")
     page.check_available()

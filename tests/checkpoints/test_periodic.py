@@ -134,7 +134,7 @@ def test_one_process_may_write_for_others(tmp_path):
 
 @pytest.mark.parametrize("options", ({"every": 0}, {"every": 1, "keep": 0}, {"every": 2.5}))
 def test_numbers_are_checked(tmp_path, options):
-    with pytest.raises(FormatError, match="must be a number of at least 1"):
+    with pytest.raises(FormatError, match="must be a whole number from 1 on"):
         qsync.Checkpoints(tmp_path, *linear(), **options)
 
 
@@ -228,7 +228,7 @@ def test_a_folder_that_is_a_checkpoint_or_a_file_is_refused(tmp_path):
     qsync.save(tmp_path / "last", model, optimizer, step=1000)
     (tmp_path / "file").write_text("")
     for name, what in (("last", "a checkpoint"), ("file", "a file")):
-        with pytest.raises(FormatError, match=f"{name} is {what}; give the folder"):
+        with pytest.raises(FormatError, match=f"{name} is {what}; give a folder for the job's checkpoints"):
             qsync.Checkpoints(tmp_path / name, model, optimizer, every=1)
 
 
@@ -265,9 +265,9 @@ def test_what_is_pruned_goes_though_the_clock_has_gone_back(tmp_path):
 @pytest.mark.parametrize("number", ["5", 2.0, -1, True, torch.tensor(3)], ids=str)
 def test_what_is_no_number_of_steps(number, tmp_path):
     model, optimizer = linear()
-    with pytest.raises(FormatError, match="a step is a whole number of at least 0"):
+    with pytest.raises(FormatError, match="step must be a whole number from 0 on"):
         qsync.Checkpoints(tmp_path, model, optimizer, every=1).step(number)
-    with pytest.raises(FormatError, match="a step is a whole number of at least 0"):
+    with pytest.raises(FormatError, match="step must be a whole number from 0 on"):
         qsync.save(tmp_path / "new", model, optimizer, step=number)
     assert not any(tmp_path.iterdir())
 

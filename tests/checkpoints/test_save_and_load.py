@@ -163,7 +163,7 @@ DAMAGES = {
         path / "model.safetensors", path / "more.safetensors"
     ),
     "has version 2": lambda path: change(path, version=2),
-    "was changed": lambda path: change(path, step=4),
+    "was modified": lambda path: change(path, step=4),
     "not valid JSON": lambda path: (path / "checkpoint.json").write_text('{"kind": "check'),
     "expected a checkpoint file": lambda path: change(path, kind="plan"),
     "holds no checkpoint": lambda path: (path / "checkpoint.json").unlink(),
@@ -202,9 +202,13 @@ def others():
         {},
     )
     yield "2 groups of parameters, the optimizer is AdamW with 1;", (model, one_group), {}
-    yield "holds no sampler, only model, optimizer, scheduler", (model, optimizer), {"sampler": Sampler()}
-    yield "scheduler= needs state_dict", (model, optimizer), {"scheduler": 3}
-    yield "does not have", (model, torch.optim.AdamW(narrow.parameters())), {}
+    yield (
+        "has no sampler, only model, optimizer, scheduler; leave out sampler",
+        (model, optimizer),
+        {"sampler": Sampler()},
+    )
+    yield "scheduler= must have state_dict", (model, optimizer), {"scheduler": 3}
+    yield "parameters that the model lacks", (model, torch.optim.AdamW(narrow.parameters())), {}
 
 
 @pytest.mark.parametrize("number", range(len(list(others()))))
@@ -233,7 +237,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         qsync.save(tmp_path / "a", model, optimizer, sampler=sampler)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(FormatError, match="is there already"):
+    with pytest.raises(FormatError, match="already exists and is never overwritten"):
         qsync.save(tmp_path / "full", model)
     (tmp_path / "file").touch()
     with pytest.raises(QSyncError, match="could not be written"):
@@ -251,7 +255,7 @@ def test_a_link_is_followed(is_there, tmp_path):
     assert qsync.save(tmp_path / "link", model, step=3) == tmp_path / "link"
     assert (tmp_path / "link").is_symlink() and qsync.load(tmp_path / "disk", model).step == 3
     for name in ("link", "loop"):
-        with pytest.raises(FormatError, match="is there already"):
+        with pytest.raises(FormatError, match="already exists and is never overwritten"):
             qsync.save(tmp_path / name, model)
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "link", "loop"}
 
@@ -282,7 +286,7 @@ def test_an_object_that_refuses_its_state_leaves_the_rest_unchanged(tmp_path):
     qsync.save(tmp_path / "one", model, optimizer, ema=torch.nn.Linear(4, 4))
     other, its, _ = trained(steps=0)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(MismatchError, match="ema does not take the state that was saved"):
+    with pytest.raises(MismatchError, match="ema cannot load its saved state"):
         qsync.load(tmp_path / "one", other, its, ema=torch.nn.Linear(5, 4))
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
     assert not its.state_dict()["state"]
@@ -320,7 +324,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path, arguments, words):
 
 
 def test_a_model_in_the_place_of_the_folder_is_refused(tmp_path):
-    with pytest.raises(FormatError, match=r"a folder first, then the model; the folder is Linear\("):
+    with pytest.raises(FormatError, match=r"save takes a folder, then the model, found Linear\("):
         qsync.save(torch.nn.Linear(4, 4), tmp_path / "one")
 
 

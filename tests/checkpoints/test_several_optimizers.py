@@ -177,7 +177,7 @@ def test_another_chain_is_refused(tmp_path):
             MismatchError, match="is of Muon, AdamW with 2 groups of parameters, the optimizer is"
         ):
             qsync.load(tmp_path / "a", model, other)
-    with pytest.raises(MismatchError, match="parameters that the model does not have"):
+    with pytest.raises(MismatchError, match="parameters that the model lacks"):
         qsync.save(tmp_path / "b", model, Wrapper(pair(Net())))
     for wrong in ([], [None], [torch.optim.SGD(model.parameters()), "adam"]):
         with pytest.raises(

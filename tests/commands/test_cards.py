@@ -80,7 +80,7 @@ def test_cards_of_a_kind_share_hosts_and_the_link_is_between_hosts(graphs):
 def test_a_model_that_no_card_holds_is_one_sentence(config):
     large = config.with_name("large.json")
     large.write_text(json.dumps({**TINY, "vocab_size": 10**6}))
-    with pytest.raises(InfeasibleError, match="not train on T4: .* take 3[34] GB of every card") as error:
+    with pytest.raises(InfeasibleError, match="does not fit on T4: .* take 3[34] GB of every card") as error:
         judge(cards_of("A100:1,T4:1"), link_of("8Gb"), graphs_of(f"hf:{large}", 2, 8), "fp16")
     assert "\n" not in str(error.value)
 
@@ -104,7 +104,7 @@ def test_what_is_no_pile_of_cards_is_one_sentence(text, said):
 
 @pytest.mark.parametrize("text", ["0Gb", "25", "-1Gb", "Gb", "25Tb", "1e3Gb", ""])
 def test_what_is_no_link_is_one_sentence(text):
-    with pytest.raises(FormatError, match="--link takes a bandwidth above zero, as 25Gb"):
+    with pytest.raises(FormatError, match="--link takes a bandwidth above zero, such as 25Gb"):
         link_of(text)
 
 
@@ -114,13 +114,13 @@ def test_bits_and_bytes_are_told_apart():
 
 @pytest.mark.parametrize(("options", "said"), [
     (("--model", "bert-base"), "--model takes hf:CONFIG.json"),
-    (("--model", "hf:nowhere.json"), "there is no 'nowhere.json'; give the path of a config.json"),
-    (("--model", "hf:{config}", "--batch", "3"), "--batch 3 leaves 2 cards fewer than 2 samples each"),
+    (("--model", "hf:nowhere.json"), "'nowhere.json' does not exist; give the path of a config.json"),
+    (("--model", "hf:{config}", "--batch", "3"), "--batch 3 is less than 2 samples for each of 2 cards"),
     (("--model", "hf:{config}", "--length", "65"), "--length must be from 1 to the 64 tokens"),
-    (("--model", "hf:{other}"), "GPT2Model has no loss; name a class with a head"),
-    (("--model", "hf:{broken}"), "is no config.json of a Hugging Face model that transformers makes"),
+    (("--model", "hf:{other}"), 'GPT2Model returns no loss; set "architectures" to a class with a head'),
+    (("--model", "hf:{broken}"), "is not the config.json of a model that transformers can build"),
     (("--model", "hf:{config}", "--link", "0Gb"), "--link takes a bandwidth above zero"),
-    ((), "--cards and --model go together"),
+    ((), "--cards needs --model and no folder"),
 ])  # fmt: skip
 def test_what_cannot_be_judged_is_one_sentence(config, options, said):
     other, broken = config.with_name("other.json"), config.with_name("broken.json")

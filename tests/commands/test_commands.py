@@ -261,9 +261,9 @@ def test_plan_lets_operators_save_less_as_told_or_as_a_search_finds_best(qsync, 
     assert Plan.load(folder / "found.json")["infer"].saving_less == ("layer.0.*",)
     for text, said in (
         ("infer=layr.0.gelu", "nearest: 'layer.0.gelu'"),
-        ("infer=layer.0.query", "no operator of encoder that can matches"),
+        ("infer=layer.0.query", "it matches no operator of encoder that can"),
         ("weak=*", "no device class 'weak'"),
-        ("layer.0.*", "--save-less takes CLASS=PATTERN, found 'layer.0.*'"),
+        ("layer.0.*", "--save-less must have the form CLASS=PATTERN, found 'layer.0.*'"),
     ):
         assert said in refused("plan", folder, "--save-less", text)
     both = ("--levers", "save_less", "--save-less", "infer=*")
@@ -471,7 +471,7 @@ def test_what_a_plan_is_made_from_is_not_overwritten(qsync, refused, folder, ver
     of = folder if verb == "plan" else folder / "plan.json"
     more = ("--levers", "buckets") if option == "--storage" else ()
     sentence = refused(verb, of, "--cluster", folder / "here.toml", option, folder / name, *more)
-    assert "is the place of a file that the plan is made from; name another file" in sentence
+    assert "would overwrite a file that the plan is made from; name another file" in sentence
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -492,15 +492,19 @@ def test_contradictory_options_are_refused(refused, folder):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("count = 3", "count = 0", "classes, entry 2, count: expected `int` >= 1, found 0; mend it or"),
+        ("count = 3", "count = 0", "classes, entry 2, count: expected `int` >= 1, found 0; correct it or"),
         ("memory_bytes = 1_000_000_000", "memory_bytes = 0", "memory_bytes: expected `int` >= 1, found 0"),
         ("memory_bytes = 1_000_000_000", "memory_bytes = -1", "memory_bytes: expected `int` >= 1, found -1"),
-        ("bytes_per_s = 1e10", "bytes_per_s = 0.0", "expected `float` > 0.0, found 0.0; mend it"),
-        ("bytes_per_s = 1e10", "bytes_per_s = -1e9", "expected `float` > 0.0, found -1000000000.0; mend"),
-        ("bytes_per_s = 1e10", "bytes_per_s = nan", "expected `float` > 0.0, found nan; mend it"),
-        ("bytes_per_s = 1e10", "bytes_per_s = inf", "expected `float` that is finite, found inf; mend it"),
-        ("latency_s = 1e-5", "latency_s = -1e-5", "expected `float` >= 0.0, found -1e-05; mend it"),
-        ("latency_s = 1e-5", "latency_s = nan", "expected `float` >= 0.0, found nan; mend it"),
+        ("bytes_per_s = 1e10", "bytes_per_s = 0.0", "expected `float` > 0.0, found 0.0; correct it"),
+        (
+            "bytes_per_s = 1e10",
+            "bytes_per_s = -1e9",
+            "expected `float` > 0.0, found -1000000000.0; correct it",
+        ),
+        ("bytes_per_s = 1e10", "bytes_per_s = nan", "expected `float` > 0.0, found nan; correct it"),
+        ("bytes_per_s = 1e10", "bytes_per_s = inf", "expected `float` that is finite, found inf; correct it"),
+        ("latency_s = 1e-5", "latency_s = -1e-5", "expected `float` >= 0.0, found -1e-05; correct it"),
+        ("latency_s = 1e-5", "latency_s = nan", "expected `float` >= 0.0, found nan; correct it"),
     ],
 )
 def test_a_cluster_that_cannot_be_says_what_to_do(refused, folder, old, new, said):
@@ -531,7 +535,7 @@ def test_a_path_that_cannot_be_written_is_named(refused, folder):
 
 def test_a_folder_that_cannot_be_made_is_refused_before_ranks_start(refused, folder):
     assert "graph.json is a file; name a folder" in refused("demo", "--out", folder / "graph.json" / "out")
-    assert "--out /proc/out cannot be written" in refused("demo", "--out", "/proc/out")
+    assert "--out /proc/out is not writable" in refused("demo", "--out", "/proc/out")
 
 
 def test_long_values_are_shortened_in_what_is_said(refused, folder):
@@ -593,7 +597,7 @@ def test_a_plan_of_another_basis_is_said_to_be_one(qsync, folder, tmp_path):
     assert qsync("plan", tmp_path / "large", "--out", plan)[0] == 0
     for command in ("replay", "explain"):
         said = qsync(command, plan)[2]
-        assert "the plan was made for a step of" in said and "--basis and --cluster name others" in said
+        assert "the plan was made for a step of" in said and "give others with --basis and --cluster" in said
         assert qsync(command, plan, "--basis", tmp_path / "large")[2] == ""
     assert qsync("report", folder)[0] == 0
     assert "the plan was made for a step of" in (folder / "report.html").read_text()
@@ -789,7 +793,7 @@ def test_churn_that_cannot_be_played_is_one_sentence(refused, planned, tmp_path)
     ):  # fmt: skip
         assert message in refused("replay", planned, "--churn", churn)
     assert "did you mean start?" in refused("replay", planned, "--churn", "mtbf=1", "--churn-costs", "stat=1")
-    assert "give a trace" in refused("replay", planned, "--churn-costs", "start=1")
+    assert "add --churn with a trace" in refused("replay", planned, "--churn-costs", "start=1")
     assert "leave out" in refused("replay", planned, "--churn", "mtbf=1", "--steps", "3")
     cluster = json.loads((planned.parent / "cluster.json").read_text())
     cluster["classes"][1]["count"] = 10_000

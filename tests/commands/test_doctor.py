@@ -220,9 +220,9 @@ def test_kernels_are_compiled_ahead_for_cards_that_are_elsewhere(tmp_path, comma
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--build", "--architecture", "sm_6x"], "'sm_6x' is no architecture"),
-        (["--build", "--architecture", "6.1"], "'6.1' is no architecture"),
-        (["--architecture", "75"], "give --build with it"),
+        (["--build", "--architecture", "sm_6x"], "'sm_6x' is not a GPU architecture"),
+        (["--build", "--architecture", "6.1"], "'6.1' is not a GPU architecture"),
+        (["--architecture", "75"], "has no effect without --build; add --build"),
     ],
 )
 def test_architectures_that_are_none_are_refused(options, said, command):

@@ -46,7 +46,7 @@ def test_model_and_batch_shape_are_named_on_both_sides():
         (replace(CLASS, hardware="EPYC"), r"another machine \(Xeon, the class is EPYC\)"),
         (replace(CLASS, device="cuda"), r"without a GPU \(Xeon\), but the class is cuda"),
         (replace(CLASS, hardware="Xeon", device="cuda"), r"without a GPU \(Xeon\), but the class is cuda"),
-        (replace(CLASS, emulated_share=0.5), "on a whole one, the class is an emulated device .*= 0.5"),
+        (replace(CLASS, emulated_share=0.5), "on a whole one, but the class is an emulated device .*= 0.5"),
     ],
 )
 def test_the_machine_is_named_on_both_sides(other, words):
@@ -93,7 +93,7 @@ def test_operators_tell_models_of_one_name_apart():
 
 
 def test_a_profile_of_another_qsync_is_refused_alone():
-    with pytest.raises(MismatchError, match=r"infer was measured with qsync 0\.0, and this is qsync 0\."):
+    with pytest.raises(MismatchError, match=r"infer was measured with qsync 0\.0, but this is qsync 0\."):
         check_versions({"infer": replace(PROFILE, machine={"qsync": "0.0.7"})})
 
 

@@ -109,7 +109,7 @@ def test_a_plan_that_precisions_alone_do_not_reach_has_a_page(folder, tmp_path):
 def test_a_page_ends_in_html(folder, monkeypatch, capsys):
     plan = (folder / "plan.json").read_text()
     assert run(monkeypatch, folder, "--out", folder / "plan.json") == 2
-    assert "--out is the path of a page" in capsys.readouterr().err
+    assert "--out must end in .html" in capsys.readouterr().err
     assert (folder / "plan.json").read_text() == plan
 
 
@@ -144,7 +144,7 @@ def test_hybrid_writes_the_page_of_its_plan(tmp_path, monkeypatch):
         return qsync.hybrid(copy.deepcopy(model), batch, loss, cache_dir=tmp_path / "cache", **options)
 
     for wrong in ("report.pdf", 3):
-        with pytest.raises(qsync.QSyncError, match="end it in .html"):
+        with pytest.raises(qsync.QSyncError, match="must end in .html, found .*; rename it"):
             hybrid(report=wrong)
     assert not (tmp_path / "cache").exists()
     planned = hybrid(report=tmp_path / "pages" / "report.html")
@@ -174,7 +174,7 @@ def test_losses_of_the_accuracy_experiment_are_shown_and_with_json_where(
 @pytest.mark.parametrize(
     ("change", "options", "said"),
     [
-        ("plan.json", [], "has no plan.json; give a folder"),
+        ("plan.json", [], "has no plan.json; give an output folder"),
         ("graph.json", [], "there is no graph.json beside"),
         ("profile-infer.json", [], "profile-infer.json"),
         (None, ["--accuracy", "{folder}"], "figures.json"),

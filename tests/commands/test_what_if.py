@@ -101,7 +101,7 @@ def test_costs_that_were_learned_beside_the_profiles_are_used(folder):
 def test_nothing_measured_is_one_sentence(folder):
     for path in (folder / "basis").glob("profile-*.json"):
         replace(Profile.load(path), origin="simulated").save(path)
-    with pytest.raises(FormatError, match="has no measured profile to simulate a data sheet's device from"):
+    with pytest.raises(FormatError, match="has no measured profile, which simulating a device needs"):
         load_basis(folder / "basis", folder / "cluster.toml")
 
 

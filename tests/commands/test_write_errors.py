@@ -43,7 +43,7 @@ def test_a_file_that_finds_no_room_is_named_in_one_sentence(folder, tmp_path):
 def test_a_plan_s_folder_is_made_before_anything_is_measured(tmp_path):
     (tmp_path / "file").touch()
     model, batch = nn.Linear(8, 4), (torch.randn(2, 8), torch.randn(2, 4))
-    with pytest.raises(FormatError, match="the plan cannot be kept in .*cache_dir"):
+    with pytest.raises(FormatError, match="the plan cannot be saved in .*cache_dir"):
         qsync.hybrid(
             model, batch, lambda run, pair: F.mse_loss(run(pair[0]), pair[1]), cache_dir=tmp_path / "file"
         )
@@ -71,9 +71,9 @@ def test_a_plan_s_wrong_options_are_refused_in_a_sentence(options, says):
 
 def test_a_report_of_another_shape_and_an_unknown_device_are_refused():
     for content in ({"runs": 3}, {"runs": [{}]}, {"runs": {"a": 1}}):
-        with pytest.raises(FormatError, match="none of qsync demo's"):
+        with pytest.raises(FormatError, match="is not an output of qsync demo"):
             Measured.of_demo(content)
     from qsync import cost_learning
 
-    with pytest.raises(QSyncError, match="cpu or cuda, found 'cpux'"):
+    with pytest.raises(QSyncError, match="cpu or cuda only, found 'cpux'"):
         cost_learning.learn(device="cpux")
