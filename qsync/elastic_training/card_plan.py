@@ -79,7 +79,7 @@ class CardPlan:
             self.rate = 1.0 / own.predicted.compute_s if self._options.share else 1.0
             self.limit = self._most_samples(own.predicted.memory_bytes, self._book)
         logger.info(
-            "qsync: %s runs the plan of %s from step %d on (%.0f ms)", self._name, shown(membership), step,
+            "qsync: %s uses the plan for %s from step %d on (%.0f ms)", self._name, shown(membership), step,
             1e3 * (time.perf_counter() - start_s),
         )  # fmt: skip
 

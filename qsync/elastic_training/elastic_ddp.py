@@ -47,7 +47,7 @@ class MembershipGroup:
         """Record that this step's gradients are lost."""
         if self.failure is None:
             self.failure = error
-            logger.info("qsync: an exchange failed (%s); the step is taken again", str(error).strip()[:200])
+            logger.info("qsync: an exchange failed (%s); the step is repeated", str(error).strip()[:200])
 
     def all_reduce(
         self, sent: torch.Tensor, group: dist.ProcessGroup | None

@@ -63,7 +63,7 @@ class ElasticStep:
     def __iter__(self) -> Iterator[Any]:
         """Yield this card's micro-batches; run forward and backward of each before the next."""
         if self.num_taken:
-            raise FormatError("the loop iterates over a step twice; take each micro-batch once")
+            raise FormatError("the training loop iterates over a step twice; use each micro-batch once")
         for k in range(self.num_passes):
             batch = self._job._loader.next_batch()
             self.num_taken += 1
@@ -171,17 +171,17 @@ class ElasticJob:
         """Return the number of steps requested of `steps`. Raises FormatError for an invalid one."""
         for name, number in (("epochs", epochs), ("num_steps", num_steps)):
             if number is not None and not (type(number) in (int, float) and 0 <= number < math.inf):
-                raise FormatError(f"{name} must be a number of at least 0, found {shortened(number)}")
+                raise FormatError(f"{name} must be a number from 0 on, found {shortened(number)}; correct it")
         if epochs is not None and num_steps is not None:
-            raise FormatError("epochs and num_steps are both given; give one of them")
+            raise FormatError("epochs and num_steps are both given; leave out one of them")
         if num_steps is not None and num_steps != int(num_steps):
-            raise FormatError(f"num_steps must be a whole number, found {shortened(num_steps)}; give that")
+            raise FormatError(f"num_steps must be a whole number, found {shortened(num_steps)}; round it")
         if epochs is None:
             return num_steps
         found = int(epochs * self._num_samples) // self._options.batch_size
         if epochs and not found:
             raise FormatError(
-                f"{epochs:g} epochs of {self._num_samples} samples have no whole step of "
+                f"{epochs:g} epochs of {self._num_samples} samples do not fill one step of "
                 f"{self._options.batch_size}; give more epochs, or a smaller batch_size"
             )
         return found
@@ -234,8 +234,8 @@ class ElasticJob:
             saved = state.get(name, own)  # older checkpoints have only the seed
             if saved != own:
                 raise MismatchError(
-                    f"the checkpoint's samples are ordered by a {name} of {saved}, and this job's by {own}; "
-                    "give the same, so that no sample is lost or seen twice"
+                    f"the checkpoint has {name} {saved}, but this job has {own}; use the same, so that no "
+                    "sample is lost or seen twice"
                 )
         self.step = int(state["step"])
         self._own = with_fields(self._own, step=self.step, history=str(state["history"]))
@@ -258,7 +258,7 @@ class ElasticJob:
                 continue
             gone = [name for name in self.cards if not meeting.has(name)]
             if gone:
-                logger.info("qsync: %s goes on without %s", self.card, ", ".join(gone))
+                logger.info("qsync: %s continues without %s", self.card, ", ".join(gone))
             self._meeting = meeting
             if meeting.keeps_group or self._form_group(meeting):
                 return self._step_of(meeting)
@@ -296,7 +296,7 @@ class ElasticJob:
             if time.monotonic() < self._patient_until:
                 return False
             logger.warning(
-                "qsync: no card has the state of step %d any more; %s goes on from step %d",
+                "qsync: no card has the state of step %d any more; %s continues from step %d",
                 self._seen_step, self.card, step,
             )  # fmt: skip
         self._seen_step, self._patient_until = step, 0.0
@@ -344,7 +344,7 @@ class ElasticJob:
             self._measure_link(group, len(cards))
         if rank == 0:
             logger.info(
-                "qsync: step %d goes on with %s (%.0f ms)", first.step, shown(membership_of(cards)),
+                "qsync: step %d continues with %s (%.0f ms)", first.step, shown(membership_of(cards)),
                 1e3 * (time.perf_counter() - start_s),
             )  # fmt: skip
         if self._exchange.failure is not None:
@@ -488,34 +488,31 @@ class ElasticJob:
             return
         if step.num_taken < step.num_passes:
             raise FormatError(
-                f"the loop took {step.num_taken} of {step.num_passes} micro-batches of the step; write `for "
-                "batch in step:`, and leave it only at its end"
+                f"the training loop used {step.num_taken} of {step.num_passes} micro-batches of the step; "
+                "write `for batch in step:` without break"
             )
         if not self.model.hook.is_complete:
             raise FormatError(
-                "backward did not reach all parameters through job.model; call that in the loss, backward of "
-                "every micro-batch, and requires_grad_(False) on parameters that the loss does not use, "
-                "before qsync.elastic"
+                "backward did not reach all parameters; call job.model in the loss, run backward of every "
+                "micro-batch, and freeze unused parameters (requires_grad_(False)) before qsync.elastic"
             )
         if step.num_passes > 1 and self.model.hook.num_reduced > 1:
             raise FormatError(
                 f"gradients were exchanged {self.model.hook.num_reduced} times in a step of "
-                f"{step.num_passes} micro-batches; run forward and backward of each once, before the next is "
-                "taken"
+                f"{step.num_passes} micro-batches; run forward and backward of each once, before the next"
             )
 
     def _end(self, step: ElasticStep) -> None:
         if step.outcome is None:
             raise FormatError(
-                "the loop took the next step without asking whether this one arrived; write `if "
-                "step.arrived(): optimizer.step()`"
+                "the training loop did not check step.arrived(); write `if step.arrived(): optimizer.step()`"
             )
         self._present = None
         if not self._has_stepped and self._holds_gradients():
             raise FormatError(
-                "the optimizer did not step on gradients that arrived, and the next step would add to them; "
-                "let it step and zero_grad in every step: what a step accumulates is batch_size, in passes "
-                "of max_samples"
+                "the optimizer did not step although gradients arrived, and the next step would add to "
+                "them; call optimizer.step() and zero_grad() in every step, and accumulate by batch_size "
+                "and max_samples instead"
             )
         self._has_stepped = True
 
@@ -528,7 +525,7 @@ class ElasticJob:
         """Raise FormatError for an optimizer step on gradients that did not arrive."""
         if self._present is not None and not self._present.outcome:
             raise FormatError(
-                "the optimizer would step on gradients that are not the job's; write `if step.arrived(): "
+                "the optimizer would step on incomplete gradients; write `if step.arrived(): "
                 "optimizer.step()`"
             )
         self._has_stepped = True

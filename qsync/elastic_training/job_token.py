@@ -59,12 +59,12 @@ def token_of_environment() -> JobToken:
             text = Path(file).read_text()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is no text"
-            raise FormatError(f"{where} cannot be read ({why}); give the file of the token") from error
+            raise FormatError(f"{where} cannot be read ({why}); give a readable token file") from error
     assert text is not None
     token = text.strip()
     if len(token) < _LEAST_CHARACTERS:
         raise FormatError(
-            f"the token in {where} has {len(token)} characters; give one of at least {_LEAST_CHARACTERS}, as "
-            "`openssl rand -hex 32` prints"
+            f"the token in {where} has {len(token)} characters; give at least {_LEAST_CHARACTERS}, e.g. "
+            "from `openssl rand -hex 32`"
         )
     return JobToken(token)

@@ -115,8 +115,8 @@ def _check_learning_rates(own: Card, first: Card) -> None:
     if own.learning_rates != first.learning_rates:
         job, card = (", ".join(f"{rate:g}" for rate in one.learning_rates) for one in (first, own))
         raise MismatchError(
-            f"the job's optimizers step at a learning rate of {shortened(job, quote=False)}, and this card's "
-            f"at {shortened(card, quote=False)}; give qsync.elastic the scheduler, among states"
+            f"the job's learning rate is {shortened(job, quote=False)}, but this card's is "
+            f"{shortened(card, quote=False)}; pass the scheduler to qsync.elastic in states"
         )
 
 
@@ -162,7 +162,7 @@ def _with_own_names(workers: Sequence[Card], own: Card) -> list[Card]:
     oldest = {card.name: card for card in reversed(_by_age(workers))}
     if own.name in oldest and oldest[own.name].store != own.store:
         raise FormatError(
-            f"the job has a card {shortened(own.name)} already; give this one another name by card="
+            f"the job already has a card {shortened(own.name)}; give this one another name with card="
         )
     return list(oldest.values())
 
@@ -231,7 +231,7 @@ class Rendezvous:
         try:
             # torchft would connect to any listener, and wait forever for a silent one.
             if b"quorum" not in fetch(self.address, "status", timeout_s):
-                raise QSyncError("what answers is no lighthouse")
+                raise QSyncError("the answer is not a lighthouse's")
             self._client = self._connect()
         except Exception as error:
             raise QSyncError(
@@ -319,8 +319,8 @@ class Rendezvous:
             cards, strangers = self._read(self._quorum(asking))
         except Exception as error:
             raise QSyncError(
-                f"no meeting took place at {self.address} ({shortened(str(error), 80, quote=False)}); is a "
-                "job running there?"
+                f"no meeting took place at {self.address} ({shortened(str(error), 80, quote=False)}); check "
+                "that a job is running there"
             ) from error
         if strangers and not any(card.facts for card in cards):
             raise MismatchError(self._unproven())
@@ -364,8 +364,8 @@ class Rendezvous:
             if len(self._passed_over) < _MOST_WARNINGS:
                 self._passed_over.add(name)
                 logger.warning(
-                    "qsync: %s is passed over: it does not prove that it has this job's token, or has one "
-                    "where this job has none", shortened(name),
+                    "qsync: card %s is ignored, because its token differs from this job's; set the same "
+                    "token on every card", shortened(name),
                 )  # fmt: skip
 
     def _unproven(self) -> str:
@@ -400,7 +400,9 @@ def checked_address(text: object) -> str:
     address = text.removeprefix("http://") if isinstance(text, str) else ""
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise FormatError(f"a lighthouse's address is HOST:PORT, found {shortened(text)}")
+        raise FormatError(
+            f"a lighthouse's address must be HOST:PORT, found {shortened(text)}; give e.g. 10.0.0.1:29510"
+        )
     if ":" in host:
         raise FormatError(
             f"cards meet over IPv4; give the lighthouse's name or IPv4 address, found {shortened(text)}"

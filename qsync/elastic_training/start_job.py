@@ -132,8 +132,8 @@ def elastic(
     _check_kinds(model, optimizer, plan, share, collate_fn, states)
     if share and plan is not None and not _predicts(plan):
         raise FormatError(
-            "share=True goes by predicted seconds, which this plan does not have; leave plan "
-            "out, give one that qsync.plan returned, or leave share out"
+            "share=True needs predicted seconds, which this plan lacks; leave out plan, pass a result of "
+            "qsync.plan, or leave out share"
         )
     job.check_options(emulated_share, device_class, None)
     if start_with is None:
@@ -148,15 +148,15 @@ def elastic(
     address = lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
     if address is None:
         raise FormatError(
-            "no lighthouse is given; start one with `qsync lighthouse`, and set "
+            "the lighthouse's address is missing; start one with `qsync lighthouse`, and set "
             f"{LIGHTHOUSE_VARIABLE} to its address"
         )
     token = token_of_environment()
     rendezvous = Rendezvous(address, timeout_s, token)
     if not token:
         logger.warning(
-            "qsync: this job has no token and trusts its network: whoever reaches its ports can join it and "
-            "read its weights; set %s, the same on every card", TOKEN_VARIABLE,
+            "qsync: this job has no token: anyone who reaches its ports can join it and read its weights; "
+            "set %s to the same secret on every card", TOKEN_VARIABLE,
         )  # fmt: skip
     how = Options(
         batch_size,
@@ -216,10 +216,12 @@ def _check_kinds(
         ("states", states, states is None or isinstance(states, Mapping), "a dict of name -> object"),
     ):
         if not is_right:
-            raise FormatError(f"{name} must be {what}, found {shortened(value)}; give that")
+            raise FormatError(f"{name} must be {what}, found {shortened(value)}; correct it")
     groups: Any = getattr(optimizer, "param_groups", ())
     if any(parameter not in own for group in groups for parameter in group["params"]):
-        raise FormatError("the optimizer has parameters that the model does not have; make it of the model's")
+        raise FormatError(
+            "the optimizer has parameters that the model lacks; create it from this model's parameters"
+        )
 
 
 def _check(
@@ -233,7 +235,7 @@ def _check(
     """Raise FormatError for an invalid option."""
     if options.get("levers"):
         raise FormatError(
-            "an elastic job shares its samples out anew at every change; give share=True instead"
+            "an elastic job takes no levers, as it divides samples itself; give share=True instead"
         )
     least = {"seed": 0, "num_workers": 0, "max_samples": 1, "batch_size": 1, "start_with": 1}
     for name, number in numbers.items():
@@ -246,7 +248,7 @@ def _check(
             )
     for name, number in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.1 <= number < 1e6:
-            raise FormatError(f"{name} must be seconds of at least 0.1, found {shortened(number)}")
+            raise FormatError(f"{name} must be at least 0.1 seconds, found {shortened(number)}; give e.g. 30")
     if numbers["start_with"] > numbers["batch_size"]:
         raise FormatError(
             f"{numbers['start_with']} cards cannot share {numbers['batch_size']} samples per step; give a "
@@ -254,7 +256,8 @@ def _check(
         )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
         raise FormatError(
-            f"dataset must have a length and indices, and samples, found {shortened(type(dataset).__name__)}"
+            f"dataset must have a length above 0 and indices, found {shortened(type(dataset).__name__)}; "
+            "give a map-style dataset"
         )
     for name, one in states.items():
         if (

@@ -33,8 +33,8 @@ class Waiting:
             logger.warning("qsync: %s waits for %s", self._card, what)
         elif is_bounded and waited_s > self._bound_s:
             raise QSyncError(
-                f"{self._card} has waited {waited_s:.0f} s for {what}; look at the output of the cards that "
-                "do not come, or give a larger join_timeout_s"
+                f"{self._card} has waited {waited_s:.0f} s for {what}; look at the output of the missing "
+                "cards, or give a larger join_timeout_s"
             )
         elif is_bounded and now_s - self._told_s >= _TOLD_S:
             self._told_s = now_s

@@ -43,8 +43,8 @@ def started(**changes):
         ({"plan": True}, "plan must be a Plan, False or None, found True"),
         ({"plan": 0}, "plan must be a Plan, False or None, found 0"),
         ({"share": "x"}, "share must be True or False, found 'x'"),
-        ({"share": True}, "share=True goes by predicted seconds, which this plan does not have"),
-        ({"emulated_share": 2}, r"emulated_share must lie in \(0, 1\], found 2"),
+        ({"share": True}, "share=True needs predicted seconds, which this plan lacks"),
+        ({"emulated_share": 2}, r"emulated_share must be in \(0, 1\], found 2"),
         ({"states": [1]}, "states must be a dict of name -> object"),
         ({"states": {1: torch.nn.Linear(1, 1)}}, r"states\[1\] must be an object with state_dict"),
         ({"collate_fn": 5}, "collate_fn must be a function, found 5"),
@@ -52,7 +52,7 @@ def started(**changes):
         ({"model": "model"}, "model must be a torch.nn.Module"),
         (
             {"optimizer": torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), lr=0.1)},
-            "the optimizer has parameters that the model does not have",
+            "the optimizer has parameters that the model lacks",
         ),
     ],
     ids=str,
@@ -67,8 +67,8 @@ def test_what_is_no_such_argument(changes, words):
     [
         ("LOCAL_WORLD_SIZE", "x", "LOCAL_WORLD_SIZE must be a number of ranks, found 'x'"),
         ("LOCAL_WORLD_SIZE", "0", "LOCAL_WORLD_SIZE must be a number of ranks, found '0'"),
-        ("QSYNC_BACKEND", "foo", "QSYNC_BACKEND is 'foo', which torch does not have here"),
-        ("QSYNC_BACKEND", "cpu:gloo,cuda:foo", "QSYNC_BACKEND is 'cpu:gloo,cuda:foo', which torch"),
+        ("QSYNC_BACKEND", "foo", "QSYNC_BACKEND is 'foo', which this torch does not have"),
+        ("QSYNC_BACKEND", "cpu:gloo,cuda:foo", "QSYNC_BACKEND is 'cpu:gloo,cuda:foo', which this torch"),
     ],
 )
 def test_variables_that_say_nothing(variable, text, words, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_position_in_another_order_of_samples(name):
     one = ElasticJob.__new__(ElasticJob)
     one._options, one._num_samples = Options(4, 0, 1, 10.0, False, None, 0, None), 32
     order = {"seed": 0, "batch_size": 4, "num_samples": 32}
-    with pytest.raises(MismatchError, match=f"ordered by a {name} of {order[name] + 1}, and this job's by"):
+    with pytest.raises(MismatchError, match=f"has {name} {order[name] + 1}, but this job has"):
         one.load_state_dict({"step": 4, "history": "", **order, name: order[name] + 1})
 
 
@@ -165,7 +165,7 @@ def test_the_cache_of_a_class_knows_what_was_asked_for_and_what_is_trained(tmp_p
     with pytest.raises(FormatError, match="zz"):
         class_costs(model, batch, loss_fn, own, tmp_path, precisions=["zz"])
     lacking = replace(own, precisions=(qsync.Precision.FP32,))
-    with pytest.raises(UnsupportedError, match="has no int8"):
+    with pytest.raises(UnsupportedError, match="does not support int8"):
         class_costs(model, batch, loss_fn, lacking, tmp_path, precisions=["int8"])
 
 

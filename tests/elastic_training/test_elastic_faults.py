@@ -40,14 +40,14 @@ def test_a_card_whose_scheduler_is_elsewhere_is_refused_and_the_job_goes_on() ->
     old = card("old", 1.0, history="h", has_trained=True, learning_rates=(0.1,))
     new = card("new", 2.0, history="h", has_trained=True, learning_rates=(0.2,))
     assert meeting_of("k", [old, new], old).cards == (new, old)
-    with pytest.raises(MismatchError, match="of 0.1, and this card's at 0.2; give qsync.elastic the"):
+    with pytest.raises(MismatchError, match="is 0.1, but this card's is 0.2; pass the scheduler"):
         meeting_of("k", [old, new], new)
 
 
 def test_the_second_card_of_a_name_is_refused() -> None:
     old, new = card("one", 1.0, has_trained=True), card("one", 2.0)
     assert meeting_of("k", [new, old], old).cards == (old,)
-    with pytest.raises(FormatError, match="a card 'one' already"):
+    with pytest.raises(FormatError, match="the job already has a card 'one'"):
         meeting_of("k", [old, new], new)
 
 

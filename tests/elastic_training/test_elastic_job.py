@@ -77,11 +77,11 @@ def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(command
             cards.start(name)
         cards.wait_for_step(["train-0", "infer-1"], time.time())
         code, _, said = command("release", "nobody", "--lighthouse", cards.address)
-        assert code == 2 and "no card 'nobody' is in the job" in said and "infer-1, train-0" in said
+        assert code == 2 and "there is no card 'nobody' in the job" in said and "infer-1, train-0" in said
         _, printed, _ = command("release", "infer-1", "--lighthouse", cards.address, "--json")
         assert json.loads(printed) == {"released": "infer-1", "others": ["train-0"]}
         assert cards.processes["infer-1"].wait(timeout=60) == 0, cards.errors("infer-1")
-        wait_until_said(cards, "train-0", "runs the plan of 1 train from step")
+        wait_until_said(cards, "train-0", "uses the plan for 1 train from step")
         cards.wait_for_step(["train-0"], time.time())
         assert command("release", "train-0", "--lighthouse", cards.address)[0] == 0
         steps = len(cards.steps("train-0"))
@@ -97,12 +97,12 @@ def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(command
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    (("lighthouse", "--port", "99999"), "--port must lie in 0..65535, found 99999"),
-    (("lighthouse", "--wait", "0"), "--wait must be seconds from 0.2 to 86400, found 0"),
+    (("lighthouse", "--port", "99999"), "--port must be from 0 to 65535, found 99999"),
+    (("lighthouse", "--wait", "0"), "--wait must be from 0.2 to 86400 seconds, found 0"),
     (("lighthouse", "--bind", "no such host"), "cannot listen at no such host:29510"),
     (("lighthouse", "--bind", "::1"), "--bind must be an IPv4 address, found '::1'"),
-    (("release", "x"), "no lighthouse is given; name it with --lighthouse or QSYNC_LIGHTHOUSE"),
-    (("release", "x", "--lighthouse", "here"), "a lighthouse's address is HOST:PORT, found 'here'"),
+    (("release", "x"), "the lighthouse's address is missing; give it with --lighthouse or QSYNC_LIGHTHOUSE"),
+    (("release", "x", "--lighthouse", "here"), "a lighthouse's address must be HOST:PORT, found 'here'"),
     (("release", "x", "--lighthouse", "127.0.0.1:9"), "no lighthouse answers at 127.0.0.1:9"),
 ])  # fmt: skip
 def test_bad_input_of_the_commands_is_one_sentence(command, arguments, text, monkeypatch):

@@ -45,7 +45,7 @@ def test_later_changes_do_not_show_and_shared_memory_is_sent():
 
 def test_what_only_a_pickle_could_carry_is_refused():
     with pytest.raises(
-        QSyncError, match="the state seen is a set, which is neither saved nor sent to another card"
+        QSyncError, match="the state seen is a set, which can neither be saved nor sent to another card"
     ):
         encode({"seen": {1, 2}})
 

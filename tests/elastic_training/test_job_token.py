@@ -40,7 +40,7 @@ def test_the_token_is_found_in_a_variable_or_a_file_and_never_shown(monkeypatch,
 
 
 @pytest.mark.parametrize(("text", "file", "words"), [
-    ("", None, "the token in QSYNC_TOKEN has 0 characters; give one of at least 16"),
+    ("", None, "the token in QSYNC_TOKEN has 0 characters; give at least 16"),
     ("  short  ", None, "the token in QSYNC_TOKEN has 5 characters"),
     ("0123456789abcdef", "/x", "QSYNC_TOKEN and QSYNC_TOKEN_FILE are both set; unset one of them"),
     (None, "/no/such", r"the file '/no/such' of QSYNC_TOKEN_FILE cannot be read \(No such file"),
@@ -150,7 +150,7 @@ def test_cards_of_one_token_meet_and_pass_others_over(token, text, monkeypatch, 
             while True:
                 refused.meet(own, lambda: False)
         refused.leave()
-        wait_until(lambda: "'c' is passed over: it does not prove" in caplog.text)
+        wait_until(lambda: "card 'c' is ignored, because its token differs" in caplog.text)
         # So it is with who asks a card to leave.
         if text is not None:
             monkeypatch.setenv("QSYNC_TOKEN", text)

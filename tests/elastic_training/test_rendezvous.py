@@ -95,7 +95,7 @@ def test_who_is_asked_to_leave_is_told_to_all():
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:port", "host:0", "host:99999", 5, None])
 def test_an_address_that_is_none_is_refused(text):
-    with pytest.raises(QSyncError, match="a lighthouse's address is HOST:PORT, found"):
+    with pytest.raises(QSyncError, match="a lighthouse's address must be HOST:PORT, found"):
         checked_address(text)
 
 

@@ -77,13 +77,13 @@ def test_loops_that_give_the_right_gradient_run(run, loop, passes):
 def test_micro_batches_that_are_taken_ahead_of_backward_are_refused(run, loop):
     code, said = run(loop, 4)
     assert code and "states" not in said
-    assert "run forward and backward of each once, before the next is taken" in said
+    assert "run forward and backward of each once, before the next" in said
 
 
 def test_gradients_that_are_left_for_the_next_step_are_refused(run):
     code, said = run("accumulates")
     assert code and "states" not in said
-    assert "let it step and zero_grad in every step" in said
+    assert "call optimizer.step() and zero_grad() in every step" in said
 
 
 def test_a_signal_to_all_processes_of_a_card_lets_it_finish_its_step(run):
