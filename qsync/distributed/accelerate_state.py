@@ -31,24 +31,24 @@ def check_prepared(base: Precision, share: ClassLevers | None) -> None:
     asked = _shared("AcceleratorState").get("_mixed_precision")
     if asked in _BASES and asked != base:
         raise MismatchError(
-            f"Accelerate was asked for mixed precision {asked}, and the model was planned above {base}; give "
-            f'base="{asked}" to qsync.hybrid, or leave mixed_precision out'
+            f'Accelerate uses mixed precision {asked}, but the plan\'s base is {base}; give base="{asked}" '
+            "to qsync.hybrid, or leave out mixed_precision"
         )
     if asked == "fp8":
         raise UnsupportedError(
-            'Accelerate\'s FP8 does not reach a planned model; give mixed_precision="bf16"'
+            'Accelerate\'s FP8 has no effect on a planned model; give mixed_precision="bf16"'
         )
     if share is None:
         return
     if _is_called_by_trainer():
         raise UnsupportedError(
-            "a Trainer weighs losses by itself, and the plan has shares of the batch, which would weigh them "
-            "again; plan without levers"
+            "a Trainer weights losses itself, so a plan with unequal shares would weight them twice; plan "
+            "without levers"
         )
     passes = num_passes()
     if share.passes not in (1, passes):  # one pass per batch: Accelerate accumulates global batches
         raise MismatchError(
-            f"the plan takes {share.passes} passes a step on this rank, and Accelerate {passes}; give "
+            f"the plan has {share.passes} passes per step on this rank, but Accelerate {passes}; give "
             f"Accelerator(gradient_accumulation_steps={share.passes})"
         )
 
@@ -84,7 +84,7 @@ def leave_whole() -> None:
         return
     if asking.f_locals.get("split_batches"):
         raise UnsupportedError(
-            "the batches of a ShareSampler or LengthSampler are this rank's already; leave split_batches out "
+            "ShareSampler and LengthSampler already give each rank its own batches; leave split_batches out "
             "of Accelerator's settings"
         )
     shard: Any = asking.f_locals.get("self")
@@ -96,7 +96,7 @@ def check_not_dispatched() -> None:
     """Raise UnsupportedError if Accelerate reads batches on rank 0 and distributes them."""
     if _caller("accelerate.data_loader", "DataLoaderDispatcher") is not None:
         raise UnsupportedError(
-            "the batches of a ShareSampler or LengthSampler are this rank's already; leave dispatch_batches "
+            "ShareSampler and LengthSampler already give each rank its own batches; leave dispatch_batches "
             "out of Accelerator's settings"
         )
 

@@ -147,15 +147,15 @@ class HybridDDP(DistributedDataParallel):
         if unknown:
             raise MismatchError(
                 f"DDP does not average {shortened(unknown[0], quote=False)} (and {len(unknown) - 1} more), "
-                "which was added, unfrozen or sharded after qsync.hybrid; do that to the plain model, then "
-                "call qsync.hybrid"
+                "which was added, unfrozen or sharded after qsync.hybrid; change the plain model first, "
+                "then call qsync.hybrid"
             )
         for name, p in self.module.named_parameters():
             if p.requires_grad and p.dtype is not self._averaged.get(id(p), p.dtype):
                 raise MismatchError(
-                    f"DDP averages gradients of {self._averaged[id(p)]}, and "
-                    f"{shortened(name, quote=False)} was converted to {p.dtype}: convert the plain model, "
-                    "then call qsync.hybrid"
+                    f"{shortened(name, quote=False)} was converted to {p.dtype}, but DDP averages its "
+                    f"gradients in {self._averaged[id(p)]}: convert the plain model first, then call "
+                    "qsync.hybrid"
                 )
         self._num_registered = _registered.count
 
@@ -242,8 +242,8 @@ def check_not_parallel(model: Any) -> None:
         return  # another check refuses it with a better message
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UnsupportedError(
-            "the model is sharded (its parameters are DTensors), and is planned whole; call "
-            "qsync.hybrid(model, ..., ddp=False) first, then fully_shard"
+            "the model is already sharded (its parameters are DTensors), but only whole models can be "
+            "planned; call qsync.hybrid(model, ..., ddp=False) first, then fully_shard"
         )
     is_planned = isinstance(model, DistributedDataParallel) or is_replaced(model)
     outer = ddp_of(model) if is_planned else None
@@ -254,7 +254,7 @@ def check_not_parallel(model: Any) -> None:
         return
     what = f"its {inner[0]} is" if outer is None else "the model is"
     raise UnsupportedError(
-        f"{what} in DistributedDataParallel already, and gradients would be averaged twice; give "
+        f"{what} already in DistributedDataParallel, so gradients would be averaged twice; give "
         "qsync.hybrid the plain module (qsync.unwrap takes it out of qsync's)"
     )
 
@@ -278,7 +278,7 @@ def check_ddp_options(options: object, bucket_cap_mb: float | None = None) -> No
                 f"ddp_options: {name} must be True or False, found {shortened(options[name])}; leave it out"
             )
     if options.get("bucket_cap_mb") is not None and bucket_cap_mb is not None:
-        raise FormatError("bucket_cap_mb is given twice, also in ddp_options; leave one of them out")
+        raise FormatError("bucket_cap_mb is given twice, once in ddp_options; leave out one of them")
     group = options.get("process_group")
     if group is None:
         return
@@ -288,8 +288,8 @@ def check_ddp_options(options: object, bucket_cap_mb: float | None = None) -> No
         )
     if group.size() != dist.get_world_size():
         raise UnsupportedError(
-            f"process_group has {group.size()} of the job's {dist.get_world_size()} ranks, and a plan is for "
-            "all of them; start a job for each group"
+            f"process_group has {group.size()} of the job's {dist.get_world_size()} ranks, but a plan "
+            "covers all ranks; start a separate job for each group"
         )
 
 

@@ -39,7 +39,7 @@ class FirstCall:
         elif not any(isinstance(p, DTensor) for p in self._model.parameters()):
             logger.warning(
                 "qsync: %s was planned with ddp=False and is called outside of DistributedDataParallel and "
-                "FSDP2: its gradients are averaged only if the loop does that",
+                "FSDP2: its gradients are averaged only if the training loop averages them",
                 type(self._model).__name__,
             )
         self._then(outer if outer is not None else self._model, self._model)

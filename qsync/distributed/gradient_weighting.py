@@ -130,8 +130,8 @@ def _weights_of(parallel: DistributedDataParallel) -> GradientHook:
             return state
     if hook := comm_hook_of(parallel):
         raise UnsupportedError(
-            f"gradients are weighed in DDP's communication hook, of which it takes one, and this DDP has "
-            f"{hook}; leave that one out"
+            f"weighting gradients needs DDP's only communication hook, but this DDP already has {hook}; "
+            "leave that hook out"
         )
     weights = GradientHook(parallel.process_group)
     parallel.register_comm_hook(weights, average_bucket)
@@ -186,8 +186,8 @@ def weigh_gradients(
     check_same({"the samples that all ranks are to have": total}, group)
     if total is not None and sum(each) != total:
         raise MismatchError(
-            f"the ranks have {' + '.join(map(str, each))} = {sum(each)} samples a step, to be {total}; give "
-            "each rank the samples of its class in the plan"
+            f"the ranks have {' + '.join(map(str, each))} = {sum(each)} samples per step instead of "
+            f"{total}; give each rank the samples of its class in the plan"
         )
     set_share(model, samples, passes, sum(each))
     if passes > 1 or len(set(each)) > 1:
@@ -229,8 +229,8 @@ def samples_of(model: torch.nn.Module) -> int:
     found = _shares.get(wrapped_module(model))
     if found is None:
         raise MismatchError(
-            f"nothing says how many samples {type(model).__name__} takes a step; give what qsync.hybrid "
-            "returned, or call qsync.weigh_gradients"
+            f"the number of samples per step of {type(model).__name__} is not set; pass the model that "
+            "qsync.hybrid returned, or call qsync.weigh_gradients"
         )
     return found[0]
 
@@ -239,8 +239,8 @@ def _in_ddp(model: torch.nn.Module) -> DistributedDataParallel:
     parallel = ddp_of(model)
     if parallel is None:
         raise UnsupportedError(
-            f"gradients are weighed where they are averaged: give the model in DistributedDataParallel, "
-            f"found {type(model).__name__}"
+            f"weighting gradients needs a model in DistributedDataParallel, found {type(model).__name__}; "
+            "wrap it first"
         )
     return parallel
 
@@ -296,7 +296,7 @@ def check_share(samples: int, passes: int = 1) -> None:
             raise FormatError(f"{what} must be a whole number of at least 1 on every rank, found {number!r}")
     if samples % passes:
         raise FormatError(
-            f"{samples} samples cannot be taken in {passes} passes of equal size; choose a divisor"
+            f"{passes} passes do not divide {samples} samples evenly; choose a divisor of {samples}"
         )
 
 
@@ -332,13 +332,13 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None)
         return
     if parallel is None:
         raise UnsupportedError(
-            f"passes are told apart by DDP: give the model in DistributedDataParallel, found "
-            f"{type(model).__name__}"
+            f"micro_batches needs a model in DistributedDataParallel, found {type(model).__name__}; wrap it "
+            "first"
         )
     check_share(passes, passes)
     if passes > 1 and not _has_samples(batch):
         raise FormatError(
-            f"the batch ({type(batch).__name__}) holds no tensor to cut into passes; give a tensor, or "
+            f"the batch ({type(batch).__name__}) has no tensor to split into passes; give a tensor, or "
             "tuples, lists, mappings or dataclasses of them"
         )
     for k in range(passes):
@@ -371,8 +371,8 @@ def _each(batch: Any, cut: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return cut(batch) if batch.ndim else batch
     if isinstance(batch, PackedSequence):
         raise UnsupportedError(
-            "a PackedSequence cannot be cut into passes: its first dimension holds all samples of a time "
-            "step; cut padded sequences, and pack each part in the loss"
+            "a PackedSequence cannot be split into passes, because its first dimension mixes samples; split "
+            "padded sequences, and pack each part in the loss"
         )
     if isinstance(batch, Mapping):
         return _like(batch, {name: _each(value, cut) for name, value in batch.items()})
@@ -432,7 +432,7 @@ def warn_of_batch_norm(model: torch.nn.Module) -> None:
     if norms := batch_norms(model):
         warnings.warn(
             f"the model has {len(norms)} BatchNorm ({norms[0].removeprefix('module.')}), whose statistics "
-            "are those of the samples of one rank and pass, and so change with shares and passes; use "
-            "SyncBatchNorm or GroupNorm, or leave both off",
+            "cover only one rank and pass, and so change with shares and passes; use SyncBatchNorm or "
+            "GroupNorm, or neither shares nor passes",
             stacklevel=3,
         )

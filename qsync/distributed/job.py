@@ -141,7 +141,7 @@ def check_options(emulated_share: object, device_class: object, bucket_cap_mb: o
     def check() -> None:
         if emulated_share is not None and not (_is_number(emulated_share) and 0 < emulated_share <= 1):
             raise FormatError(
-                f"emulated_share must lie in (0, 1], found {shortened(emulated_share)}; leave it out for a "
+                f"emulated_share must be in (0, 1], found {shortened(emulated_share)}; leave it out for a "
                 "whole core"
             )
         if device_class is not None and not (isinstance(device_class, str) and device_class):
@@ -175,7 +175,7 @@ def backend_for(device: torch.device) -> str:
     for part in asked.split(",") if asked else ():  # single backends, or e.g. "cpu:gloo,cuda:nccl"
         if not dist.is_backend_available(part.rpartition(":")[2]):
             raise FormatError(
-                f"QSYNC_BACKEND is {shortened(asked)}, which torch does not have here; unset it"
+                f"QSYNC_BACKEND is {shortened(asked)}, which this torch does not have; correct or unset it"
             )
     return asked or ("nccl" if device.type == "cuda" else "gloo")
 
@@ -242,6 +242,6 @@ def _check_alike(known: DeviceClass, found: DeviceClass, rank: int) -> None:
             if what == "precisions":
                 own, theirs = ", ".join(own), ", ".join(theirs)
             raise MismatchError(
-                f"rank {rank} calls itself {found.name!r}, but its {what} is {own}, and that of others of "
-                f"that class {theirs}; give it another device_class"
+                f"rank {rank} has class {found.name!r}, but its {what} is {own}, while other ranks of that "
+                f"class have {theirs}; give it another device_class"
             )

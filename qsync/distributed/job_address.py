@@ -36,8 +36,8 @@ class JobAddress:
         for name, text in found.items():
             if not text or (name != "MASTER_ADDR" and not (text.isascii() and text.isdigit())):
                 raise FormatError(
-                    f"RANK is set, so this is a rank of a job, but {name} is {shortened(text)}; start "
-                    "it with torchrun, or unset RANK"
+                    f"RANK is set, but {name} is {shortened(text)}; start the job with torchrun, or unset "
+                    "RANK"
                 )
         rank, world_size, port = (int(found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         return cls(rank, world_size, found["MASTER_ADDR"], port)
@@ -59,7 +59,7 @@ class JobAddress:
             why = shortened(str(error).splitlines()[0], 120, quote=False)
             raise QSyncError(
                 f"rank {self.rank} cannot {'serve' if serves else 'reach'} the rendezvous store at "
-                f"{self.host}:{self.port} ({why}); give another MASTER_PORT, the same on every rank"
+                f"{self.host}:{self.port} ({why}); set another MASTER_PORT, the same on every rank"
             ) from error
         store.set_timeout(timeout)
         return store

@@ -64,8 +64,8 @@ class LengthSampler(RankSampler):
             plan = plan_of(model)
             if plan is not None and plan.levers is not None and SHARE in plan.levers.used:
                 raise UnsupportedError(
-                    "the plan shares the batch out by samples already, and a LengthSampler hands it out by "
-                    "predicted times; plan with levers=(), or take the batches of the plan's ShareSampler"
+                    "the plan already divides the batch by samples, which a LengthSampler would divide by "
+                    "time; plan with levers=(), or use the plan's ShareSampler"
                 )
             for what, number in (("batch_size", batch_size), ("max_tokens", max_tokens or 1)):
                 if type(number) is not int or number < 1:
@@ -78,8 +78,8 @@ class LengthSampler(RankSampler):
                 )
             if found is None or (costs or found[0].sequence_costs) is None:
                 raise MismatchError(
-                    "nothing is predicted of this model's sequences: give what qsync.hybrid returned in a "
-                    "job, planned on a batch of shape (sequences, length)"
+                    "this model has no predicted cost per sequence: pass the model that qsync.hybrid "
+                    "returned in a job, planned on a batch of shape (sequences, length)"
                 )
             return found[1]
 
@@ -88,7 +88,7 @@ class LengthSampler(RankSampler):
         for name in classes:
             if name not in known:
                 raise MismatchError(
-                    f"no sequence costs are known of {name}; there are those of {', '.join(known)}"
+                    f"class {name} has no sequence costs, only {', '.join(known)}; add them to costs="
                 )
         check_same(
             {"the lengths of sequences": digest([int(n) for n in lengths]), "the batch size": batch_size}

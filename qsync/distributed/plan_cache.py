@@ -31,11 +31,13 @@ def cache_folder(given: str | Path | None) -> Path:
     Raises QSyncError for a user without a home folder who gives none, FormatError for an invalid path.
     """
     if given is not None and (not isinstance(given, (str, Path)) or "\0" in str(given)):
-        raise FormatError(f"cache_dir is the path of a folder, found {shortened(given)}; give one, or none")
+        raise FormatError(
+            f"cache_dir must be the path of a folder, found {shortened(given)}; correct it or leave it out"
+        )
     found = Path(given) if given is not None else user_folder()
     if found is None:
         raise QSyncError(
-            "this user has no home folder to keep plans in; give cache_dir a folder, or set XDG_CACHE_HOME"
+            "this user has no home folder for cached plans; pass cache_dir, or set XDG_CACHE_HOME"
         )
     return found
 
@@ -46,8 +48,8 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FormatError(
-            f"the plan cannot be kept in {shortened(str(folder), 200, quote=False)} ({error.strerror}); give "
-            "cache_dir a folder that can be written"
+            f"the plan cannot be saved in {shortened(str(folder), 200, quote=False)} ({error.strerror}); "
+            "set cache_dir to a writable folder"
         ) from error
 
 

@@ -28,7 +28,7 @@ def read_config(path: Path) -> tuple[Any, type[Any], str | None]:
     except ImportError:
         raise QSyncError("hf: needs the package transformers; pip install transformers") from None
     if not path.is_file():
-        raise FormatError(f"there is no {shortened(str(path))}; give the path of a config.json")
+        raise FormatError(f"{shortened(str(path))} does not exist; give the path of a config.json")
     try:
         config: Any = transformers.AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
         tasks = {
@@ -40,6 +40,6 @@ def read_config(path: Path) -> tuple[Any, type[Any], str | None]:
         return config, getattr(transformers, named), tasks.get(named)
     except (AttributeError, ValueError, OSError, KeyError, TypeError, IndexError) as error:
         raise FormatError(
-            f"{shortened(str(path))} is no config.json of a Hugging Face model that transformers makes "
+            f"{shortened(str(path))} is not the config.json of a model that transformers can build "
             f"({shortened(error, quote=False)}); name its class in architectures"
         ) from error

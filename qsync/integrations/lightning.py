@@ -118,13 +118,13 @@ class QSyncStrategy(DDPStrategy):
         if "loss_fn" in found:
             if type(module).forward in (nn.Module.forward, pl.LightningModule.forward):
                 raise FormatError(
-                    f"{type(module).__name__} has no forward, and with loss_fn it is planned itself; give it "
-                    "one that calls its networks"
+                    f"{type(module).__name__} has no forward, which planning with loss_fn needs; add a "
+                    "forward that calls its networks"
                 )
             return module, found
         if not module.automatic_optimization:
             raise FormatError(
-                "with manual optimization training_step returns no loss to profile; give "
+                "manual optimization returns no loss for profiling; give "
                 'hybrid_options={"loss_fn": lambda module, batch: ...}'
             )
         step = _TrainingStep(module, self.precision_plugin.train_step_context)
@@ -208,8 +208,8 @@ class _TrainingStep:
                 self(self._module, batch)
             except (AttributeError, TypeError, KeyError, IndexError) as error:
                 raise UnsupportedError(
-                    f"training_step of {type(self._module).__name__} fails while it is planned, when there "
-                    f"are no optimizers and no on_train hook has run ({shortened(error, 200)}); give "
+                    f"training_step of {type(self._module).__name__} fails during planning, before "
+                    f"optimizers exist and on_train hooks run ({shortened(error, 200)}); give "
                     'hybrid_options={"loss_fn": lambda module, batch: ...}'
                 ) from error
         if len(called) != 1:

@@ -18,11 +18,11 @@ def check_hybrid_options(options: Mapping[str, Any], stated: Collection[str]) ->
     """Raise FormatError for options that a Trainer sets itself, and for several passes per batch."""
     given = [name for name in sorted(options) if name in stated]
     if given:
-        raise FormatError(f"the Trainer states {', '.join(given)} itself; leave it out of hybrid_options")
+        raise FormatError(f"the Trainer sets {', '.join(given)} itself; leave it out of hybrid_options")
     if ACCUMULATE in (options.get("levers") or ()) or ACCUMULATE in _levers_of(options.get("plan")):
         raise FormatError(
-            f"a Trainer takes a rank's samples in one pass; plan without {ACCUMULATE}, or write the loop "
-            "with qsync.micro_batches"
+            f"a Trainer cannot split a rank's batch into passes; plan without {ACCUMULATE}, or write the "
+            "training loop with qsync.micro_batches"
         )
 
 
@@ -46,4 +46,4 @@ def warn_of_other_plan(read: Callable[[], Plan], now: Plan | None) -> None:
         logger.warning("qsync: the checkpoint's plan cannot be read: %s", error)
         return
     if is_other:
-        logger.warning("qsync: the checkpoint was made under another plan; training goes on under this one")
+        logger.warning("qsync: the checkpoint has another plan; training continues under this one")

@@ -175,7 +175,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
             "DataParallel (start one process a GPU, with torchrun)": self.args.n_gpu > 1,
         }.items():
             if is_on:
-                raise UnsupportedError(f"QSyncTrainer wraps the model in DDP, not in {what}; leave that out")
+                raise UnsupportedError(f"QSyncTrainer wraps the model in DDP, not {what}; leave that out")
 
     def _example_batch(self) -> Any:
         """Return a batch of this rank's training data."""
@@ -185,7 +185,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
             if isinstance(dataset, IterableDataset):
                 if iter(dataset) is iter(dataset):
                     raise FormatError(
-                        "the dataset can be read only once, and planning needs a batch of it; give one: "
+                        "the dataset can be read only once, but planning needs a batch; give one: "
                         'hybrid_options={"example_batch": batch}'
                     )
                 items = list(itertools.islice(iter(dataset), size))

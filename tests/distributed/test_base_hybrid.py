@@ -58,8 +58,8 @@ dist.destroy_process_group()
     assert said(output, "identical") == ["True True"] * 2
     assert said(output, "modes") == ["['bf16']"] * 2
     assert said(output, "plan") == ["bf16 0.0 True"] * 2
-    assert all("made above bf16, not fp32" in line for line in said(output, "other base"))
-    assert all("no device here multiplies fp16 in hardware" in line for line in said(output, "no base"))
+    assert all("the plan has base bf16, not fp32" in line for line in said(output, "other base"))
+    assert all("no device here has fp16 in hardware" in line for line in said(output, "no base"))
     assert all("the base differs between ranks" in line for line in said(output, "unequal"))
     for name in ("other base", "no base", "unequal"):
         assert len(said(output, name)) == 2, name

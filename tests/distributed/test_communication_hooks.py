@@ -76,8 +76,8 @@ def test_one_sentence_in_any_order(tmp_path):
         for hook, name in NAMES.items():
             for weighing in ("shares", "tokens"):
                 sentence = (
-                    "gradients are weighed in DDP's communication hook, of which it takes one, and this DDP "
-                    f"has {name}; leave that one out"
+                    "weighting gradients needs DDP's only communication hook, but this DDP already "
+                    f"has {name}; leave that hook out"
                 )
                 for again in ("", " again"):
                     for first in said(found, f"{kind} {hook} {weighing}{again}"):

@@ -123,7 +123,9 @@ def test_gradients_are_averaged_once_whoever_wraps_the_model_again(tmp_path):
         assert all("would divide its gradients by the world size again" in t for t in said(output, what))
     for what, named in (("again", "the model is"), ("inside again", "the model is"), ("held", "its net is")):
         for text in said(output, what):
-            assert text.startswith("UnsupportedError") and f"{named} in DistributedDataParallel" in text
+            assert (
+                text.startswith("UnsupportedError") and f"{named} already in DistributedDataParallel" in text
+            )
     for text in said(output, "unfrozen"):
         assert text.startswith("MismatchError") and "does not average inner.0.weight (and 3 more)" in text
     for text in said(output, "grown"):  # though its first call has gone through

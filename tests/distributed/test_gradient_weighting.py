@@ -140,16 +140,16 @@ def test_the_gradient_is_that_of_the_mean_over_all_samples(tmp_path):
         assert said(output, what) == ["True", "True"]
     sentences = {
         "none": "FormatError: weighing gradients failed on rank 0: samples must be a whole number",
-        "total": "MismatchError: the ranks have 3 + 5 = 8 samples a step, to be 9",
+        "total": "MismatchError: the ranks have 3 + 5 = 8 samples per step instead of 9",
         "disagree": "MismatchError: the samples that all ranks are to have differs between ranks",
-        "uneven": "FormatError: weighing gradients failed on rank 1: 4 samples cannot be taken in 3 passes",
-        "bare": "UnsupportedError: weighing gradients failed on rank 1: gradients are weighed where they",
+        "uneven": "FormatError: weighing gradients failed on rank 1: 3 passes do not divide 4 samples evenly",
+        "bare": "UnsupportedError: weighing gradients failed on rank 1: weighting gradients needs a model",
     }
     for what, sentence in sentences.items():
         assert all(text.startswith(sentence) for text in said(output, what)), said(output, what)
     assert said(output, "dataclass") == said(output, "ordered") == ["True [[2, 6], [2, 6]]"] * 2
-    assert all("PackedSequence cannot be cut into passes" in text for text in said(output, "packed"))
-    assert all("(list) holds no tensor to cut into passes" in text for text in said(output, "text"))
+    assert all("PackedSequence cannot be split into passes" in text for text in said(output, "packed"))
+    assert all("(list) has no tensor to split into passes" in text for text in said(output, "text"))
     for what in ("norm", "given"):
         assert all("BatchNorm" in text and text.count("'") == 2 for text in said(output, what))
     assert said(output, "equal") == ["[]", "[]"]
@@ -157,7 +157,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_samples(tmp_path):
 
 def test_a_batch_is_cut_into_equal_parts_of_what_has_samples():
     check_share(12, 4)
-    with pytest.raises(FormatError, match="12 samples cannot be taken in 5 passes"):
+    with pytest.raises(FormatError, match="5 passes do not divide 12 samples evenly"):
         check_share(12, 5)
     with pytest.raises(UnsupportedError, match="in DistributedDataParallel, found Linear"):
         next(iter(qsync.micro_batches(nn.Linear(2, 2), torch.zeros(4, 2), 2)))

@@ -358,7 +358,7 @@ dist.destroy_process_group()
         "batch": ["the batch's shapes", "rank 0 has", "rank 1 has"],
         "buckets": ["bucket_cap_mb", "None", "25"],
         "options": ["pins differs", "rank 0 has nothing", "rank 1 has {'head': 'fp32'}"],
-        "hardware": ["rank 1 calls itself 'c'", "hardware is Xeon, 1 thread", "EPYC, 1 thread"],
+        "hardware": ["rank 1 has class 'c'", "hardware is Xeon, 1 thread", "EPYC, 1 thread"],
     }.items():
         sentences = said(output, what)
         assert sentences[0] == sentences[1], what
@@ -366,7 +366,7 @@ dist.destroy_process_group()
         assert all(word in sentences[0] for word in words), sentences[0]
     for what, words in {
         "nan": ["CalibrationError", "rank 1", "inner.0", "NaN"],
-        "missing": ["CalibrationError", "rank 1", "no example batch"],
+        "missing": ["CalibrationError", "rank 1", "the example batch is missing"],
         "empty": ["CalibrationError", "rank 1", "not empty"],
         "loss": ["CalibrationError", "rank 1", "shape (32, 4)"],
         "lacking": ["UnsupportedError", "tf32"],

@@ -78,7 +78,7 @@ def test_every_sequence_is_taken_once_by_one_rank(tmp_path):
     assert said(output, "gradient") == ["True"] * 2
     sentences = {
         "other lengths": "the lengths of sequences differs between ranks",
-        "no prediction": "nothing is predicted of this model's sequences",
+        "no prediction": "this model has no predicted cost per sequence",
         "one rank": "failed on rank 0: batch_size must be a whole number of at least 1, found 0",
     }
     for what, sentence in sentences.items():
@@ -99,5 +99,5 @@ def test_a_process_alone_takes_every_batch_whole():
     assert list(BatchSamplerShard(sampler, 2, 0)) == list(sampler)
     with pytest.raises(UnsupportedError, match="leave split_batches out"):
         BatchSamplerShard(sampler, 2, 0, split_batches=True)
-    with pytest.raises(MismatchError, match="no sequence costs are known of here; there are those of other"):
+    with pytest.raises(MismatchError, match="class here has no sequence costs, only other"):
         qsync.LengthSampler(model, [3], 2, costs={"other": cost})

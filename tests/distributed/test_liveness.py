@@ -248,7 +248,9 @@ def test_an_environment_that_lacks_a_part_is_refused(monkeypatch, name, text):
     for other in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(other, "1")
     monkeypatch.setenv(name, text)
-    with pytest.raises(QSyncError, match=f"but {name} is '{text}'; start it with torchrun, or unset RANK"):
+    with pytest.raises(
+        QSyncError, match=f"but {name} is '{text}'; start the job with torchrun, or unset RANK"
+    ):
         JobAddress.of_environment()
 
 
@@ -273,9 +275,9 @@ def test_alone_nothing_is_watched():
 
 @pytest.mark.parametrize("timeout_s", [0, -1, 0.5, float("nan"), float("inf"), True, "x"])
 def test_a_timeout_that_is_none_is_refused(timeout_s):
-    with pytest.raises(QSyncError, match="timeout_s must be seconds of at least 1, found"):
+    with pytest.raises(QSyncError, match="timeout_s must be at least 1 second, found"):
         liveness.start(timeout_s)
-    with pytest.raises(QSyncError, match="join_timeout_s must be seconds of at least 1, found"):
+    with pytest.raises(QSyncError, match="join_timeout_s must be at least 1 second, found"):
         liveness.start(30, join_timeout_s=timeout_s)
 
 

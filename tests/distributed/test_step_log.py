@@ -44,7 +44,7 @@ def test_a_full_disk_ends_the_log_with_one_warning_and_training_goes_on(tmp_path
     del model, optimizer
     gc.collect()
     assert [record.getMessage() for record in caplog.records] == [
-        f"qsync: steps are logged no more: {log_file(tmp_path, 0)} cannot be written "
+        f"qsync: steps are no longer logged: {log_file(tmp_path, 0)} cannot be written "
         "(No space left on device)"
     ]
 

@@ -198,9 +198,9 @@ def test_the_gradient_is_the_mean_over_the_tokens_of_all_ranks_and_passes(tmp_pa
         assert said(output, what) == ["True"] * 2, what
     assert said(output, "loaded shares") == ["True True"] * 2
     sentences = {
-        "plain model": "UnsupportedError: gradients are weighed where they are averaged",
+        "plain model": "UnsupportedError: weighting gradients needs a model in DistributedDataParallel",
         "no number": "FormatError: num_tokens must be a whole number of at least 0, found -1",
-        "hooked": "and this DDP has allreduce_hook; leave that one out",
+        "hooked": "but this DDP already has allreduce_hook; leave that hook out",
         "mixed": "token_mean was called on some ranks only",
     }
     for what, sentence in sentences.items():

@@ -158,7 +158,7 @@ def test_the_trainers_ranks_take_their_shares(tmp_path):
         assert said(output, f"{what} once") == ["True 96"] * 2
         assert said(output, f"{what} resumed") == ["True True"] * 2
         assert said(output, f"{what} logged") == ["True"] * 2
-    assert all("takes a rank's samples in one pass" in text for text in said(output, "passes"))
+    assert all("cannot split a rank's batch into passes" in text for text in said(output, "passes"))
     assert all("has no qsync.ShareSampler; plan without share" in text for text in said(output, "own loader"))
 
 
@@ -256,7 +256,7 @@ def test_lightnings_ranks_take_their_shares(tmp_path):
     assert said(output, "validation") == ["[4, 4, 4, 4, 4, 1]"] * 2
     assert said(output, "resumed 0") == said(output, "resumed 2") == ["True True"] * 2
     assert all("has no qsync.ShareSampler; plan without share" in text for text in said(output, "no sampler"))
-    assert all("takes a rank's samples in one pass" in text for text in said(output, "passes"))
+    assert all("cannot split a rank's batch into passes" in text for text in said(output, "passes"))
 
 
 ACCELERATE = (
@@ -376,4 +376,4 @@ def test_accelerate_leaves_the_batches_of_shares_whole(tmp_path):
     assert said(output, "epochs") == ["[5, 5, 6] {'step': 6}"] * 2
     assert all("leave split_batches out" in text for text in said(output, "split"))
     assert "leave dispatch_batches out" in said(output, "dealt")[0]
-    assert all("the plan shares the batch out by samples already" in text for text in said(output, "lengths"))
+    assert all("the plan already divides the batch by samples" in text for text in said(output, "lengths"))

@@ -84,7 +84,7 @@ def test_a_training_step_that_needs_what_training_makes_is_refused_in_one_senten
     module.training_step = lambda batch, batch_idx: (
         module.parts["net"](batch[0]).sum() * module.made_on_train_start
     )
-    with pytest.raises(UnsupportedError, match="training_step of Holding fails while it is planned.*loss_fn"):
+    with pytest.raises(UnsupportedError, match="training_step of Holding fails during planning.*loss_fn"):
         _TrainingStep(module).network(BATCH)
 
 

@@ -80,7 +80,7 @@ def check_timeouts(timeout_s: object, join_timeout_s: object) -> None:
     """Raise QSyncError unless a timeout is a number of at least 1 second."""
     for what, seconds in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 1 <= seconds < 1e6:
-            raise QSyncError(f"{what} must be seconds of at least 1, found {shortened(seconds)}; 60 is usual")
+            raise QSyncError(f"{what} must be at least 1 second, found {shortened(seconds)}; give e.g. 60")
 
 
 def watch_once(timeout_s: float = DEFAULT_TIMEOUT_S, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:

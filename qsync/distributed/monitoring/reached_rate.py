@@ -48,6 +48,6 @@ class ReachedRate:
         rate = self._samples * self._num_called / (time.perf_counter() - self._began_s)
         predicted = self._samples / self._predicted_s
         print(
-            f"qsync: {self._name}: {rate:.4g} samples per second in the first {NUM_STEPS} steps, the loop's "
-            f"own work included ({rate / predicted - 1.0:+.0%} to the prediction)", file=sys.stderr,
+            f"qsync: {self._name}: {rate:.4g} samples per second in the first {NUM_STEPS} steps, including "
+            f"the loop's own work ({rate / predicted - 1.0:+.0%} against the prediction)", file=sys.stderr,
         )  # fmt: skip

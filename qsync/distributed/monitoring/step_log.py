@@ -41,7 +41,7 @@ def new_log(folder: str | Path | None) -> Path | None:
         except (OSError, TypeError) as error:
             why = getattr(error, "strerror", None) or error
             raise FormatError(
-                f"log_steps={shortened(folder)} cannot be written ({why}); name a folder"
+                f"log_steps={shortened(folder)} cannot be written ({why}); give a writable folder"
             ) from error
         return path
 
@@ -81,5 +81,5 @@ class StepLog:
         except OSError as error:
             self._has_failed = True
             logger.warning(
-                "qsync: steps are logged no more: %s cannot be written (%s)", self._path, error.strerror
+                "qsync: steps are no longer logged: %s cannot be written (%s)", self._path, error.strerror
             )

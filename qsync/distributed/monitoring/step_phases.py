@@ -222,7 +222,7 @@ class PhaseTimer:
         if not self._said:
             logger.warning(
                 "qsync: %d backward passes of %s without a step of a torch.optim.Optimizer; its steps are "
-                "not timed, nor compared with their prediction", _MOST_PASSES, self._name,
+                "neither timed nor compared with the prediction", _MOST_PASSES, self._name,
             )  # fmt: skip
         self._said, self._ended, self._stepping = True, None, None
         self._reset()
