@@ -194,16 +194,16 @@ def test_another_models_figures_are_refused(small):
     model, graph, sensitivity = small
     big, plan = grown(model, width=48)
     target = qsync.capture(big, TOKENS)
-    with pytest.raises(MismatchError, match=r"the sensitivity was gathered for graph"):
+    with pytest.raises(MismatchError, match=r"the sensitivity belongs to graph"):
         qsync.carry_sensitivity(made_up(target), graph, target, plan)
     with pytest.raises(MismatchError, match=r"graph of the grown model has .* of shape"):
         qsync.carry_sensitivity(sensitivity, graph, graph, plan)
     with pytest.raises(MismatchError, match=r"graph of the small model has .* of shape"):
         qsync.carry_sensitivity(made_up(target), target, target, plan)
     lacking = replace(sensitivity, omega={op: m for op, m in sensitivity.omega.items() if op != "head"})
-    with pytest.raises(MismatchError, match="head of the grown model comes from no operator"):
+    with pytest.raises(MismatchError, match="head of the grown model has no counterpart"):
         qsync.carry_sensitivity(lacking, graph, target, plan)
-    with pytest.raises(MismatchError, match="measured for another model"):
+    with pytest.raises(MismatchError, match="belongs to another model"):
         qsync.carry_profile(profiled(target), graph, target, plan)
 
 

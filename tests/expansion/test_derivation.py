@@ -402,9 +402,7 @@ def test_what_copies_would_not_survive_is_said(function, said):
     model = Model(between=lambda: Does(function))
     found = qsync.derive_recipe(model, tokens())
     assert any(said in one for one in found.open), found.open
-    with pytest.raises(
-        UnsupportedError, match=r"the table of Model is not whole: .*; print it, and give one"
-    ):
+    with pytest.raises(UnsupportedError, match=r"the table of Model is incomplete: .*; complete the lines"):
         found.recipe(lambda small, sizes: small)
     by_hand = found.recipe(lambda small, sizes: small, table="embed -> stream")
     assert [str(line) for line in by_hand.lines] == ["embed  -> stream"]
@@ -492,10 +490,10 @@ def test_what_is_lossless_to_multiples_alone_is_refused_elsewhere():
     big = qsync.expand(model, recipe.to(width=48))
     assert qsync.verify_expansion(model, big, tokens()).max_difference <= 1e-9
     with pytest.raises(
-        UnsupportedError, match="says that stream grows from 24 to multiples alone; give 24 or 48"
+        UnsupportedError, match="allows stream to grow from 24 only to multiples; give 24 or 48"
     ):
         qsync.expand(model, recipe.to(width=40, mlp=40))
-    with pytest.raises(FormatError, match="has nothing among its `multiples`, and no line with it"):
+    with pytest.raises(FormatError, match="lists nothing in `multiples`, but no line has it"):
         qsync.expand(model, replace(recipe, multiples=("nothing",)).to(width=48))
 
 

@@ -95,7 +95,7 @@ def test_an_edited_flag_of_attention_counts_as_that_of_the_config():
         qsync.expand(small, given.to(width=64, heads=small.config.n_head))
     small, given = edited_gpt2()
     small.transformer.h[1].attn.scale_attn_by_inverse_layer_idx = True
-    with pytest.raises(UnsupportedError, match="scaled by the number of its layer"):
+    with pytest.raises(UnsupportedError, match="scaled by its layer's number"):
         qsync.expand(small, given.to(layers=3))
 
 
@@ -111,7 +111,7 @@ def test_another_class_with_parameters_is_refused():
     small.norm2.__class__ = Norm
     assert type(qsync.expand(small, NET.to(width=32)).norm2) is nn.LayerNorm
     small.fc.__class__ = Doubled
-    with pytest.raises(UnsupportedError, match="fc is a Doubled, where `build` of the recipe net"):
+    with pytest.raises(UnsupportedError, match="fc is a Doubled, but `build` of the recipe net"):
         qsync.expand(small, NET.to(width=32))
 
 

@@ -74,9 +74,9 @@ def test_scalar_shares_are_a_quarter_to_three_quarters_of_two_copies():
 def test_a_rest_of_means_is_neither_read_in_units_nor_stacked():
     mean = padded(3, 7, AVERAGE)
     assert mean.by_unit(1) is mean and stacked([mean]) is mean
-    with pytest.raises(UnsupportedError, match="rest of means is read 2 times"):
+    with pytest.raises(UnsupportedError, match="filled up with means is read 2 times"):
         mean.by_unit(2)
-    with pytest.raises(UnsupportedError, match="rest of means stands in one axis"):
+    with pytest.raises(UnsupportedError, match="filled up with means shares an axis"):
         stacked([mean, circular(2, 3)])
     whole = padded(3, 6, AVERAGE)  # a multiple has no rest
     assert whole.by_unit(2).num_large == 12
@@ -110,7 +110,7 @@ def test_wider_heads_scale_queries_and_keys_alone():
 
 
 def test_heads_without_a_copy_are_rejected():
-    with pytest.raises(UnsupportedError, match="4 heads, 4 to a key/value head"):
+    with pytest.raises(UnsupportedError, match="4 heads with 4 per key/value head do not fit"):
         attention(Heads(4, 1, 1), Heads(3, 3, 1))
 
 

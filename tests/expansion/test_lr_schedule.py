@@ -84,12 +84,12 @@ def test_a_saved_schedule_goes_on_where_it_stood(tmp_path):
         ({"steps": True}, "steps must be a whole number"),
         ({"warm_up": -1}, "warm_up must be a whole number of at least 0, found -1"),
         ({"warm_up": 10}, "warm_up must be less than steps, found 10 of 10"),
-        ({"ratio": 0.0}, r"ratio must lie in \(0, 1\], found 0.0"),
-        ({"ratio": 1.5}, "share of the from-scratch steps"),
-        ({"ratio": float("nan")}, "ratio must lie"),
-        ({"ratio": "half"}, "ratio must lie"),
-        ({"floor": 1.0}, r"floor must lie in \[0, 1\), found 1.0"),
-        ({"floor": float("nan")}, "floor must lie"),
+        ({"ratio": 0.0}, r"ratio must be in \(0, 1\], found 0.0"),
+        ({"ratio": 1.5}, "fraction of the from-scratch steps"),
+        ({"ratio": float("nan")}, "ratio must be in"),
+        ({"ratio": "half"}, "ratio must be in"),
+        ({"floor": 1.0}, r"floor must be in \[0, 1\), found 1.0"),
+        ({"floor": float("nan")}, "floor must be in"),
     ],
 )
 def test_numbers_that_make_no_schedule_are_refused_and_nothing_is_changed(options, message):
@@ -102,7 +102,9 @@ def test_numbers_that_make_no_schedule_are_refused_and_nothing_is_changed(option
 def test_the_state_of_another_scheduler_is_refused():
     schedule = qsync.ExpandedSchedule(optimizer(), 10)
     other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer(), 10)
-    with pytest.raises(FormatError, match="no state of an ExpandedSchedule, it lacks 'scratch_steps'"):
+    with pytest.raises(
+        FormatError, match="not the state of an ExpandedSchedule, because it lacks 'scratch_steps'"
+    ):
         schedule.load_state_dict(other.state_dict())
     two = qsync.ExpandedSchedule(optimizer(1.0, 2.0), 10)
     with pytest.raises(FormatError, match="2 parameter groups, this optimizer 1"):

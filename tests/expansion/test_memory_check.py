@@ -127,7 +127,7 @@ def test_other_things_than_a_model_and_its_plan_are_refused():
 def test_an_optimizer_that_cannot_step_there_and_no_budgets_are_refused():
     model = small()
     plan = planned(model, width=128)
-    with pytest.raises(FormatError, match="there is no budget"):
+    with pytest.raises(FormatError, match="budgets is empty"):
         qsync.check_growth(model, plan, {}, TOKENS)
 
     class Own(torch.optim.SGD):

@@ -45,7 +45,7 @@ class Fixed(nn.Module):
 
 OTHER_NORMS = {
     "GroupNorm": (lambda width: nn.GroupNorm(4, width), "norm is a GroupNorm"),
-    "a weight short of one": (lambda width: Eps(width, offset=1.0), "multiplies by 1 \\+ weight"),
+    "a weight short of one": (lambda width: Eps(width, offset=1.0), "folding 1 \\+ weight"),
     "no weight": (
         lambda width: nn.LayerNorm(width, elementwise_affine=False),
         "norm .*elementwise_affine=True",
@@ -70,7 +70,7 @@ def test_a_norm_over_two_axes_is_refused():
         Net(norm=lambda width: nn.LayerNorm((2, width))),
         NET.to(width=32),
         UnsupportedError,
-        "norm norms over 2",
+        "norm normalizes over 2",
     )
 
 
@@ -83,7 +83,7 @@ LINES = {
     "tied to nothing": ("inp _ -> stream tied", "'inp _ -> stream tied'"),
     "tied to two": ("inp _ -> stream tied head fc", "tied head fc"),
     "tied too soon": ("inp _ tied head -> stream", "_ tied head -> stream"),
-    "partly fixed": ("inp _ -> stream, _", "`_` alone"),
+    "partly fixed": ("inp _ -> stream, _", "`_` for a fixed space"),
 }
 
 
@@ -110,7 +110,7 @@ TABLES = {
         {"fc": "fc normed, normed -> hidden"}, MismatchError, "fc.weight has an axis of 16, .*width 16 x 2",
     ),
     "tied to what is not there": ({"head": "head final -> _ tied imp"}, MismatchError, "ties head to imp"),
-    "attention without an output": ({"inp": "inp _ -> query"}, MismatchError, "no line that reads `mixed`"),
+    "attention without an output": ({"inp": "inp _ -> query"}, MismatchError, "no line reads `mixed`"),
     "an output without attention": ({"proj": "proj mixed -> stream"}, MismatchError, "proj reads mixed"),
 }  # fmt: skip
 
@@ -140,7 +140,7 @@ PARTS = {
     "read another size": (
         {"read": lambda small: {"hidden": 23}}, MismatchError, "fc.weight has an axis of 24",
     ),
-    "blocks of no path": ({"blocks": "layers"}, UnsupportedError, "blocks are called PATH"),
+    "blocks of no path": ({"blocks": "layers"}, UnsupportedError, "blocks must be a pattern such as PATH"),
 }  # fmt: skip
 
 
@@ -153,21 +153,25 @@ def test_parts_of_a_recipe_that_do_not_fit(part):
 SIZES = {
     "Gpt, shrinking": ("Gpt", {"width": 24}, "width would shrink from 32 to 24"),
     "Gpt, shallower": ("Gpt", {"layers": 1}, "blocks.\\* would shrink from 2 blocks to 1"),
-    "Gpt, too deep": ("Gpt", {"layers": 5}, "to 4 at most, found 5; grow twice"),
-    "Gpt, unknown": ("Gpt", {"depth": 3}, "no size 'depth' to grow; it has .*layers"),
-    "Gpt, no whole heads": ("Gpt", {"width": 40}, "width 40 is no whole number of heads of 16"),
-    "Gpt, heads that do not fit": ("Gpt", {"width": 48, "heads": 5}, "5 heads, of 16 at least"),
-    "Gpt, heads that are too narrow": ("Gpt", {"width": 48, "heads": 6}, "6 heads, of 16 at least"),
+    "Gpt, too deep": ("Gpt", {"layers": 5}, "to at most 4 blocks, found 5; grow in two steps"),
+    "Gpt, unknown": ("Gpt", {"depth": 3}, "no size 'depth'; choose from .*layers"),
+    "Gpt, no whole heads": ("Gpt", {"width": 40}, "width 40 is not a multiple of the head width 16"),
+    "Gpt, heads that do not fit": ("Gpt", {"width": 48, "heads": 5}, "5 heads of at least 16"),
+    "Gpt, heads that are too narrow": ("Gpt", {"width": 48, "heads": 6}, "6 heads of at least 16"),
     "Gpt, two depths": ("Gpt", {"layers": (3, 3)}, "1 groups of blocks, found 2"),
-    "Gpt, two widths": ("Gpt", {"width": (48, 64)}, "width is one size"),
-    "GPT-2, heads alone": ("GPT-2", {"heads": 4}, "4 heads, of 16 at least, do not make up width 32"),
+    "Gpt, two widths": ("Gpt", {"width": (48, 64)}, "width must be a single size"),
+    "GPT-2, heads alone": ("GPT-2", {"heads": 4}, "4 heads of at least 16 do not add up to width 32"),
     "Llama, heads rotated by place": ("Llama", {"head_dim": 16}, "grow heads= instead"),
     "Llama, uneven groups": ("Llama", {"heads": 6, "kv_heads": 4}, "6 heads cannot share 4"),
     "Llama, heads without room": ("Llama", {"heads": 3 * 3, "kv_heads": 9}, None),
-    "BERT, no multiple": ("HF BERT", {"width": 48}, "attention.output.LayerNorm ask .* give 32 or 64"),
-    "BERT, deeper": ("HF BERT", {"layers": 3}, "output.LayerNorm norms the residual stream"),
+    "BERT, no multiple": (
+        "HF BERT",
+        {"width": 48},
+        "attention.output.LayerNorm need different .* give 32 or 64",
+    ),
+    "BERT, deeper": ("HF BERT", {"layers": 3}, "output.LayerNorm normalizes the residual stream"),
     "ResNet, shrinking": ("ResNet", {"c1": 7}, "c1 would shrink"),
-    "ResNet, too deep": ("HF ResNet, basic", {"layers": (2, 5)}, "to 4 at most, found 5"),
+    "ResNet, too deep": ("HF ResNet, basic", {"layers": (2, 5)}, "to at most 4 blocks, found 5"),
     "Vgg, deeper": ("Vgg", {"layers": 3}, "names no blocks"),
 }
 
@@ -198,7 +202,7 @@ def test_query_heads_that_new_groups_leave_no_room_for():
         small,
         qsync.recipe_of(small).to(heads=9, kv_heads=3),
         UnsupportedError,
-        "8 heads, 4 to .* no room in 9",
+        "8 heads with 4 .* do not fit into 9",
     )
 
 
@@ -233,12 +237,14 @@ def test_a_size_is_a_whole_number(size):
 
 
 def test_what_is_no_recipe_or_says_nothing():
-    refused(Net(), NET, FormatError, "does not say what to grow to")
-    refused(Net(), {"width": 32}, FormatError, "a recipe is a qsync.Recipe, found dict")
-    refused(Net(), replace(NET, table=3).to(width=32), FormatError, "the table of the recipe net is text")
+    refused(Net(), NET, FormatError, "has no target sizes")
+    refused(Net(), {"width": 32}, FormatError, "recipe must be a qsync.Recipe, found dict")
+    refused(
+        Net(), replace(NET, table=3).to(width=32), FormatError, "the table of the recipe net must be text"
+    )
     with pytest.raises(FormatError, match=r"torch.nn.Module, found int"):
         qsync.expand(3, NET.to(width=32))
-    with pytest.raises(UnsupportedError, match="no recipe for Net; it has those of gpt2"):
+    with pytest.raises(UnsupportedError, match="no recipe for Net; only for gpt2"):
         qsync.recipe_of(Net())
 
 
@@ -251,22 +257,25 @@ def parametrised(kind):
 
 
 MODELS = {
-    "compiled": (lambda: torch.compile(Net(), backend="eager"), "give model._orig_mod"),
-    "data parallel": (lambda: nn.DataParallel(Net()), "give model.module"),
+    "compiled": (lambda: torch.compile(Net(), backend="eager"), "pass model._orig_mod"),
+    "data parallel": (lambda: nn.DataParallel(Net()), "pass model.module"),
     "weight norm": (lambda: parametrised(nn.utils.parametrizations.weight_norm), "remove_parametrizations"),
     "weight norm, as it was": (
         lambda: parametrised(nn.utils.weight_norm),
-        "fc.weight_. is a part of a weight",
+        "fc.weight_. belongs to a reparametrized weight",
     ),
-    "spectral norm": (lambda: parametrised(nn.utils.spectral_norm), "fc.weight_orig is a part of a weight"),
+    "spectral norm": (
+        lambda: parametrised(nn.utils.spectral_norm),
+        "fc.weight_orig belongs to a reparametrized weight",
+    ),
     "without shapes": (lambda: lazy(), "fc.weight has no shape yet"),
     "INT8": (
         lambda: of_type(torch.int8),
-        "fc.weight is quantized .*torch.int8.*; grow the model in floating point",
+        "fc.weight is quantized .*torch.int8.*; grow the model unsharded in floating point",
     ),
     "FP8": (lambda: of_type(torch.float8_e4m3fn), "fc.weight is quantized .*float8_e4m3fn"),
     "no weights": (lambda: Net().to("meta"), "on the meta device"),
-    "an embedding that is cut": (lambda: cut(), "is cut to max_norm"),
+    "an embedding that is cut": (lambda: cut(), "has max_norm"),
 }
 
 
@@ -309,8 +318,11 @@ def test_a_grouped_convolution_is_refused():
 
 
 TIED = {
-    "unsaid": ("head final -> _", "end the line of one with `tied`.*head ... tied tokens"),
-    "to another": ("head final -> _ tied positions", "head.weight is tokens.weight, .* does not say"),
+    "unsaid": ("head final -> _", "end one's line with `tied`.*head ... tied tokens"),
+    "to another": (
+        "head final -> _ tied positions",
+        "head.weight is tied to tokens.weight, .* does not declare",
+    ),
 }
 
 
@@ -348,7 +360,7 @@ def test_a_tied_head_reads_what_a_norm_writes_that_can_be_divided(head):
 def test_what_a_batch_norm_writes_has_no_one_number_of_copies():
     table = "tokens -> stream\nfc stream -> inner\nnorm inner -> final\nhead final -> _ tied tokens"
     given = replace(Tied.recipe, table=table, sizes={"final": "stream", "inner": "stream"})
-    refused(Tied(norm=nn.BatchNorm1d), given.to(stream=40), UnsupportedError, "which no norm writes .* untie")
+    refused(Tied(norm=nn.BatchNorm1d), given.to(stream=40), UnsupportedError, "but no norm writes .* untie")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -358,7 +370,10 @@ def test_what_is_tied_stays_tied_and_nothing_else(tied):
 
     given = replace(Gpt.recipe, build=build).to(width=32)
     refused(
-        Gpt(1, 16, 2, 8, 50, tied=tied), given, MismatchError, "head.weight is tied .* in one of the models"
+        Gpt(1, 16, 2, 8, 50, tied=tied),
+        given,
+        MismatchError,
+        "head.weight is tied .* in only one of the two models",
     )
 
 
@@ -406,14 +421,14 @@ DEPTHS = {
         "blocks.*.proj h -> sum\nblocks.*.norm sum -> stream",
         True,
         UnsupportedError,
-        "blocks.0.norm norms the residual stream itself",
+        "blocks.0.norm normalizes the residual stream itself",
     ),
 }
 
 
 def test_a_block_of_another_kind_than_those_that_would_follow_it():
     small = trained(ResNet((4, 8, 8), 1))
-    refused(small, ResNet.recipe.to(layers=2), UnsupportedError, "stages.1.0 adds to c1 and reads another")
+    refused(small, ResNet.recipe.to(layers=2), UnsupportedError, "stages.1.0 adds to c1 but reads another")
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -429,7 +444,7 @@ def test_a_buffer_that_is_kept_needs_its_line():
             self.register_buffer("seen", torch.ones(self.inp.out_features))
 
     given = replace(NET, build=lambda small, sizes: Counting(sizes["width"], sizes["hidden"]))
-    refused(Counting(), given.to(width=32), MismatchError, "seen is kept with the model")
+    refused(Counting(), given.to(width=32), MismatchError, "seen is a buffer that would grow")
     big = qsync.expand(Counting(), with_lines(given, seen="seen -> stream").to(width=32))
     assert big.seen.shape == (32,)
 
@@ -450,7 +465,9 @@ def test_attention_that_is_not_scaled_by_its_width_cannot_have_wider_heads():
 
 
 def test_two_streams_of_means_may_not_stand_side_by_side():
-    refused(Streams(skips=True), STREAMS.to(stream=27), UnsupportedError, "skip.weight, .* rest of means")
+    refused(
+        Streams(skips=True), STREAMS.to(stream=27), UnsupportedError, "skip.weight, .* filled up with means"
+    )
 
 
 def test_a_model_in_ddp_is_grown_without_it():
@@ -458,10 +475,10 @@ def test_a_model_in_ddp_is_grown_without_it():
     try:
         model = nn.parallel.DistributedDataParallel(Gpt(1, 16, 2, 8, 50))
         with pytest.raises(
-            UnsupportedError, match="in DistributedDataParallel is grown without it; give model.module"
+            UnsupportedError, match="in DistributedDataParallel cannot be grown; pass model.module"
         ):
             qsync.recipe_of(model)
-        refused(model, Gpt.recipe.to(width=32), UnsupportedError, "give model.module")
+        refused(model, Gpt.recipe.to(width=32), UnsupportedError, "pass model.module")
         check_wrapped(model, "DistributedDataParallel")
     finally:
         torch.distributed.destroy_process_group()
@@ -482,7 +499,7 @@ def check_wrapped(wrapped, kind):
         lambda: qsync.expand_optimizer(plan, optimizer, small, wrapped),
         lambda: qsync.save_expanded(wrapped, "nowhere", plan, {}),
     ):
-        with pytest.raises(UnsupportedError, match=f"in {kind} is grown without it; give model.module"):
+        with pytest.raises(UnsupportedError, match=f"in {kind} cannot be grown; pass model.module"):
             call()
 
 
@@ -513,11 +530,11 @@ def test_a_plan_grows_the_model_that_it_was_made_for():
 def test_the_state_of_another_model_does_not_grow_by_a_plan():
     plan = qsync.plan_expansion(Net(), NET.to(width=32))
     with pytest.raises(
-        MismatchError, match="lacks inp.weight, inp.bias, norm.weight and 9 more; give that of"
+        MismatchError, match="lacks inp.weight, inp.bias, norm.weight and 9 more; give the state of"
     ):
         plan.grown({})
     with pytest.raises(
-        MismatchError, match=r"fc.weight has shape \(25, 16\), and \(24, 16\) in the model that was"
+        MismatchError, match=r"fc.weight has shape \(25, 16\), but \(24, 16\) in the planned model"
     ):
         plan.grown(Net(16, 25).state_dict())
     for wrong in (None, Net()):

@@ -192,14 +192,14 @@ def test_the_command_verifies_on_inputs_of_ones_own(tmp_path, expand):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--to says what to grow to"),
+        ([], "the target size is missing; give it with --to"),
         (["--to", "width=8"], "width would shrink from 16 to 8"),
-        (["--to", "wide=32"], "no size 'wide' to grow; it has"),
+        (["--to", "wide=32"], "no size 'wide'; choose from"),
         (["--to", "width=big"], "takes a whole number"),
-        (["--to", "width=28"], "no whole number of heads of 8"),
+        (["--to", "width=28"], "not a multiple of the head width 8"),
         (["--to", "width=32", "--split", "odd"], "unknown split 'odd': choose from random, scalar, even"),
-        (["--to", "layers=5"], "to 4 at most, found 5; grow twice"),
-        (["--to", "width=32", "--inputs", "none.safetensors"], "there is no file none.safetensors"),
+        (["--to", "layers=5"], "to at most 4 blocks, found 5; grow in two steps"),
+        (["--to", "width=32", "--inputs", "none.safetensors"], "none.safetensors does not exist"),
     ],
 )
 def test_bad_options_are_one_sentence_and_nothing_is_written(tmp_path, expand, arguments, message):
@@ -214,7 +214,7 @@ def test_nothing_is_written_over(tmp_path):
     plan = plan_of(model)
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "notes.txt").write_text("mine")
-    with pytest.raises(FormatError, match="there already"):
+    with pytest.raises(FormatError, match="already exists and is never overwritten"):
         qsync.save_expanded(plan.expand(model), tmp_path / "big", plan, ARGUMENTS)
     assert (tmp_path / "big" / "notes.txt").read_text() == "mine"
 
@@ -238,9 +238,9 @@ def test_a_model_that_could_not_be_loaded_is_not_saved(tmp_path):
 
     gpt = small()
     others = {
-        "by its recipe, and the class has none": (Bare(), BARE.to(hidden=24), {}),
+        "needs a recipe to build a Bare": (Bare(), BARE.to(hidden=24), {}),
         "could not import the class": (Local(), BARE.to(hidden=24), {}),
-        "Gpt does not take these arguments .*'wide'": (gpt, Gpt.recipe.to(width=24), {"wide": 3}),
+        "Gpt does not accept these arguments .*'wide'": (gpt, Gpt.recipe.to(width=24), {"wide": 3}),
     }
     for said, (model, recipe, arguments) in others.items():
         plan = qsync.plan_expansion(model, recipe)
@@ -279,7 +279,7 @@ def test_weights_that_do_not_match_their_config(tmp_path):
     folder = own_folder(tmp_path / "small")
     change(folder / "config.json", arguments={**ARGUMENTS, "width": 24})
     with pytest.raises(
-        MismatchError, match=r"has .* of shape .*, and config.json makes it .*; give the config"
+        MismatchError, match=r"has .* of shape .*, but config.json expects .*; give the config"
     ):
         qsync.load_expanded(folder)
     change(folder / "config.json", arguments={**ARGUMENTS, "num_layers": 3})
@@ -300,9 +300,9 @@ def test_folders_that_hold_no_model(tmp_path):
         ({"class": "nowhere:Gpt"}, "cannot be imported"),
         (
             {"class": "qsync.experiments.workloads.gpt:Gpt", "arguments": {"wide": 3}},
-            "does not take these arguments",
+            "does not accept these arguments",
         ),
-        ({"name": "a model"}, "names no model"),
+        ({"name": "a model"}, "does not name a model"),
         ({"model_type": "gpt2", "architectures": ["NoSuchModel"]}, "names no class of transformers"),
     ):
         (folder / "config.json").write_text(json.dumps(config))
@@ -312,10 +312,10 @@ def test_folders_that_hold_no_model(tmp_path):
         json.dumps({"class": "qsync.experiments.workloads.gpt:Gpt", "arguments": ARGUMENTS})
     )
     (folder / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(FormatError, match="no safetensors file"):
+    with pytest.raises(FormatError, match="not a safetensors file"):
         qsync.load_expanded(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(FormatError, match="there is no"):
+    with pytest.raises(FormatError, match="model.safetensors is missing; save the weights"):
         qsync.load_expanded(folder)
 
 

@@ -98,12 +98,14 @@ def test_what_is_not_finite_is_no_agreement(name, wrong):
         outputs(**{"first": [1.0], "second": [1.0], name: [wrong]}),
     )
     for pair in ((small, big), (big, small), (big, big)):
-        with pytest.raises(CalibrationError, match="NaN or Inf on these inputs; verify on a batch"):
+        with pytest.raises(CalibrationError, match="NaN or Inf on these inputs; give a batch"):
             qsync.verify_expansion(*pair, ROWS)
 
 
 def test_nothing_that_can_be_compared():
-    with pytest.raises(UnsupportedError, match="nothing of the same shape.*; compare them with the head"):
+    with pytest.raises(
+        UnsupportedError, match="no outputs of the same shape; compare them with their training heads"
+    ):
         qsync.verify_expansion(outputs(hidden=[1.0]), outputs(hidden=[1.0, 1.0]), ROWS)
 
 
@@ -123,14 +125,14 @@ def test_inputs_are_a_tensor_a_tuple_or_named():
 def test_inputs_that_the_model_does_not_take():
     small, big, inputs = grown()
     for wrong in ({"nope": inputs}, inputs.double(), inputs + 10**6):
-        with pytest.raises(CalibrationError, match="Gpt does not take these inputs .*; give a batch"):
+        with pytest.raises(CalibrationError, match="Gpt cannot run on these inputs .*; give a batch"):
             qsync.verify_expansion(small, big, wrong)
 
 
 @pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf"), "x", True], ids=str)
 def test_what_is_no_tolerance(tolerance):
     small, big, inputs = grown()
-    with pytest.raises(FormatError, match="tolerance must be a number of at least 0"):
+    with pytest.raises(FormatError, match="tolerance must be a number from 0 on"):
         qsync.verify_expansion(small, big, inputs, tolerance=tolerance)
     with pytest.raises(FormatError, match="big must be a torch.nn.Module, found None"):
         qsync.verify_expansion(small, None, inputs)

@@ -44,8 +44,8 @@ def carry_edits(model: torch.nn.Module, fresh: torch.nn.Module, new: torch.nn.Mo
             new.set_submodule(path, copy.deepcopy(own))
         elif not _are_norms(own, unedited, source):
             raise UnsupportedError(
-                f"{source} is a {type(own).__name__}, where `build` of the recipe {plan.recipe.name} makes a "
-                f"{type(unedited).__name__}; let `build` make the same class"
+                f"{source} is a {type(own).__name__}, but `build` of the recipe {plan.recipe.name} creates "
+                f"a {type(unedited).__name__}; make `build` create the same class"
             )
 
 
@@ -103,8 +103,8 @@ def _carry_attributes(
             continue
         if repr(grown) != repr(fresh):
             raise UnsupportedError(
-                f"{path or type(own).__name__}.{name} is {shortened(value)}, where `build` makes it "
-                f"{shortened(fresh)}, and {shortened(grown)} in the grown model; set it by the model's "
+                f"{path or type(own).__name__}.{name} is {shortened(value)}, but `build` sets it to "
+                f"{shortened(fresh)}, and to {shortened(grown)} in the grown model; set it in the model's "
                 "config or class, or grow another size"
             )
         setattr(module, name, value)

@@ -19,8 +19,8 @@ def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
     plan.check_small(model)
     if any(value.is_meta for value in model.parameters()):
         raise UnsupportedError(
-            f"the weights of this {type(model).__name__} are on the meta device, where there is nothing to "
-            "grow; load them first"
+            f"the weights of this {type(model).__name__} are on the meta device, without values; load them "
+            "first"
         )
     new = build_grown(model, plan)
     _check_shared(model, plan, new)
@@ -89,8 +89,8 @@ def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) 
             not is_copied and sources.setdefault(id(source), id(value)) != id(value)
         ):
             raise MismatchError(
-                f"{name} is tied to another weight in one of the models and not in the other; let `build` of "
-                f"the recipe {plan.recipe.name} tie what is tied in the small {type(model).__name__}"
+                f"{name} is tied to another weight in only one of the two models; make `build` of the "
+                f"recipe {plan.recipe.name} tie the same weights as the small {type(model).__name__}"
             )
 
 
@@ -100,9 +100,8 @@ def _check_shapes(plan: ModelMap, new: torch.nn.Module) -> None:
     missing = sorted(shapes.keys() - plan.tensors.keys())
     if missing:
         raise MismatchError(
-            f"the larger {type(new).__name__} has {first_few(missing)}, which nothing of the small one "
-            f"becomes; let `build` of the recipe {plan.recipe.name} make a model with the blocks "
-            "that were asked for"
+            f"the larger {type(new).__name__} has {first_few(missing)}, which has no counterpart in the "
+            f"small one; make `build` of the recipe {plan.recipe.name} create only the requested blocks"
         )
     buffers = {name: tuple(value.shape) for name, value in new.named_buffers(remove_duplicate=False)}
     for name, m in plan.tensors.items():
@@ -110,9 +109,9 @@ def _check_shapes(plan: ModelMap, new: torch.nn.Module) -> None:
         if found != m.shape:
             has = f"has {name} of shape {found}" if found is not None else f"has no {name}"
             raise MismatchError(
-                f"the larger {type(new).__name__} {has}, and the recipe {plan.recipe.name} grows it to "
-                f"{m.shape} with {_sizes_text(plan.sizes)}; give the sizes that its `build` takes, or "
-                f"correct the line `{plan.recipe.line_of(m.source)}`"
+                f"the larger {type(new).__name__} {has}, but the recipe {plan.recipe.name} grows it to "
+                f"{m.shape} with {_sizes_text(plan.sizes)}; give sizes that its `build` accepts, or correct "
+                f"the line `{plan.recipe.line_of(m.source)}`"
             )
 
 
@@ -134,8 +133,8 @@ def _fill(
             buffer.data = source.detach().clone()
         elif plan.depth.source_of(name) in saved_names:
             raise MismatchError(
-                f"{name} is kept with the model and would become larger, and the recipe {plan.recipe.name} "
-                "has no line for it; add what it reads and writes"
+                f"{name} is a buffer that would grow, but the recipe {plan.recipe.name} has no line for it; "
+                "add a line with the spaces that it reads and writes"
             )
         else:
             buffer.data = buffer.data.to(device)

@@ -102,14 +102,14 @@ class ExpandedSchedule(LRScheduler):
         missing = [name for name in needed if name not in state_dict]
         if missing:
             raise FormatError(
-                f"this is no state of an ExpandedSchedule, it lacks {missing[0]!r}; give what the "
-                "state_dict() of one returned"
+                f"this is not the state of an ExpandedSchedule, because it lacks {missing[0]!r}; pass the "
+                "state_dict() of one"
             )
         groups = len(self.optimizer.param_groups)
         if len(state_dict["base_lrs"]) != groups:
             raise FormatError(
                 f"the saved schedule has {len(state_dict['base_lrs'])} parameter groups, this optimizer "
-                f"{groups}; group the parameters as they were when it was saved"
+                f"{groups}; group the parameters as at saving"
             )
         super().load_state_dict(dict(state_dict))
 
@@ -129,12 +129,13 @@ def _check(steps: int, warm_up: int, ratio: float, floor: float) -> None:
         )
     if not _is_number(ratio) or not 0.0 < ratio <= 1.0:
         raise CalibrationError(
-            f"ratio must lie in (0, 1], found {shortened(ratio)}; it is the share of the from-scratch "
+            f"ratio must be in (0, 1], found {shortened(ratio)}; give the fraction of the from-scratch "
             "steps to train for"
         )
     if not _is_number(floor) or not 0.0 <= floor < 1.0:
         raise CalibrationError(
-            f"floor must lie in [0, 1), found {shortened(floor)}; it is a share of the maximum learning rate"
+            f"floor must be in [0, 1), found {shortened(floor)}; give it as a fraction of the maximum "
+            "learning rate"
         )
 
 

@@ -77,7 +77,7 @@ def expand_optimizer(
     plan.check_grown(big)
     if plan.split == "random":
         raise UnsupportedError(
-            'with split="random" gradients of copies are no multiples of the small model\'s; grow with '
+            'with split="random" the copies\' gradients are not multiples of the small ones; grow with '
             'split="scalar" to carry the optimizer\'s state, or start a fresh optimizer'
         )
     groups, known = _by_name(optimizer, model)
@@ -111,8 +111,8 @@ def _by_name(
         ids = {id(value): name for name, value in parameters.items()}
         if strange := [p for group in optimizer.param_groups for p in group["params"] if id(p) not in ids]:
             raise MismatchError(
-                f"the optimizer holds a parameter of shape {tuple(strange[0].shape)} that is not the "
-                "model's; give the model that it was made for"
+                f"the optimizer holds a parameter of shape {tuple(strange[0].shape)} that the model lacks; "
+                "give the model that it was created for"
             )
         listed = [(group, [ids[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
         state = {ids[id(p)]: dict(values) for p, values in optimizer.state.items()}
@@ -121,7 +121,7 @@ def _by_name(
         kinds = isinstance(optimizer.get("state"), Mapping), isinstance(optimizer.get("param_groups"), list)
         if not all(kinds):
             raise MismatchError(
-                "this is no optimizer's state dict: it lacks state or param_groups; give "
+                "this is not an optimizer's state dict: it lacks state or param_groups; give "
                 "optimizer.state_dict()"
             )
         groups = optimizer["param_groups"]
@@ -135,14 +135,14 @@ def _by_name(
         order = order or list(parameters)
         if len(order) != len(keys) or not set(order) <= parameters.keys():
             raise MismatchError(
-                f"the optimizer's state is of {len(keys)} parameters, the model has {len(parameters)}; give "
-                "the model that it was made for, or the optimizer itself where it has not all of them"
+                f"the optimizer's state has {len(keys)} parameters, but the model has {len(parameters)}; "
+                "give its own model, or the optimizer itself if it covers only some of them"
             )
         name_of = dict(zip(keys, order, strict=True))
         if strange_keys := sorted(optimizer["state"].keys() - name_of.keys(), key=str):
             raise MismatchError(
-                f"the optimizer's state has an entry {shortened(strange_keys[0])} that no group names; give "
-                "optimizer.state_dict() as it is"
+                f"the optimizer's state has an entry {shortened(strange_keys[0])} that no group lists; give "
+                "an unchanged optimizer.state_dict()"
             )
         listed = [(group, [name_of[k] for k in group["params"]]) for group in groups]
         state = {name_of[k]: dict(values) for k, values in optimizer["state"].items()}
@@ -200,8 +200,8 @@ def _grown(
             found[key] = grown.to(dtype=value.dtype, device=like.device)
         else:
             raise UnsupportedError(
-                f"the optimizer keeps {shortened(key)} for {m.source}, and how that grows is not known; "
-                "start a fresh optimizer"
+                f"the optimizer's state has an unknown entry {shortened(key)} for {m.source}, which cannot "
+                "be expanded; start a fresh optimizer"
             )
     return found
 
@@ -210,7 +210,7 @@ def _moment(m: TensorMap, key: str, value: torch.Tensor, power: int) -> torch.Te
     """Expand one moment: an average of a power of the gradient."""
     if tuple(value.shape) != m.source_shape:
         raise MismatchError(
-            f"the optimizer's {key} of {m.source} has shape {tuple(value.shape)}, the model's "
+            f"the optimizer's {key} of {m.source} has shape {tuple(value.shape)}, but the model's has "
             f"{m.source_shape}; give the optimizer of this model"
         )
     grown = grown_gradient(m, value, power)

@@ -77,9 +77,9 @@ def verify_expansion(
     """
     for name, model in (("small", small), ("big", big)):
         if not isinstance(model, torch.nn.Module):
-            raise FormatError(f"{name} must be a torch.nn.Module, found {shortened(model)}; give that")
+            raise FormatError(f"{name} must be a torch.nn.Module, found {shortened(model)}; pass one")
     if tolerance is not None and not (type(tolerance) in (int, float) and 0 <= tolerance < math.inf):
-        raise FormatError(f"tolerance must be a number of at least 0, found {shortened(tolerance)}")
+        raise FormatError(f"tolerance must be a number from 0 on, found {shortened(tolerance)}; correct it")
     args, kwargs = call_arguments(inputs)
     check_batch(args, kwargs)
     types = {p.dtype for model in (small, big) for p in model.parameters()} - {torch.float64}
@@ -90,14 +90,13 @@ def verify_expansion(
     alike = [name for name in before if name in after and before[name].shape == after[name].shape]
     if not alike:
         raise UnsupportedError(
-            "the models return nothing of the same shape, as models without a head do; compare them with the "
-            "head that they train with"
+            "the models have no outputs of the same shape; compare them with their training heads"
         )
     largest = max(float((before[name] - after[name]).abs().max()) for name in alike)
     scale = max(float(before[name].abs().max()) for name in alike) if is_relative else 1.0
     if not all(bool(torch.isfinite(found[name]).all()) for found in (before, after) for name in alike):
         raise CalibrationError(
-            "the models return NaN or Inf on these inputs; verify on a batch on which they do not"
+            "the models return NaN or Inf on these inputs; give a batch with finite outputs"
         )
     others = tuple(sorted((before.keys() | after.keys()) - set(alike)))
     return Verified(largest / (scale or 1.0), tolerance, is_relative, len(alike), others)
@@ -113,8 +112,8 @@ def _outputs(
             returned = own(*_double(args), **_double(kwargs))
         except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CalibrationError(
-                f"{type(model).__name__} does not take these inputs ({shortened(error, 200)}); give a batch "
-                "that it takes"
+                f"{type(model).__name__} cannot run on these inputs ({shortened(error, 200)}); give a batch "
+                "that it accepts"
             ) from error
     returned = dict(returned) if hasattr(returned, "items") else returned
     leaves, _ = tree_flatten_with_path(returned)

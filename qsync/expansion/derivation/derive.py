@@ -82,8 +82,8 @@ class Derived:
         """
         if self.open and "table" not in options:
             raise UnsupportedError(
-                f"the table of {self.model} is not whole: {self.open[0]}; print it, and give one with these "
-                "lines written by hand: derived.recipe(build, table=...)"
+                f"the table of {self.model} is incomplete: {self.open[0]}; complete the lines with `?` and "
+                "pass the table: derived.recipe(build, table=...)"
             )
         proposed: dict[str, Any] = {
             "table": self.table,

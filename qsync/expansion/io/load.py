@@ -66,7 +66,7 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
         model = _load_pretrained(folder, config)
     else:
         raise FormatError(
-            f"{folder / CONFIG} names no model: write "
+            f"{folder / CONFIG} does not name a model: write "
             f'{{"class": "package.module:Class", "arguments": {{}}}}, or save a Hugging Face model '
             "there"
         )
@@ -78,7 +78,7 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
         if module is None or type(eps) not in (int, float):
             raise FormatError(
                 f"{folder / EXPANSION}: eps of {shortened(path)} is {shortened(eps)}; the model has no such "
-                "norm or it is no number; grow the model anew"
+                "norm, or eps is not a number; grow the model again"
             )
         setattr(module, module_kinds.eps_name(module) or "eps", eps)
     return model
@@ -99,7 +99,7 @@ def _load_custom(folder: Path, config: Mapping[str, Any], growth: Growth) -> tor
         ) from error
     except TypeError as error:
         raise FormatError(
-            f"{where}: {name} does not take these arguments ({shortened(error)}); correct them"
+            f"{where}: {name} does not accept these arguments ({shortened(error)}); correct them"
         ) from error
     sizes = growth.plan.get("sizes")
     if sizes:
@@ -118,35 +118,35 @@ def _check_weights(folder: Path, model: torch.nn.Module) -> torch.dtype:
     """
     path = folder / WEIGHTS
     if not path.is_file():
-        raise FormatError(f"there is no {path}; save the weights there (safetensors.torch.save_model)")
+        raise FormatError(f"{path} is missing; save the weights there (safetensors.torch.save_model)")
     try:
         with safe_open(str(path), "pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             types = {file.get_tensor(name).dtype for name in found}
     except SafetensorError as error:
         raise FormatError(
-            f"{path} is no safetensors file ({shortened(error)}); save the weights anew"
+            f"{path} is not a safetensors file ({shortened(error)}); save the weights again"
         ) from error
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for name, shape in found.items():
         if wanted.get(name) != shape:
             raise MismatchError(
-                f"{path} has {name} of shape {shape}, and {CONFIG} makes it "
-                f"{wanted.get(name, 'not at all')}; give the config that it was saved with"
+                f"{path} has {name} of shape {shape}, but {CONFIG} expects "
+                f"{wanted.get(name, 'no such weight')}; give the config of these weights"
             )
     own = model.state_dict(keep_vars=True)
     shared = {id(value) for name, value in own.items() if name in found}
     missing = [name for name, value in own.items() if name not in found and id(value) not in shared]
     if missing:
         raise MismatchError(
-            f"{path} lacks {first_few(missing)}, which {CONFIG} asks for; give the config that it was "
-            "saved with"
+            f"{path} lacks {first_few(missing)}, which {CONFIG} expects; give the config of these weights"
         )
     floating: set[torch.dtype] = {kind for kind in types if kind.is_floating_point}
     if len(floating) != 1:
         named = ", ".join(sorted(map(str, floating))) or "none"
         raise UnsupportedError(
-            f"{path} holds weights of several types or quantized ones ({named}); save it in one"
+            f"{path} holds weights of several types or quantized ones ({named}); save all weights in one "
+            "floating-point type"
         )
     return floating.pop()
 

@@ -83,15 +83,14 @@ def _check_loadable(big: torch.nn.Module, arguments: Mapping[str, Any] | None) -
         )
     if not isinstance(getattr(kind, "recipe", None), Recipe):
         raise UnsupportedError(
-            f"load_expanded builds a {kind.__name__} by its recipe, and the class has none; give it an "
-            "attribute `recipe`"
+            f"load_expanded needs a recipe to build a {kind.__name__}; give the class an attribute `recipe`"
         )
     try:
         inspect.signature(kind).bind(**dict(arguments or {}))
     except (TypeError, ValueError) as error:
         raise FormatError(
-            f"{kind.__name__} does not take these arguments ({shortened(error)}); give arguments=, those of "
-            "the small model"
+            f"{kind.__name__} does not accept these arguments ({shortened(error)}); set arguments= to those "
+            "of the small model"
         ) from error
 
 
@@ -113,7 +112,7 @@ def expand_folder(
                 state = torch.load(small / OPTIMIZER, map_location="cpu", weights_only=True)
             except Exception as error:  # unpickling may raise anything
                 raise FormatError(
-                    f"{small / OPTIMIZER} is no optimizer's state ({shortened(error)}); write it with "
+                    f"{small / OPTIMIZER} is not an optimizer's state ({shortened(error)}); write it with "
                     "torch.save(optimizer.state_dict(), ...), or move it away"
                 ) from error
             torch.save(expand_optimizer(plan, state, model, big).state_dict, into / OPTIMIZER)
@@ -127,12 +126,12 @@ def _load_average(path: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]
         found = load_file(path)
     except SafetensorError as error:
         raise FormatError(
-            f"{path} is no safetensors file ({shortened(error)}); write it anew, or move it away"
+            f"{path} is not a safetensors file ({shortened(error)}); write it again, or move it away"
         ) from error
     own = dict(model.named_parameters())
     if strange := sorted(found.keys() - model.state_dict().keys()):
         raise MismatchError(
-            f"{path} averages {first_few(strange)}, which the model does not have; give its own average"
+            f"{path} averages {first_few(strange)}, which the model lacks; give this model's average"
         )
     if missing := sorted(own.keys() - found.keys()):
         raise MismatchError(
@@ -171,7 +170,7 @@ def _save(big: torch.nn.Module, into: Path, plan: ExpansionPlan, arguments: Mapp
 def check_free(folder: Path) -> None:
     """Raise FormatError for a folder that is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FormatError(f"{folder} is there already, and nothing is written over; name another folder")
+        raise FormatError(f"{folder} already exists and is never overwritten; name another folder")
 
 
 def _write_atomically(folder: Path, save: Callable[[Path], object]) -> Path:

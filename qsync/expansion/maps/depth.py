@@ -79,7 +79,7 @@ def depth_of(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> Depth:
                 else "its recipe names no blocks"
             )
             raise UnsupportedError(
-                f"{recipe.name} cannot grow in depth: {where}; give blocks='PATH.*', or leave layers out"
+                f"{recipe.name} cannot grow in depth: {where}; give blocks='PATH.*', or leave out layers"
             )
         return Depth({})
     before = tuple(len(numbers) for numbers in groups.values())
@@ -98,7 +98,7 @@ def _groups(pattern: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, list
     """Return the numbers of the blocks by the path in front of the number."""
     *groups, last = pattern.split("*")
     if not groups or last:
-        raise UnsupportedError(f"blocks are called PATH.*, with the number last, found {shortened(pattern)}")
+        raise UnsupportedError(f"blocks must be a pattern such as PATH.*, found {shortened(pattern)}")
     # The pattern may match within a path: a model with a head contains the model without.
     expression = re.compile(r"((?:.+?\.)?" + r"[^.]+".join(map(re.escape, groups)) + r")(\d+)\.")
     found: dict[str, set[int]] = {}
@@ -117,13 +117,13 @@ def _grow_group(
     num_new = layers - len(numbers)
     if num_new < 0:
         raise UnsupportedError(
-            f"{prefix}* would shrink from {len(numbers)} blocks to {layers}, and nothing that shrinks keeps "
-            f"its function; give {len(numbers)} or more"
+            f"{prefix}* would shrink from {len(numbers)} blocks to {layers}, which does not keep the "
+            f"model's function; give {len(numbers)} or more"
         )
     if num_new > len(numbers):
         raise UnsupportedError(
-            f"{prefix}* grows from {len(numbers)} blocks to {2 * len(numbers)} at most, found {layers}; "
-            "grow twice"
+            f"{prefix}* can grow from {len(numbers)} to at most {2 * len(numbers)} blocks, found {layers}; "
+            "grow in two steps"
         )
     copied = [able[(2 * i + 1) * len(able) // (2 * num_new)] for i in range(num_new)]
     found, next_number = {}, numbers[0]

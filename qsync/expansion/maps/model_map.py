@@ -55,14 +55,14 @@ class ModelMap:
         missing = [m.source for m in self.tensors.values() if m.source not in state]
         if missing:
             raise MismatchError(
-                f"the state to grow lacks {first_few(missing)}; give that of the model that was planned for"
+                f"the state to grow lacks {first_few(missing)}; give the state of the planned model"
             )
         for m in self.tensors.values():
             check_kind(state[m.source], torch.Tensor, m.source, "model.state_dict()")
             if tuple(state[m.source].shape) != m.source_shape:
                 raise MismatchError(
-                    f"{m.source} has shape {tuple(state[m.source].shape)}, and {m.source_shape} in the model "
-                    "that was planned for; give that model's state"
+                    f"{m.source} has shape {tuple(state[m.source].shape)}, but {m.source_shape} in the "
+                    "planned model; give the planned model's state"
                 )
         return {name: m.grown(state[m.source], self.seed) for name, m in self.tensors.items()}
 
@@ -89,4 +89,4 @@ def _check_tensors(
         if shape != wanted.get(name):
             has = f"{name} of shape {shape}" if shape is not None else f"no {name}"
             planned = f"shape {wanted[name]}" if name in wanted else "no such parameter"
-            raise MismatchError(f"{which} has {has}, and the expansion plan has {planned}; {instead}")
+            raise MismatchError(f"{which} has {has}, but the expansion plan has {planned}; {instead}")

@@ -72,8 +72,8 @@ class Growth:
             return self
         if self.rest == AVERAGE and not bool(self.is_copy.all()):
             raise UnsupportedError(
-                f"a space with a rest of means is read {unit} times over, for which no lossless form is "
-                "known here; grow it to a multiple"
+                f"a space filled up with means is read {unit} times, for which no lossless form is known; "
+                "grow the space to a multiple of its size"
             )
         within = torch.arange(unit).repeat(self.num_large)
         index = self.index.repeat_interleave(unit)
@@ -142,8 +142,8 @@ def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Grow
         heads = [Growth(small.queries, (groups.index[:, None] * per_small + nth).flatten())]
     if not pairs and len(set(product(heads).index.tolist())) < small.queries:
         raise UnsupportedError(
-            f"{small.queries} heads, {per_small} to a key/value head, have no room in {large.queries} of "
-            f"which {per_large} share one; give more heads, or fewer kv_heads"
+            f"{small.queries} heads with {per_small} per key/value head do not fit into {large.queries} "
+            f"with {per_large}; give more heads, or fewer kv_heads"
         )
     width = circular(small.width, large.width)
     queries, keys = product([*heads, width]), product([groups, width])
@@ -187,8 +187,8 @@ def stacked(growths: Sequence[Growth]) -> Growth:
     rests = {growth.rest for growth in growths if not bool(growth.is_copy.all())}
     if AVERAGE in rests:
         raise UnsupportedError(
-            "a space with a rest of means stands in one axis with others, for which no lossless form is "
-            "known here; grow it to a multiple"
+            "a space filled up with means shares an axis with others, for which no lossless form is known; "
+            "grow the space to a multiple of its size"
         )
     index, start = [], 0
     for growth in growths:

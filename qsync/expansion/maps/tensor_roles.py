@@ -69,8 +69,9 @@ def tensors_of(model: torch.nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     if unnamed:
         _check_adapters(model)
         raise UnsupportedError(
-            f"the recipe {recipe.name} has no line for {first_few(unnamed)}; add what each reads and writes, "
-            f"or `{unnamed[0].rpartition('.')[0] or unnamed[0]}  _ -> _` where nothing of it grows"
+            f"the recipe {recipe.name} has no line for {first_few(unnamed)}; add a line with its "
+            f"spaces, or `{unnamed[0].rpartition('.')[0] or unnamed[0]}  _ -> _` if it "
+            "does not grow"
         )
     _check_norms(model, recipe, found)
     _check_written(recipe, found.values())
@@ -82,7 +83,7 @@ def _check_adapters(model: torch.nn.Module) -> None:
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise UnsupportedError(
             f"{type(model).__name__} has adapters of peft, which do not grow; grow the model without them "
-            "(merge_and_unload, unload, or get_base_model of prompts), and give the larger one new adapters"
+            "(merge_and_unload, unload, or get_base_model of prompts), and add new adapters afterwards"
         )
 
 
@@ -103,18 +104,18 @@ def _check_plain(name: str, value: Any, is_parameter: bool, state: Collection[st
     stem = next((kind.removesuffix(end) for end in _REPARAMETRISED if kind.endswith(end)), "")
     if stem and any(name.removesuffix(kind) + f"{stem}_{part}" in state for part in ("v", "mask")):
         raise UnsupportedError(
-            f"{name} is a part of a weight that is computed in every step (weight_norm, spectral_norm or "
-            "pruning); make the weight a parameter again with torch.nn.utils' remove function first"
+            f"{name} belongs to a reparametrized weight (weight_norm, spectral_norm or pruning); call the "
+            "remove function of torch.nn.utils first"
         )
     if torch.nn.parameter.is_lazy(value):
-        raise UnsupportedError(f"{name} has no shape yet; run the model on a batch once, and grow it then")
+        raise UnsupportedError(f"{name} has no shape yet; run the model once on a batch, then grow it")
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     is_float = is_plain and value.is_floating_point() and value.itemsize > 1
     if not is_plain or (is_parameter and not is_float):
         type_of = value.dtype if is_plain else type(value).__name__
         raise UnsupportedError(
-            f"{name} is quantized or sharded ({type_of}); grow the model in floating point and in one piece, "
-            "and lower its precision afterwards"
+            f"{name} is quantized or sharded ({type_of}); grow the model unsharded in floating point, and "
+            "quantize or shard it afterwards"
         )
 
 
@@ -124,8 +125,8 @@ def _check_norms(model: torch.nn.Module, recipe: Recipe, tensors: dict[str, Tens
         reads, writes = t.line.reads, t.line.writes
         if (t.norm and (len(reads), len(writes)) != (1, 1)) or (t.norm and FIXED in (*reads, *writes)):
             raise MismatchError(
-                f"{t.path} is a {t.norm}, and the recipe {recipe.name} has `{t.line}` for it; write the one "
-                "space that it reads and the one that it writes"
+                f"{t.path} is a {t.norm}, but the recipe {recipe.name} has `{t.line}` for it; write one "
+                "space that it reads and one that it writes"
             )
     known = {t.path for t in tensors.values()}
     for path, module in model.named_modules():
@@ -134,9 +135,9 @@ def _check_norms(model: torch.nn.Module, recipe: Recipe, tensors: dict[str, Tens
         line = recipe.line_of(f"{path}.weight")
         if line is None or _grows(line):
             raise UnsupportedError(
-                f"{path} ({type(module).__name__}) has no weight that could make up for another variance; "
-                "give it one (elementwise_affine=True, all ones), or the line "
-                f"`{path}  _ -> _` where what it reads does not grow"
+                f"{path} ({type(module).__name__}) has no weight to compensate a changed variance; give it "
+                f"one (elementwise_affine=True, all ones), or the line `{path}  _ -> _` if its input does "
+                "not grow"
             )
 
 
@@ -155,13 +156,13 @@ def _check_written(recipe: Recipe, tensors: Collection[Tensor]) -> None:
                 )
         if t.line.tied and not any(t.line.is_tied_to(other.name) for other in tensors):
             raise MismatchError(
-                f"the recipe {recipe.name} ties {t.path or t.name} to {t.line.tied}, which the model does "
-                "not have; correct that name, or leave `tied` out"
+                f"the recipe {recipe.name} ties {t.path or t.name} to {t.line.tied}, which the model lacks; "
+                "correct the name, or leave out `tied`"
             )
     if "query" in written and not any("mixed" in t.line.reads for t in tensors):
         raise MismatchError(
-            f"the recipe {recipe.name} has queries, and no line that reads `mixed`; let that of attention's "
-            "output projection read it"
+            f"the recipe {recipe.name} has queries, but no line reads `mixed`; write it as input of "
+            "attention's output projection"
         )
 
 
@@ -178,14 +179,14 @@ def _roles(
     if isinstance(module, _ConvNd) and last in ("weight", "bias"):
         if module.groups != 1 or module.transposed:
             raise UnsupportedError(
-                f"{name} is a grouped or transposed convolution, which qsync does not grow; keep its spaces "
-                f"as they are, with the line `{line.pattern}  _ -> _`"
+                f"{name} is a grouped or transposed convolution, which qsync cannot grow; keep its spaces "
+                f"fixed with the line `{line.pattern}  _ -> _`"
             )
         return ("writes", "reads", *fixed[2:]) if value.ndim > 1 else ("writes",)
     if isinstance(module, torch.nn.Embedding):
         if module.max_norm is not None:
             raise UnsupportedError(
-                f"{name} is cut to max_norm, which its copies would exceed; set max_norm to None first"
+                f"{name} has max_norm, which its grown rows would exceed; set max_norm to None first"
             )
         return ("", "writes")
     if type(module).__name__ == "Conv1D" and last == "weight":  # of transformers: inputs in axis 0
@@ -194,9 +195,9 @@ def _roles(
         return ("writes", "reads")
     if value.ndim == 1 and line.reads and not _is_bias(module):
         raise UnsupportedError(
-            f"{name} of {type(module).__name__} reads {', '.join(line.reads)} and is no norm that qsync "
-            "knows, so that what it does to a rest is not known; let a norm keep its eps in an attribute "
-            f"`eps`, or keep the space as it is, with the line `{line.pattern}  _ -> _`"
+            f"{name} of {type(module).__name__} reads {', '.join(line.reads)} but is not a norm that qsync "
+            "recognizes; store a norm's eps in an attribute `eps`, or keep the space fixed with the line "
+            f"`{line.pattern}  _ -> _`"
         )
     if value.ndim and (value.ndim == 1 or not line.reads):
         return (*fixed[:-1], "writes")

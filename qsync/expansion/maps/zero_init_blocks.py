@@ -28,16 +28,16 @@ def check_blocks(recipe: Recipe, tensors: Collection[Tensor], depth: Depth) -> N
         if written and depth.block_of(t.name):
             space = sorted(written)[0]
             raise MismatchError(
-                f"{t.path} is in a block and writes {space}, which is read after the blocks, and the recipe "
-                f"{recipe.name} does not say that all blocks add to it: give residual=({space!r},)"
+                f"{t.path} is in a block and writes {space}, which is read after the blocks, but the recipe "
+                f"{recipe.name} does not declare it residual: give residual=({space!r},)"
             )
         norms_stream = (
             t.norm in (module_kinds.LAYER, module_kinds.RMS) and t.line.writes[0] in recipe.residual
         )
         if norms_stream and depth.block_of(t.name):
             raise UnsupportedError(
-                f"{t.path} norms the residual stream itself, so that a new block of {recipe.name} cannot "
-                "leave it as it is; grow the width, and leave layers out"
+                f"{t.path} normalizes the residual stream itself, so a new block of {recipe.name} cannot be "
+                "an identity; grow the width, and leave out layers"
             )
     for block, copies in depth.grown_blocks.items():
         if any(copy.is_new for copy in copies):
@@ -55,8 +55,8 @@ def _check_block(recipe: Recipe, block: str, tensors: Collection[Tensor]) -> Non
         )
     if strange := sorted(written - read):
         raise UnsupportedError(
-            f"{block} adds to {strange[0]} and reads another space, so that no copy of it can follow it; "
-            "leave layers there as they are"
+            f"{block} adds to {strange[0]} but reads another space, so it cannot be copied; do not change "
+            "the layers there"
         )
 
 
@@ -83,13 +83,13 @@ def output_init_of(recipe: Recipe, t: Tensor, made: TensorMap, beside: Collectio
     batch_norms = [other for other in writing if other.norm == module_kinds.BATCH]
     if batch_norms and (writing[0] in batch_norms or not any(b.kind == "weight" for b in batch_norms)):
         raise UnsupportedError(
-            f"{batch_norms[0].path} is to silence a new block, and has no weight or comes before what the "
-            f"block adds; let it write another space (`{batch_norms[0].line.pattern}  {t.line.writes[0]} -> "
-            "normed`), or leave layers out"
+            f"{batch_norms[0].path} cannot silence a new block, because it has no weight or comes "
+            "before what the block adds; make it write another space "
+            f"(`{batch_norms[0].line.pattern}  {t.line.writes[0]} -> normed`), or leave out layers"
         )
     if batch_norms and how == "cancel":
         raise UnsupportedError(
-            f'{batch_norms[0].path} is a batch norm, which blows up what cancels before it; use depth="zero"'
+            f'{batch_norms[0].path} is a batch norm, which amplifies what cancels before it; use depth="zero"'
         )
     if batch_norms:
         return "zero" if t.norm and t.kind in ("weight", "bias") else ""
@@ -98,7 +98,7 @@ def output_init_of(recipe: Recipe, t: Tensor, made: TensorMap, beside: Collectio
     axis = made.axes[t.roles.index("reads")]
     if axis is None or int(axis.growth.num_copies.min()) < 2:
         raise UnsupportedError(
-            f"{t.name} of a new block reads too few coordinates for two copies of each, so that nothing can "
-            'cancel; use depth="zero"'
+            f"{t.name} of a new block has too few inputs for two copies of each, so nothing can cancel; "
+            'use depth="zero"'
         )
     return "cancel"

@@ -71,11 +71,12 @@ def plan_expansion(
         raise FormatError(f"seed must be a whole number, found {shortened(seed)}; give e.g. 0")
     if not isinstance(recipe, Recipe):
         raise FormatError(
-            f"a recipe is a qsync.Recipe, found {type(recipe).__name__}; take qsync.recipe_of(model).to(...)"
+            f"recipe must be a qsync.Recipe, found {type(recipe).__name__}; "
+            "use qsync.recipe_of(model).to(...)"
         )
     if not recipe.target:
         raise FormatError(
-            f"the recipe {recipe.name} does not say what to grow to; use recipe.to(width=..., layers=...)"
+            f"the recipe {recipe.name} has no target sizes; use recipe.to(width=..., layers=...)"
         )
     return _Planner(model, recipe, split, depth, seed).plan()
 
@@ -135,7 +136,7 @@ class _Planner:
                 return known
         raise FormatError(
             f"`read` of the recipe {self.recipe.name} returned {shortened(read)}; it must return sizes by "
-            f"name, such as {'heads': 4}"
+            'name, such as {"heads": 4}'
         )
 
     def _extents(self) -> Iterator[Extent]:
@@ -159,8 +160,8 @@ class _Planner:
                 reads, writes = t.line.reads[0], t.line.writes[0]
                 if set(ATTENTION) & {reads, writes}:
                     raise UnsupportedError(
-                        f"{t.path} norms {reads} to {writes}, of which one goes by heads; where it norms "
-                        f"each head by itself, write `{t.line.pattern}  _ -> _`"
+                        f"{t.path} normalizes {reads} to {writes}, only one of which has heads; if it "
+                        f"normalizes each head separately, write `{t.line.pattern}  _ -> _`"
                     )
                 if t.norm == module_kinds.BATCH:
                     wanted.setdefault(reads, {}).setdefault(CIRCULAR, t.path)
@@ -173,9 +174,9 @@ class _Planner:
             small, large = self._size(space, self.small), self._size(space, self.large)
             if len(patterns) > 1 and large % small:
                 raise UnsupportedError(
-                    f"{' and '.join(patterns.values())} ask for another "
-                    f"rest of {space} each ({', '.join(patterns)}), as norms after the residual sum do: "
-                    f"{small} grows without loss to its multiples alone; give {large // small * small} or "
+                    f"{' and '.join(patterns.values())} need different fillings of {space} "
+                    f"({', '.join(patterns)}), as with norms after the residual sum: {small} can grow "
+                    f"losslessly only to its multiples; give {large // small * small} or "
                     f"{(large // small + 1) * small}"
                 )
             self.patterns[space] = next(iter(patterns))
@@ -185,13 +186,13 @@ class _Planner:
         for space in self.recipe.multiples:
             if size_name(self.recipe, space, self.norm_input) not in self.small:
                 raise FormatError(
-                    f"the recipe {self.recipe.name} has {space} among its `multiples`, and no line with it; "
-                    "name a space of its table"
+                    f"the recipe {self.recipe.name} lists {space} in `multiples`, but no line has it; name "
+                    "a space of its table"
                 )
             small, large = self._size(space, self.small), self._size(space, self.large)
             if large % small:
                 raise UnsupportedError(
-                    f"the recipe {self.recipe.name} says that {space} grows from {small} to multiples alone; "
+                    f"the recipe {self.recipe.name} allows {space} to grow from {small} only to multiples; "
                     f"give {large // small * small} or {(large // small + 1) * small}"
                 )
 
@@ -206,8 +207,8 @@ class _Planner:
             stated = [(head, other) for head, other in (pair, pair[::-1]) if head.line.is_tied_to(other.name)]
             if not stated:
                 raise MismatchError(
-                    f"{t.name} is {first}, and the recipe {self.recipe.name} does not say that they are "
-                    f"tied; end the line of one with `tied` and the other's module: {t.line.pattern} ... "
+                    f"{t.name} is tied to {first}, but the recipe {self.recipe.name} does not declare it; "
+                    f"end one's line with `tied` and the other's module: {t.line.pattern} ... "
                     f"tied {self.tensors[first].line.pattern}"
                 )
             if (pair[0].roles, pair[0].line.reads) == (pair[1].roles, pair[1].line.reads):
@@ -215,8 +216,8 @@ class _Planner:
             head, other = stated[0]
             if "reads" not in head.roles or "reads" in other.roles or FIXED not in head.line.writes:
                 raise UnsupportedError(
-                    f"{head.name} and {other.name} are one weight, and no embedding and the head that reads "
-                    "what it writes: no lossless expansion is known for that; untie them first"
+                    f"{head.name} and {other.name} share a weight, but are not an embedding and its head, "
+                    "for which no lossless expansion is known; untie them first"
                 )
             space = head.line.reads[0]
             small, large = self._size(space, self.small), self._size(space, self.large)
@@ -224,14 +225,14 @@ class _Planner:
             # The output of a batch norm is not divided: its fan-out is that of another space.
             if space not in self.norm_input or space in self.batch_norm_input:
                 raise UnsupportedError(
-                    f"{head.name} has the embeddings' weight and reads {space}, which no norm writes that "
-                    "could be divided by the number of copies; untie the weights first"
+                    f"{head.name} has the embeddings' weight and reads {space}, but no norm writes {space} "
+                    "to be divided by the number of copies; untie the weights first"
                 )
             beside = next((other.path for other in self.tensors.values() if _adds_or_norms(other, space)), "")
             if beside and self.divisors[space] > 1:
                 raise UnsupportedError(
                     f"{head.name} has the embeddings' weight and reads {space}, which cannot be divided by "
-                    f"the number of copies as {beside} adds to it or norms it; untie the weights first"
+                    f"the number of copies, because {beside} adds to it or norms it; untie them first"
                 )
 
     def _grows(self, t: Tensor) -> bool:

@@ -54,14 +54,14 @@ def norm_kind(module: torch.nn.Module, path: str) -> str | None:
     weight = getattr(module, "weight", None)
     if isinstance(module, torch.nn.GroupNorm):
         raise UnsupportedError(
-            f"{path} is a GroupNorm, for which no lossless expansion is known; keep what it reads as it is, "
-            f"with the line `{path}  _ -> _`"
+            f"{path} is a GroupNorm, for which no lossless expansion is known; keep its input fixed with "
+            f"the line `{path}  _ -> _`"
         )
     if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
         if isinstance(weight, torch.Tensor) and weight.ndim != 1:
             raise UnsupportedError(
-                f"{path} norms over {weight.ndim} axes at once, for which no lossless expansion is known; "
-                f"keep them as they are, with the line `{path}  _ -> _`"
+                f"{path} normalizes over {weight.ndim} axes at once, for which no lossless expansion is "
+                f"known; keep them fixed with the line `{path}  _ -> _`"
             )
         return LAYER if isinstance(module, torch.nn.LayerNorm) else RMS
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps_name(module) is None:
@@ -70,8 +70,8 @@ def norm_kind(module: torch.nn.Module, path: str) -> str | None:
     if kind is None:
         raise UnsupportedError(
             f"{path} ({type(module).__name__}) computes neither a layer norm nor an RMS norm of its rows, "
-            "times its weight; replace it by one that does (where it multiplies by 1 + weight, by one with "
-            f"that as its weight), or keep what it reads as it is, with the line `{path}  _ -> _`"
+            "times its weight; replace it by one that does (folding 1 + weight into its weight), or keep "
+            f"its input fixed with the line `{path}  _ -> _`"
         )
     return kind
 

@@ -158,8 +158,8 @@ def _line(row: str, recipe: str) -> Line:
     are_alike = all(len(names) == 1 or FIXED not in names for names in (reads, words))
     if not (arrow and pattern and words and are_names and are_alike):
         raise FormatError(
-            f"the recipe {recipe} has the line {shortened(row)}; write MODULE  READS -> WRITES, with `_` "
-            "alone for what does not grow and `tied MODULE` last where a weight may be shared"
+            f"the recipe {recipe} has the line {shortened(row)}; write MODULE  READS -> WRITES, with `_` for "
+            "a fixed space and `tied MODULE` at the end for a shared weight"
         )
     return Line(pattern, tuple(reads), tuple(words), tied)
 
@@ -167,12 +167,12 @@ def _line(row: str, recipe: str) -> Line:
 def check_unwrapped(model: torch.nn.Module) -> None:
     """Raise UnsupportedError for a wrapped model, FormatError for anything but a module."""
     if not isinstance(model, torch.nn.Module):
-        raise FormatError(f"a model to grow is a torch.nn.Module, found {type(model).__name__}; give that")
+        raise FormatError(
+            f"model must be a torch.nn.Module, found {type(model).__name__}; pass the module to grow"
+        )
     inner = {"DistributedDataParallel": "module", "DataParallel": "module", "AveragedModel": "module"}
     inner |= {"FullyShardedDataParallel": "module", "OptimizedModule": "_orig_mod"}
     for kind in type(model).__mro__:  # the result of qsync.hybrid is a subclass of DistributedDataParallel
         name = inner.get(kind.__name__, "")
         if name and isinstance(getattr(model, name, None), torch.nn.Module):
-            raise UnsupportedError(
-                f"a model in {type(model).__name__} is grown without it; give model.{name}"
-            )
+            raise UnsupportedError(f"a model in {type(model).__name__} cannot be grown; pass model.{name}")

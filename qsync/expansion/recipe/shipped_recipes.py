@@ -34,8 +34,8 @@ def _build(fields: Mapping[str, str]) -> Callable[[Any, Sizes], torch.nn.Module]
         types = set(getattr(config, "layer_types", None) or ())
         if len(types) > 1 and sizes["layers"] != model.config.num_hidden_layers:
             raise UnsupportedError(
-                f"the layers of {type(model).__name__} are of several kinds ({', '.join(sorted(types))}), "
-                "whose order another depth would change; grow the width alone"
+                f"the layers of {type(model).__name__} have several kinds ({', '.join(sorted(types))}), so "
+                "depth cannot grow; grow only the width"
             )
         if types:
             config.layer_types = list(types) * sizes["layers"] if len(types) == 1 else config.layer_types
@@ -43,15 +43,15 @@ def _build(fields: Mapping[str, str]) -> Callable[[Any, Sizes], torch.nn.Module]
         is_unscaled = not all(getattr(part, "scale_attn_weights", True) for part in model.modules())
         if is_unscaled and sizes["head_dim"] != model.config.n_embd // model.config.n_head:
             raise UnsupportedError(
-                f"attention of this {type(model).__name__} is not scaled by the width of its heads, so that "
-                "they cannot grow; give heads= in proportion to the width"
+                f"attention of this {type(model).__name__} is not scaled by the width of its heads, so "
+                "heads cannot become wider; give heads= in proportion to the width"
             )
         if (
             any(getattr(part, "scale_attn_by_inverse_layer_idx", False) for part in model.modules())
             and sizes["layers"] != model.config.n_layer
         ):
             raise UnsupportedError(
-                "attention is scaled by the number of its layer, which depth changes; grow the width alone"
+                "attention is scaled by its layer's number, so depth cannot grow; grow only the width"
             )
         return _made(model, config)
 
@@ -259,6 +259,6 @@ def recipe_of(model: torch.nn.Module) -> Recipe:
         family = FAMILIES[name]
         return family if isinstance(family, Recipe) else family(model)
     raise UnsupportedError(
-        f"qsync has no recipe for {type(model).__name__}; it has those of {', '.join(FAMILIES)}: write one "
+        f"qsync has no recipe for {type(model).__name__}; only for {', '.join(FAMILIES)}: write one "
         "(qsync.Recipe), let qsync.derive_recipe propose one, or give the class an attribute `recipe`"
     )

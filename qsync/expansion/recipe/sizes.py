@@ -48,8 +48,8 @@ def small_sizes(
     if any(set(e.spaces) & set(ATTENTION) for e in grown):
         if "heads" not in found:
             raise UnsupportedError(
-                f"the recipe {recipe.name} has attention, and does not say how many heads: let its `read` "
-                "return "
+                f"the recipe {recipe.name} has attention, but the number of heads is unknown: make its "
+                "`read` return "
                 '{"heads": ...} (and "kv_heads", where they are fewer)'
             )
         found.setdefault("kv_heads", found["heads"])
@@ -82,8 +82,8 @@ def _solve_size(recipe: Recipe, extent: Extent, found: dict[str, int], norm_inpu
             f"{name} {found.get(name, '?')}" + (f" x {num}" if num > 1 else "") for name, num in unit.items()
         )
         raise MismatchError(
-            f"{extent.parameter} has an axis of {extent.length}, which the recipe {recipe.name} says is "
-            f"{', '.join(extent.spaces)} ({sizes}); correct that line of the recipe, or the sizes it reads"
+            f"{extent.parameter} has an axis of {extent.length}, but the recipe {recipe.name} has "
+            f"{', '.join(extent.spaces)} there ({sizes}); correct that line of the recipe, or its sizes"
         )
 
 
@@ -97,14 +97,14 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int], stated: Collection[st
     for name, size in asked.items():
         if name not in small:
             known = ", ".join(sorted({*small, *(["layers"] if recipe.blocks else [])}))
-            raise UnsupportedError(f"{recipe.name} has no size {shortened(name)} to grow; it has {known}")
+            raise UnsupportedError(f"{recipe.name} has no size {shortened(name)}; choose from {known}")
         if not isinstance(size, int):
             raise UnsupportedError(
                 f"{name} must be a single size, found {shortened(size)}; give one whole number"
             )
         if size < small[name]:
             raise UnsupportedError(
-                f"{name} would shrink from {small[name]} to {size}, and nothing that shrinks keeps its "
+                f"{name} would shrink from {small[name]} to {size}, which does not keep the model's "
                 f"function; give {small[name]} or more"
             )
     target = {**small, **asked}
@@ -113,15 +113,15 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int], stated: Collection[st
         _default_heads(small, target, asked, recipe.sizes.get("stream", "stream"), is_free)
         if recipe.rotary and target[WIDTH_OF_HEADS] != small[WIDTH_OF_HEADS]:
             raise UnsupportedError(
-                f"heads of {recipe.name} are rotated by position, so that they cannot grow from "
-                f"{small[WIDTH_OF_HEADS]} to {target[WIDTH_OF_HEADS]} without loss; grow heads= instead"
+                f"heads of {recipe.name} are rotated by position, so they cannot grow losslessly from "
+                f"{small[WIDTH_OF_HEADS]} to {target[WIDTH_OF_HEADS]}; grow heads= instead"
             )
     for name, lead in recipe.follows.items():
         if name in small and lead in small and name not in asked:
             if small[name] * target[lead] % small[lead]:
                 raise UnsupportedError(
                     f"{name} {small[name]} cannot keep its ratio to {lead} at {target[lead]}; give {name}= "
-                    "of your own"
+                    "explicitly"
                 )
             target[name] = small[name] * target[lead] // small[lead]
     return target
@@ -139,15 +139,15 @@ def _default_heads(
         each = target["head_dim"]
         if target[width] % each:
             raise UnsupportedError(
-                f"{width} {target[width]} is no whole number of heads of {each}; give heads= and head_dim=, "
-                f"or a multiple of {each}"
+                f"{width} {target[width]} is not a multiple of the head width {each}; give heads= and "
+                f"head_dim=, or a multiple of {each}"
             )
         target["heads"] = target[width] // each
     elif spans and not is_free:
         if target[width] % target["heads"] or target[width] // target["heads"] < small["head_dim"]:
             each = small["head_dim"]
             raise UnsupportedError(
-                f"{target['heads']} heads, of {each} at least, do not make up {width} {target[width]}; give "
+                f"{target['heads']} heads of at least {each} do not add up to {width} {target[width]}; give "
                 f"{width}={target['heads'] * each}, or other heads="
             )
         target["head_dim"] = target[width] // target["heads"]

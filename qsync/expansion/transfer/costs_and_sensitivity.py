@@ -77,8 +77,8 @@ def carry_sensitivity(
     _check_kinds(small_graph, big_graph, plan)
     if sensitivity.graph_hash != small_graph.hash:
         raise MismatchError(
-            f"the sensitivity was gathered for graph {sensitivity.graph_hash}, and the small model is "
-            f"{small_graph.model} with graph {small_graph.hash}; give the graph that it was gathered for"
+            f"the sensitivity belongs to graph {sensitivity.graph_hash}, but the small model "
+            f"{small_graph.model} has graph {small_graph.hash}; give the sensitivity's own graph"
         )
     origins = _origins(small_graph, big_graph, plan)
     gain = gradient_gain(plan)
@@ -87,8 +87,8 @@ def carry_sensitivity(
         origin = origins.get(op.name)
         if origin is None or origin.name not in sensitivity.omega:
             raise MismatchError(
-                f"{op.name} of the grown model comes from no operator that the sensitivity knows; capture "
-                "both models with the same inputs, and gather the small one's sensitivity again"
+                f"{op.name} of the grown model has no counterpart in the sensitivity; capture both models "
+                "with the same inputs, and run qsync.sensitivity on the small one again"
             )
         factor = gain * (1.0 + _rounding(op, plan)) / 2.0
         omega[op.name] = {p: factor * value for p, value in _before(sensitivity, origin)}
@@ -206,8 +206,8 @@ def _check(graph: OpGraph, shapes: Mapping[str, tuple[int, ...]], which: str) ->
         if value.shape != wanted:
             planned = f"shape {wanted}" if wanted else "no such parameter"
             raise MismatchError(
-                f"the graph of the {which} model has {value.name} of shape {value.shape}, and the expansion "
-                f"plan has {planned}; give the graphs of the model planned for and of what it grew to"
+                f"the graph of the {which} model has {value.name} of shape {value.shape}, but the expansion "
+                f"plan has {planned}; give the graphs of the planned small and grown models"
             )
 
 

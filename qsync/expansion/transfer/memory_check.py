@@ -100,8 +100,8 @@ def check_growth(
             lower_too = f" and {_size(fit.least_bytes)} in {fit.least_in}" if fit.least_in != "fp32" else ""
             raise InfeasibleError(
                 f"{fit.device_class}: a step of the grown {graph.model} ({num:,} parameters) needs "
-                f"{_size(fit.fp32_bytes)} in FP32{lower_too}, and its memory is {_size(fit.budget_bytes)}; "
-                "grow less, take a smaller batch, or give the class more memory"
+                f"{_size(fit.fp32_bytes)} in FP32{lower_too}, but its memory is {_size(fit.budget_bytes)}; "
+                "grow less, use a smaller batch, or give the class more memory"
             )
     return found
 
@@ -136,7 +136,7 @@ def _optimizer_bytes(model: torch.nn.Module, make_optimizer: MakeOptimizer) -> i
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise UnsupportedError(
             f"make_optimizer's optimizer cannot take a step on the meta device ({shortened(error)}); "
-            "give one that keeps as much, without fused=True, as torch.optim.AdamW does"
+            "give an optimizer with equal state that can, such as torch.optim.AdamW without fused=True"
         ) from error
     return state_bytes(optimizer, trained)
 
@@ -177,7 +177,7 @@ def _cluster_like_here(model: torch.nn.Module, budgets: Mapping[str, int]) -> Cl
     The device of a model on the meta device is the CPU.
     """
     if not budgets:
-        raise FormatError("there is no budget to check; give a cluster, or bytes by device class")
+        raise FormatError("budgets is empty; give a cluster, or bytes by device class")
     if not isinstance(budgets, Mapping):
         raise FormatError(
             f"budgets must be a cluster or bytes by device class, found {shortened(budgets)}; give "
