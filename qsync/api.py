@@ -109,7 +109,7 @@ def profile(
     """
     if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise CalibrationError(
-            f"rounds must be at least 1, found {shortened(rounds)}; leave it out for as many as needed"
+            f"rounds must be at least 1, found {shortened(rounds)}; leave it out to let qsync choose"
         )
     if not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise CalibrationError(f"seconds must be a number of at least 0, found {shortened(seconds)}")
@@ -179,7 +179,7 @@ def sensitivity(
     """
     if indicator not in INDICATORS:
         close, known = nearest(str(indicator), INDICATORS), ", ".join(INDICATORS)
-        raise UnsupportedError(f"there is no indicator {shortened(indicator)}{close}; choose one of {known}")
+        raise UnsupportedError(f"unknown indicator {shortened(indicator)}{close}; choose one of {known}")
     if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
         raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
     if not isinstance(batches, Iterable):
@@ -285,8 +285,8 @@ def _in_fp32(model: torch.nn.Module) -> Iterator[None]:
             if isinstance(error, CalibrationError) and not isinstance(error.__cause__, RuntimeError):
                 raise  # an error of the data; other errors mean that torch could not run the first call
             raise CalibrationError(
-                f"{type(model).__name__} does not run with its weights in FP32, from which its sensitivity "
-                f'is measured ({shortened(error, quote=False)}); load it in FP32, and give base="bf16"'
+                f"{type(model).__name__} fails with its weights in FP32, which the sensitivity "
+                f'needs ({shortened(error, quote=False)}); load it in FP32, and give base="bf16"'
             ) from error
         finally:
             for tensor, data in zip(tensors, before, strict=True):
@@ -317,7 +317,7 @@ def _measurable(
     for precision in calibration.precisions:
         if precision not in kernels.precisions():
             known = ", ".join(kernels.precisions())
-            raise UnsupportedError(f"{kernels.device} has no {precision} to measure; it has {known}")
+            raise UnsupportedError(f"{kernels.device} cannot run {precision}; choose from {known}")
     return calibration
 
 
@@ -479,8 +479,8 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise CalibrationError(
-            f"no parameter of {type(model).__name__} requires a gradient, so that nothing would be trained; "
-            "unfreeze what trains (requires_grad_())"
+            f"no parameter of {type(model).__name__} requires a gradient; unfreeze the parameters to train "
+            "(requires_grad_())"
         )
     return trained
 
@@ -491,7 +491,7 @@ def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) ->
     Raises CalibrationError for an empty batch, FormatError for a loss_fn with another signature.
     """
     if batch is None:
-        raise CalibrationError("there is no example batch; pass one real batch, as the model is trained on")
+        raise CalibrationError("the example batch is missing; pass one real training batch")
     if any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in tree_leaves(batch)):
         batch = tree_map(_saved_for_backward, batch)  # otherwise the user's own object
     args, kwargs = call_arguments(batch)
@@ -525,6 +525,6 @@ def _check_loss_fn(loss_fn: Callable[..., object]) -> None:
         fits = True
     if not fits:
         raise FormatError(
-            f"loss_fn takes a model and a batch, found {shortened(loss_fn)}; give, for example, "
+            f"loss_fn must take a model and a batch, found {shortened(loss_fn)}; give, for example, "
             "lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
         )

@@ -129,8 +129,8 @@ class NothingToLowerError(TracingError):
 def not_called(name: str = "the model") -> TracingError:
     """Return the error for a loss that never calls the model of this name."""
     return TracingError(
-        f"the loss calls parts of {name}, and never {name} itself, whose forward is what is lowered; call "
-        "the model in it, or give the part that it calls"
+        f"the loss calls parts of {name}, but never {name} itself; call the model in loss_fn, or pass the "
+        "part that the loss calls"
     )
 
 

@@ -65,7 +65,7 @@ def test_profiles_under_each_other_s_names_are_refused():
 
 @pytest.mark.parametrize("folder", [5, "a\0b"])
 def test_a_cache_folder_that_is_no_path_is_refused(folder):
-    with pytest.raises(FormatError, match="cache_dir is the path of a folder"):
+    with pytest.raises(FormatError, match="cache_dir must be the path of a folder"):
         cache_folder(folder)
 
 
@@ -95,7 +95,7 @@ class Pair(torch.nn.Module):
 
 
 def test_a_loss_that_calls_parts_alone_is_refused():
-    batch, words = torch.randn(4, 8), "the loss calls parts of .* and never"
+    batch, words = torch.randn(4, 8), "the loss calls parts of .*, but never"
 
     def loss(model, x):
         return model.judge(model.maker(x)).mean()
@@ -198,7 +198,7 @@ def test_what_makes_no_optimizer_and_no_list_of_batches_is_refused():
         qsync.profile(layer, ROWS, squared, device_class="infer", **given)
     with pytest.raises(CalibrationError, match="batches must be a list of batches, found None"):
         qsync.sensitivity(layer, None, squared)
-    with pytest.raises(UnsupportedError, match="there is no indicator None"):
+    with pytest.raises(UnsupportedError, match="unknown indicator None"):
         qsync.sensitivity(layer, [ROWS], squared, indicator=None)
     assert qsync.sensitivity(layer, (ROWS for _ in range(1)), squared).omega
 
@@ -206,9 +206,9 @@ def test_what_makes_no_optimizer_and_no_list_of_batches_is_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"emulated_share": math.nan}, r"emulated_share must lie in \(0, 1\], found nan"),
-        ({"emulated_share": 0.0}, r"emulated_share must lie in \(0, 1\], found 0.0"),
-        ({"emulated_share": "x" * 5000}, r"emulated_share must lie in .*\(5000 characters\)"),
+        ({"emulated_share": math.nan}, r"emulated_share must be in \(0, 1\], found nan"),
+        ({"emulated_share": 0.0}, r"emulated_share must be in \(0, 1\], found 0.0"),
+        ({"emulated_share": "x" * 5000}, r"emulated_share must be in .*\(5000 characters\)"),
         ({"device_class": ""}, "device_class must be a name, found ''"),
         ({"device_class": 3}, "device_class must be a name, found 3"),
         ({"bucket_cap_mb": math.nan}, "bucket_cap_mb must be positive, found nan"),

@@ -181,7 +181,7 @@ def test_what_cannot_be_drawn_is_said_and_leaves_no_file(tmp_path):
         timeline_figure.timelines([], path, simulated=True)
     with pytest.raises(QSyncError, match="'sleep'; use one of loading, host"):
         timeline_figure.timelines([{"label": "rank 0", "events": [("sleep", 0, 1)]}], path, simulated=True)
-    with pytest.raises(QSyncError, match=r"pictures are PNG files, found .*; end the name in \.png"):
+    with pytest.raises(QSyncError, match=r"the picture's name must end in \.png, found .*; rename it"):
         memory.steps(filled(), tmp_path / "a.svg")
     assert not list(tmp_path.iterdir())
 

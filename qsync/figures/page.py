@@ -74,7 +74,9 @@ class Measured:
         """Read the demo's measurements from its figures.json `content`; losses are averaged over seeds."""
         runs = content.get("runs", {})
         if not isinstance(runs, Mapping) or not all(isinstance(run, Mapping) for run in runs.values()):
-            raise FormatError("figures.json is none of qsync demo's: it has no runs by name; remove it")
+            raise FormatError(
+                "figures.json is not an output of qsync demo, because it has no runs by name; remove it"
+            )
         curves = {
             run.get("title", name): list(enumerate(map(fmean, zip(*run["training_losses"], strict=True))))
             for name, run in runs.items() if run.get("training_losses")
@@ -101,7 +103,7 @@ def check_available() -> None:
 def check_path(path: object, name: str) -> None:
     """Raise FormatError unless a path ends in .html."""
     if not isinstance(path, (str, Path)) or Path(path).suffix != ".html":
-        raise FormatError(f"{name} is the path of a page, found {shortened(str(path))}; end it in .html")
+        raise FormatError(f"{name} must end in .html, found {shortened(str(path))}; rename it")
 
 
 def write(path: str | Path, plan: Plan, basis: Basis, measured: Measured | None = None) -> Path:

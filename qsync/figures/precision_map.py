@@ -32,7 +32,8 @@ def allocation(
     ops = [op.name for op in graph.adjustable]
     if not ops:
         raise QSyncError(
-            f"{graph.model} has no operator whose precision can be chosen; there is nothing to draw"
+            f"{graph.model} has no operator whose precision can be chosen; give the graph of a model with "
+            "products"
         )
     classes = list(plan.classes)
     width = min(16.0, max(7.0, 2.5 + 0.22 * len(ops)))

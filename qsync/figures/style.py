@@ -60,7 +60,7 @@ def save_png(figure: Figure, path: str | Path, dpi: int = 150) -> Path:
     Raises FormatError unless the name ends in .png.
     """
     if Path(path).suffix.lower() != ".png":
-        raise FormatError(f"pictures are PNG files, found {shortened(str(path))}; end the name in .png")
+        raise FormatError(f"the picture's name must end in .png, found {shortened(str(path))}; rename it")
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=dpi, facecolor="white")
     return write_bytes(path, drawn.getvalue())

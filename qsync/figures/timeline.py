@@ -52,7 +52,7 @@ def timelines(
     >>> timelines([{"label": "rank 0", "events": [("forward", 0.0, 0.25)]}], "timeline.png", simulated=False)
     """
     if not lanes:
-        raise QSyncError("there is no rank to draw a timeline of; give at least one lane")
+        raise QSyncError("the timeline has no ranks; give at least one lane")
     figure = Figure(figsize=(11, 1.7 + 0.85 * len(lanes)), layout="constrained")
     axes = figure.subplots()
     for position, lane in enumerate(lanes):

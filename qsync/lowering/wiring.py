@@ -119,15 +119,15 @@ class Wiring:
         kind = self.ops[i].kind
         if precision not in PRECISIONS_BY_KIND[kind]:
             known = ", ".join(PRECISIONS_BY_KIND[kind])
-            raise FormatError(f"{name}: there is no {precision} kernel for {kind}; choose one of {known}")
+            raise FormatError(f"{name} ({kind}) has no {precision} kernel; choose one of {known}")
 
     def check_saving(self, name: str) -> None:
         """Raise MismatchError unless an operator of this name can save less for backward."""
         i = self.position.get(name)
         if i is None or not can_save_less(self.ops[i]):
             raise MismatchError(
-                f"the graph of {self.model} has no operator {shortened(name)} that could save less; those "
-                f"are following operators of the kinds {', '.join(FORMS)}"
+                f"the graph of {self.model} has no operator {shortened(name)} that can save less; choose "
+                f"following operators of the kinds {', '.join(FORMS)}"
             )
 
 

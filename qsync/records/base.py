@@ -32,8 +32,8 @@ def parse_base(text: str) -> Precision:
     precision = Precision.parse(text)
     if precision not in BASES:
         raise FormatError(
-            f"{shortened(text, quote=False)} is no base precision: choose one of {', '.join(BASES)}; "
-            "lower precisions are what a plan chooses"
+            f"{shortened(text, quote=False)} is not a base precision: choose one of {', '.join(BASES)}; the "
+            "plan chooses lower precisions itself"
         )
     return precision
 
@@ -48,7 +48,7 @@ def check_base(base: Precision, known: Collection[Precision]) -> None:
     """Raise UnsupportedError for a base that no device of a job has in hardware."""
     if base not in known:
         raise UnsupportedError(
-            f"no device here multiplies {base} in hardware; choose another base, one of {', '.join(known)}"
+            f"no device here has {base} in hardware; choose one of {', '.join(known)} as base"
         )
 
 

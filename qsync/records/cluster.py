@@ -96,7 +96,7 @@ class Cluster(Record):
             if device_class.name == name:
                 return device_class
         known = shortened(", ".join(device_class.name for device_class in self.classes), 160, quote=False)
-        raise FormatError(f"no device class {shortened(name)} in this cluster; it has {known}")
+        raise FormatError(f"the cluster has no device class {shortened(name)}; choose from {known}")
 
     def with_memory(self, budgets: Mapping[str, int]) -> Cluster:
         """Return this cluster with other memory for some classes: name -> bytes.
@@ -136,11 +136,13 @@ class Cluster(Record):
             if Precision.FP32 not in device_class.precisions:
                 raise FormatError(f"{where}, {shortened(name)}: precisions must include 'fp32'; add it")
         if (self.between is None) != (self.num_hosts == 1):
-            raise FormatError(f"{where}: num_hosts and a [between] link go together; give both or neither")
+            raise FormatError(
+                f"{where}: num_hosts and a [between] link need each other; give both or neither"
+            )
         if self.num_hosts > self.num_ranks:
             raise FormatError(
-                f"{where}: {shortened(self.num_ranks)} ranks do not divide evenly among "
-                f"{shortened(self.num_hosts)} hosts; give fewer hosts"
+                f"{where}: {shortened(self.num_hosts)} hosts for {shortened(self.num_ranks)} ranks; "
+                "give fewer hosts"
             )
 
     @classmethod
@@ -150,7 +152,7 @@ class Cluster(Record):
         try:
             return cls.from_json(tomllib.loads(text), where=str(path))
         except tomllib.TOMLDecodeError as error:
-            raise FormatError(f"{path}: not valid TOML, {shortened(error)}; mend that line") from error
+            raise FormatError(f"{path}: not valid TOML ({shortened(error)}); correct that line") from error
         # Nested too deeply, or a number with thousands of digits
         except (RecursionError, ValueError) as error:
             raise FormatError(
@@ -173,5 +175,7 @@ def _completed(entry: Any, where: str) -> Any:
     for text in asked if isinstance(asked, (list, tuple)) else ():
         if text not in list(sheet.precisions):
             known = ", ".join(sheet.precisions)
-            raise FormatError(f"{where}: {sheet.name} has no {shortened(text, quote=False)}; it has {known}")
+            raise FormatError(
+                f"{where}: {sheet.name} does not support {shortened(text, quote=False)}; choose from {known}"
+            )
     return {**found, "datasheet": sheet.name}

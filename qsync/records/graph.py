@@ -176,8 +176,8 @@ class OpGraph(FileRecord):
             missing = [name for name in (*op.inputs, *op.kept) if name not in known]
             if missing:
                 raise FormatError(
-                    f"graph: operator {shortened(op.name)} reads {shortened(missing[0])}, which nothing "
-                    "before it makes; capture the model again"
+                    f"graph: operator {shortened(op.name)} reads {shortened(missing[0])}, which no earlier "
+                    "operator computes; capture the model again"
                 )
             if op.role is Role.ADJUSTABLE and op.kind not in PRECISIONS_BY_KIND:
                 raise FormatError(

@@ -48,7 +48,7 @@ def encoded(text: str, place: str) -> bytes:
     except UnicodeEncodeError as error:
         before = shortened(text[max(error.start - 30, 0) : error.start])
         raise FormatError(
-            f"{place} has half of a character, {text[error.start]!r}, after {before}; write the file anew"
+            f"{place} has an invalid character {text[error.start]!r} after {before}; write the file again"
         ) from error
 
 
@@ -69,7 +69,9 @@ def read_text(path: str | Path, expected: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except TypeError:
-        raise FormatError(f"a path is a string or a Path, found {shortened(path)}; give a file's") from None
+        raise FormatError(
+            f"a path must be a string or a Path, found {shortened(path)}; give the path of a file"
+        ) from None
     except OSError as error:
         raise FormatError(f"cannot read {path}: {error.strerror or error}; check the path") from error
     except UnicodeDecodeError as error:
@@ -87,9 +89,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
             "file again"
         ) from error
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number with thousands of digits
-        raise FormatError(
-            f"{path} is no file that qsync wrote ({shortened(error)}); write it anew"
-        ) from error
+        raise FormatError(f"{path} is not a file of qsync ({shortened(error)}); write it again") from error
     if not isinstance(value, dict):
         raise FormatError(
             f"{path} holds a JSON {type(value).__name__}, not an object; give a file that qsync wrote"
@@ -108,7 +108,7 @@ def check_folder(option: str, folder: Path) -> None:
             pass
     except OSError as error:
         raise FormatError(
-            f"{option} {folder} cannot be written ({error.strerror or error}); name another folder"
+            f"{option} {folder} is not writable ({error.strerror or error}); name another folder"
         ) from error
 
 

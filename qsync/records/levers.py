@@ -112,5 +112,7 @@ def samples_of(graph: OpGraph) -> int:
     shape = next((value.shape for value in graph.inputs if value.kind == "batch" and value.shape), None)
     if shape is None:
         model = shortened(graph.model, quote=False)
-        raise FormatError(f"no tensor of a batch enters {model}, so it has no samples to share out")
+        raise FormatError(
+            f"{model} has no batch tensor as input, so its samples cannot be counted; capture it on a batch"
+        )
     return shape[0]

@@ -44,7 +44,7 @@ class Basis:
         folder = Path(folder)
         if not (folder / "graph.json").is_file():
             raise FormatError(
-                f"{folder} has no graph.json: give a folder that qsync demo or qsync.hybrid wrote"
+                f"{folder} has no graph.json: give an output folder of qsync demo or qsync.hybrid"
             )
         if cluster is None:
             cluster = Cluster.from_json(
@@ -64,8 +64,8 @@ def _check_name(path: Path, device_class: str, name: str) -> None:
     """Raise MismatchError for another class's profile under a class's file name."""
     if device_class != name:
         raise MismatchError(
-            f"{path} is the profile of {shortened(device_class)}, not of {name}; put the right one there, or "
-            "give its device_class this name if both are the same device"
+            f"{path} is the profile of {shortened(device_class)}, not of {name}; replace it, or change its "
+            "device_class if both are the same device"
         )
 
 

@@ -95,8 +95,8 @@ class Plan(FileRecord):
         if device_class not in self.classes:
             known = ", ".join(self.classes)
             raise MismatchError(
-                f"the plan has no device class {shortened(device_class)}, it was made for "
-                f"{shortened(known, most=160, quote=False)}; name one of these, or plan again"
+                f"the plan has no device class {shortened(device_class)}; name one of "
+                f"{shortened(known, most=160, quote=False)}, or plan again"
             )
         return self.classes[device_class]
 
@@ -145,7 +145,7 @@ class Plan(FileRecord):
                     if op in unreached:
                         continue
                     raise MismatchError(
-                        f"the plan for {where} assigns {shortened(op)}, which {model} does not have"
+                        f"the plan for {where} assigns {shortened(op)}, which {model} lacks"
                         f"{nearest(op, names)}; plan again for this model"
                     )
                 if precision not in PRECISIONS_BY_KIND[names[op]]:
@@ -156,7 +156,7 @@ class Plan(FileRecord):
             missing = [op for op in names if op not in class_plan.assignment]
             if missing:
                 raise MismatchError(
-                    f"the plan for {where} says nothing of {shortened(missing[0])} and "
+                    f"the plan for {where} lacks {shortened(missing[0])} and "
                     f"{len(missing) - 1} more operators of {model}; plan again for this model"
                 )
             if not unreached:
@@ -164,8 +164,8 @@ class Plan(FileRecord):
         if self.graph_hash != graph.hash and not unreached:
             raise MismatchError(
                 f"the plan was made for {shortened(self.model, quote=False)} with graph "
-                f"{shortened(self.graph_hash, quote=False)}, this model is {model} with graph {graph.hash}; "
-                "plan again for this model"
+                f"{shortened(self.graph_hash, quote=False)}, but this model is {model} with graph "
+                f"{graph.hash}; plan again for this model"
             )
 
     def pin(self, pattern: str, precision: str | Precision) -> Plan:
@@ -266,8 +266,8 @@ def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> 
         if pattern != "*" and not ops_that_save_less(graph, [pattern]):
             known = {op.name: op.kind for op in graph.ops if can_save_less(op)}
             raise MismatchError(
-                f"the plan for {where} lets {shortened(pattern)} save less, but no operator of "
-                f"{model} that can matches{nearest(pattern, known)}"
+                f"the plan for {where} makes {shortened(pattern)} save less, but it matches no operator of "
+                f"{model} that can{nearest(pattern, known)}; plan again for this model"
             )
 
 

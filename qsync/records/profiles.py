@@ -195,15 +195,14 @@ class Profile(FileRecord):
                 for model, h in ((self.model, self.graph_hash), (graph.model, graph.hash))
             )
             raise MismatchError(
-                f"the profile of {name} was measured for another model ({mine}; this one is "
+                f"the profile of {name} belongs to another model ({mine}; this one is "
                 f"{other}{self._other_operators(graph)}); {MEASURE_AGAIN}"
             )
         if (self.setting.captured if self.setting else self.shapes_hash) != graph.shapes_hash:
             sides = f" ({shown_shapes(self.batch)}, this one is {shown_shapes(graph.batch_shapes)})"
             raise MismatchError(
-                f"the profile of {name} was measured for another batch shape"
-                f"{sides if self.batch else ''}; capture and profile with the same example batch, or "
-                "take it as what-if with --force"
+                f"the profile of {name} belongs to another batch shape{sides if self.batch else ''}; capture "
+                "and profile with the same example batch, or accept it as a what-if with --force"
             )
 
     def _other_operators(self, graph: OpGraph) -> str:
@@ -245,8 +244,8 @@ class Profile(FileRecord):
                 for share in shares
             )
             raise MismatchError(
-                f"the profile of {name} was measured on {found}, the class is {wanted}; "
-                "give the class the same, or measure it again with qsync.profile"
+                f"the profile of {name} was measured on {found}, but the class is {wanted}; correct the "
+                "class, or measure again with qsync.profile"
             )
 
     def what_if(self, graph: OpGraph) -> Profile:
@@ -306,7 +305,7 @@ def check_versions(profiles: Mapping[str, Profile]) -> None:
         for version, name in known.items():
             if what == "qsync" and version != _minor(qsync.__version__):
                 raise MismatchError(
-                    f"the profile of {name} was measured with qsync {version}, and this is qsync "
+                    f"the profile of {name} was measured with qsync {version}, but this is qsync "
                     f"{qsync.__version__}; {MEASURE_AGAIN}"
                 )
         if len(known) > 1:
@@ -354,6 +353,6 @@ class Sensitivity(FileRecord):
             return self.omega[op][precision]
         except KeyError:
             raise MismatchError(
-                f"no sensitivity of {shortened(op, quote=False)} at {precision}; "
-                "gather it again with qsync.sensitivity"
+                f"the sensitivity of {shortened(op, quote=False)} at {precision} is missing; run "
+                "qsync.sensitivity again"
             ) from None

@@ -103,8 +103,8 @@ def without_header(value: Mapping[str, Any], kind: str, version: int = 1) -> dic
         raise FormatError(f"expected a {kind} file, found {shortened(found)}; give a {kind} file")
     if value.get("version") != version:
         raise FormatError(
-            f"this {kind} file has version {shortened(value.get('version'))}, this qsync reads "
-            f"version {version}; write it anew, or use the qsync that wrote it"
+            f"this {kind} file has version {shortened(value.get('version'))}, but this qsync reads version "
+            f"{version}; write it again, or use the qsync that wrote it"
         )
     return {name: item for name, item in value.items() if name not in ("kind", "version")}
 
@@ -148,7 +148,9 @@ def as_record(value: Any, kind: type[T], where: str) -> T:
         encoded(json.dumps(value, ensure_ascii=False, default=str, skipkeys=True), where)
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise FormatError(f"{_reason(value, kind, where, error)}; mend it or write the file anew") from None
+        raise FormatError(
+            f"{_reason(value, kind, where, error)}; correct it or write the file again"
+        ) from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number with thousands of digits
         raise FormatError(f"{where} cannot be read ({shortened(error)}); write the file again") from None
 

@@ -25,8 +25,8 @@ def recompute(model: torch.nn.Module, paths: Sequence[str]) -> None:
     for path in paths:
         if path not in modules:
             raise MismatchError(
-                f"the plan recomputes {shortened(path)}, which {type(model).__name__} does not have; "
-                "plan again for this model"
+                f"the plan recomputes {shortened(path)}, which {type(model).__name__} lacks; plan again for "
+                "this model"
             )
     for module in modules.values():
         forward = module.__dict__.get("forward")

@@ -125,7 +125,7 @@ class PlannedForward(ReplacedForward):
 
                 return dynamo_bypassing_wrapper(self._lowering, plain, *args, **kwargs)
         elif torch._C._get_tracing_state() is not None:
-            raise not_exported(type(self.module).__name__, "torch.jit traces no kernels of qsync's")
+            raise not_exported(type(self.module).__name__, "torch.jit cannot trace qsync's kernels")
         return self._call(*args, **kwargs)
 
     def _export(self, *args: Any, **kwargs: Any) -> Any:

@@ -292,7 +292,7 @@ class Program:
         if segment.nested:
             raise not_exported(name, "it computes activations again in backward")
         if whole := called.keys() & _WHOLE_ATTENTION:
-            raise not_exported(name, f"torch.compile takes {min(whole)} for one call (torch.export does not)")
+            raise not_exported(name, f"torch.compile treats {min(whole)} as one call (torch.export does not)")
         graph = join([segment], name)
         if not graph.adjustable:
             raise nothing_to_lower(self.model, graph_breaks(), graph.ops)
@@ -361,8 +361,8 @@ class Program:
         dtype = autocast_type(self.device)
         if self._base is not None and dtype is not None and dtype != self._base:
             raise UnsupportedError(
-                f"torch.autocast is on in {dtype}, and the model was planned above {self._base}: give "
-                f"base={dtype!r} to qsync.hybrid, plan or wrap, or call the model outside of autocast"
+                f"torch.autocast is on in {dtype}, but the plan's base is {self._base}: give base={dtype!r} "
+                "to qsync.hybrid, plan or wrap, or call the model outside of autocast"
             )
         return dtype is not None
 
@@ -407,7 +407,7 @@ class Program:
         note_copies()
         if not self._ran and (reason := why_untraced()):
             raise TracingError(
-                f"{self.name} ran without its kernels: {reason}; call it without that, or "
+                f"{self.name} ran without qsync's kernels ({reason}); remove the cause, or call "
                 "qsync.unwrap(model) first"
             )
         return result

@@ -31,6 +31,6 @@ def restored(kind: str, *data: Any) -> Any:
         raise ValueError(kind)
     except (AttributeError, FormatError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
-            f"the model was saved by another version of qsync ({shortened(error)}); load it there, and save "
-            "its state_dict"
+            f"the model was saved by another version of qsync ({shortened(error)}); load it with that "
+            "version, and save its state_dict"
         ) from error

@@ -45,7 +45,7 @@ class Block:
         if unknown:
             where = f"{self.path}." if self.path else ""
             raise MismatchError(
-                f"the plan says nothing of {where}{unknown[0]} in the sharded {graph.model}; plan the model "
+                f"the plan lacks {where}{unknown[0]} of the sharded {graph.model}; plan the model "
                 "before fully_shard"
             )
 

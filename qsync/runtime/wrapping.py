@@ -67,7 +67,7 @@ class Wrapping:
         if isinstance(plan, str):
             precision = Precision.parse(plan)
             if own_base is not None and precision != own_base and not is_below(precision, own_base):
-                raise FormatError(f"{precision} is not below the base {own_base}; leave one of them out")
+                raise FormatError(f"{precision} is not below the base {own_base}; leave out one of them")
             own_base = own_base or (precision if precision in BASES else Precision.FP32)
             return make(precision, None, device_class or "", save_less, own_base)
         if not isinstance(plan, Plan):
@@ -78,7 +78,8 @@ class Wrapping:
         if device_class is None:
             if len(plan.classes) > 1:
                 raise UnsupportedError(
-                    f"name the device class of this rank: device_class= one of {', '.join(plan.classes)}"
+                    "the plan has several device classes; give device_class= one of "
+                    f"{', '.join(plan.classes)}"
                 )
             device_class = next(iter(plan.classes))
         own = plan[device_class]  # raises MismatchError for an unknown class
@@ -133,7 +134,7 @@ class Wrapping:
                 check_base(self.base, bases_of(kernels.device.type, available))
             if (self.precision or self.base) not in available:
                 raise UnsupportedError(
-                    f"{kernels.device} has no {self.precision}; it has {', '.join(available)}"
+                    f"{kernels.device} does not support {self.precision}; choose from {', '.join(available)}"
                 )
             return
         for op, precision in self.plan[self.device_class].assignment.items():
@@ -300,7 +301,7 @@ def check_plan_base(plan: Plan, base: Precision) -> None:
     """Raise MismatchError unless a plan has this base."""
     if base != plan.base:
         raise MismatchError(
-            f"the plan was made above {plan.base}, not {base}; leave base out, or plan again with it"
+            f"the plan has base {plan.base}, not {base}; leave out base, or plan again with it"
         )
 
 
@@ -328,7 +329,9 @@ def wrapped_module(model: Any) -> torch.nn.Module:
     TorchScript.
     """
     if not isinstance(model, torch.nn.Module):
-        raise FormatError(f"model must be a torch.nn.Module, found {shortened(model)}; give that")
+        raise FormatError(
+            f"model must be a torch.nn.Module, found {shortened(model)}; pass the module itself"
+        )
     if isinstance(model, torch._dynamo.OptimizedModule):
         return wrapped_module(model._orig_mod)
     if isinstance(model, DistributedDataParallel):
@@ -342,7 +345,5 @@ def wrapped_module(model: Any) -> torch.nn.Module:
             "its blocks"
         )
     if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedError(
-            f"{kind} is TorchScript, which cannot be traced; wrap the module it was made from"
-        )
+        raise UnsupportedError(f"{kind} is TorchScript, which cannot be traced; wrap the original module")
     return model

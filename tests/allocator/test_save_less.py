@@ -302,7 +302,7 @@ def test_without_times_of_it_the_lever_is_left_out_and_the_plan_says_so():
         search(*PARTS, levers=["save_less"], saving_less=LESS)
     with pytest.raises(MismatchError, match=r"no time of layer.0.drop1 in fp32 bits.*save_less=True"):
         allocate(*parts, saving_less=LESS)
-    with pytest.raises(MismatchError, match="lets 'layr.0.gelu' save less.*nearest: 'layer.0.gelu'"):
+    with pytest.raises(MismatchError, match="makes 'layr.0.gelu' save less.*nearest: 'layer.0.gelu'"):
         allocate(*PARTS, saving_less={"infer": ["layr.0.gelu"]})
     with pytest.raises(FormatError, match="no device class 'weak'"):
         allocate(*PARTS, saving_less={"weak": ["*"]})

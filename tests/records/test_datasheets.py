@@ -70,7 +70,10 @@ def test_a_class_of_a_cluster_file_takes_memory_and_precisions_from_its_sheet(tm
     ("table", "message"),
     [
         ('datasheet = "A1000"', r"classes, entry 1: there is no data sheet 'A1000' \(nearest: 'A100'\)"),
-        ('datasheet = "V100"\nprecisions = ["fp32", "int8"]', "V100 has no int8; it has fp32, fp16"),
+        (
+            'datasheet = "V100"\nprecisions = ["fp32", "int8"]',
+            "V100 does not support int8; choose from fp32, fp16",
+        ),
         ("datasheet = 4", "entry 1, datasheet: expected `str | null`, found 4"),
     ],
 )

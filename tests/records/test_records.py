@@ -107,7 +107,7 @@ def test_malformed_json_is_named_with_its_line(tmp_path):
         Plan.load(path)
     for text in ("[" * 100_000, '{"version": ' + "9" * 5000 + "}"):
         path.write_text(text)
-        with pytest.raises(FormatError, match=r"plan\.json is no file that qsync wrote"):
+        with pytest.raises(FormatError, match=r"plan\.json is not a file of qsync"):
             Plan.load(path)
     with pytest.raises(FormatError, match=r"cannot read .*absent.json: No such file"):
         Plan.load(tmp_path / "absent.json")
@@ -116,7 +116,7 @@ def test_malformed_json_is_named_with_its_line(tmp_path):
 def test_a_file_of_another_kind_or_version_is_refused(tmp_path):
     with pytest.raises(FormatError, match="expected a plan file, found 'graph'"):
         Plan.load(GRAPH.save(tmp_path / "graph.json"))
-    with pytest.raises(FormatError, match="has version 99, this qsync reads version 1"):
+    with pytest.raises(FormatError, match="has version 99, but this qsync reads version 1"):
         Plan.from_json({**plan_of().to_json(), "version": 99})
 
 
@@ -124,7 +124,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
     path = write_text(tmp_path / "deep" / "file.json", "old")
     with pytest.raises(TypeError):
         write_json(path, {"not": object()})
-    with pytest.raises(FormatError, match=r"file.json has half of a character, '\\ud800', after"):
+    with pytest.raises(FormatError, match=r"file.json has an invalid character '\\ud800' after"):
         write_text(path, "\ud800")
     assert path.read_text() == "old"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
@@ -137,7 +137,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
 def test_half_of_a_character_is_refused_where_it_is_read():
     plan = plan_of().to_json()
     for name, value in (("model", "\ud800"), ("pins", {"\udfff*": "fp32"})):
-        with pytest.raises(FormatError, match=rf"plan has half of a character, .* after .*{name}\W+; write"):
+        with pytest.raises(FormatError, match=rf"plan has an invalid character .* after .*{name}\W+; write"):
             Plan.from_json(through_text({**plan, name: value}))
     whole = {**plan, "model": "\U0001f600"}
     assert Plan.from_json(through_text(whole)).model == "\U0001f600"
@@ -170,18 +170,18 @@ def test_a_hand_edited_plan_is_refused_with_the_place(change, message):
 
 
 def test_a_plan_for_another_model_is_refused_with_both_sides():
-    with pytest.raises(MismatchError, match=r"assigns 'layer\.0\.query', which mlp does not have .nearest"):
+    with pytest.raises(MismatchError, match=r"assigns 'layer\.0\.query', which mlp lacks .nearest"):
         plan_of().check_graph(mlp())
     missing = replace(plan_of(), classes={"infer": ClassPlan({"head": FP32})})
-    with pytest.raises(MismatchError, match=r"says nothing of 'layer\.0\.query' and 6 more operators"):
+    with pytest.raises(MismatchError, match=r"lacks 'layer\.0\.query' and 6 more operators"):
         missing.check_graph(GRAPH)
     with pytest.raises(
-        MismatchError, match="made for encoder with graph 0123, this model is encoder with graph"
+        MismatchError, match="made for encoder with graph 0123, but this model is encoder with graph"
     ):
         replace(plan_of(), graph_hash="0123").check_graph(GRAPH)
     with pytest.raises(FormatError, match=r"gives layer\.0\.attention .attention. int8_all, which"):
         plan_of(**{"layer.0.attention": Precision.INT8_ALL}).check_graph(GRAPH)
-    with pytest.raises(MismatchError, match="no device class 'other', it was made for infer"):
+    with pytest.raises(MismatchError, match="no device class 'other'; name one of infer"):
         plan_of()["other"]
 
 
@@ -198,7 +198,7 @@ def test_plans_that_save_less(tmp_path):
     assert plan.save_less(device_class="infer")["infer"].saving_less == ("*",)
     with pytest.raises(MismatchError, match="no device class 'other'"):
         plan.save_less(device_class="other")
-    with pytest.raises(MismatchError, match=r"lets 'layer\.0\.gelo' save less.*nearest: 'layer\.0\.gelu'"):
+    with pytest.raises(MismatchError, match=r"makes 'layer\.0\.gelo' save less.*nearest: 'layer\.0\.gelu'"):
         plan.save_less("layer.0.gelo").check_graph(GRAPH)
 
 
@@ -258,14 +258,14 @@ def test_a_cluster_file_reads(tmp_path):
     cluster = Cluster.load(path)
     assert cluster["infer"].count == 2 and cluster.link.overlap_rate == 1.0
     assert cluster["infer"].carried_16bit is None
-    with pytest.raises(FormatError, match="no device class 'train' in this cluster; it has infer"):
+    with pytest.raises(FormatError, match="the cluster has no device class 'train'; choose from infer"):
         cluster["train"]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("count = 2", "count = ", r"not valid TOML, .*line 5"),
+        ("count = 2", "count = ", r"not valid TOML .*line 5"),
         ("count = 2", "count = 0", "classes, entry 1, count: expected `int` >= 1, found 0"),
         ("count = 2", 'count = "two"', "classes, entry 1, count: expected `int`, found 'two'"),
         ("count = 2", "count = true", "count: expected `int`, found True"),
@@ -289,7 +289,7 @@ def test_a_cluster_file_reads(tmp_path):
         ("count = 2", "count = 2\nemulated_share = true", "expected `float . null`, found True"),
         ("latency_s = 1e-4", "latency_s = inf", "latency_s: expected `float` that is finite, found inf"),
         ("bytes_per_s = 1e9", "bytes_per_s = nan", "bytes_per_s: expected `float` > 0.0, found nan"),
-        ("bytes_per_s = 1e9", "bytes_per_s = 1" + "0" * 400, "link, bytes_per_s: .*; mend it"),
+        ("bytes_per_s = 1e9", "bytes_per_s = 1" + "0" * 400, "link, bytes_per_s: .*; correct it"),
         ("bytes_per_s = 1e9", "bytes_per_s = 1e9\noverlap_rate = 2", "overlap_rate: expected `float` <= 1"),
         ("bytes_per_s = 1e9", "bytes_per_s = 1e9\nerror = -1", "error: expected `int` >= 0, found -1"),
         ("\n[link]", TOML.partition("\n[link]")[0] + "\n[link]", "names the device class 'infer' twice"),
@@ -338,7 +338,7 @@ def test_a_profile_that_cannot_be_read_is_refused(change, message):
         ("ops", "shape", None, "graph, ops, entry 2, shape: expected `array`, found None"),
         ("ops", "shape", [2, -1], "shape, entry 2: expected `int` >= 0, found -1"),
         ("ops", "flops", "many", "flops: expected `int`, found 'many'"),
-        ("ops", "inputs", ["nothing"], "reads 'nothing', which nothing before it makes"),
+        ("ops", "inputs", ["nothing"], "reads 'nothing', which no earlier operator computes"),
         ("ops", "kind", "convolve", "there is no kernel of kind 'convolve'"),
         ("inputs", "name", 3, "graph, inputs, entry 1, name: expected `str`, found 3"),
     ],
@@ -386,9 +386,9 @@ def test_a_sensitivity_that_is_no_number_names_the_operator(value):
 
 
 def test_a_profile_of_another_model_or_batch_is_refused():
-    with pytest.raises(MismatchError, match="measured for another model"):
+    with pytest.raises(MismatchError, match="belongs to another model"):
         profile_of(mlp()).check_graph(GRAPH)
-    with pytest.raises(MismatchError, match="measured for another batch shape"):
+    with pytest.raises(MismatchError, match="belongs to another batch shape"):
         profile_of(encoder(1, rows=8)).check_graph(encoder(1, rows=16))
 
 
@@ -396,7 +396,7 @@ def test_sensitivity_is_zero_in_fp32_and_must_be_known_elsewhere():
     sensitivity = sensitivity_of(GRAPH)
     assert sensitivity["head", FP32] == 0.0
     assert sensitivity["head", BF16] > 0.0
-    with pytest.raises(MismatchError, match="no sensitivity of nose at int8"):
+    with pytest.raises(MismatchError, match="the sensitivity of nose at int8 is missing"):
         sensitivity["nose", INT8]
 
 

@@ -299,7 +299,7 @@ def test_levers_that_cannot_be_are_refused_with_what_to_do():
         resized(GRAPH, replace(SMALLER, ops=tuple(ops)), 8)
     builder = Builder("odd")
     builder.op("loss", "loss", "fixed", [builder.enter("w", (4,), "parameter")], ())
-    with pytest.raises(FormatError, match="no tensor of a batch enters odd"):
+    with pytest.raises(FormatError, match="odd has no batch tensor as input"):
         samples_of(builder.build())
 
 

@@ -279,7 +279,7 @@ def test_what_does_not_belong_together_is_refused():
         replay(GRAPH, NOTHING, {"train": FAST}, cluster)
     with pytest.raises(MismatchError, match="no assignment for device class 'infer'"):
         replay(GRAPH, {"train": {}}, PROFILES, cluster)
-    with pytest.raises(MismatchError, match="measured for another model"):
+    with pytest.raises(MismatchError, match="belongs to another model"):
         replay(mlp(), NOTHING, PROFILES, cluster)
     with pytest.raises(
         UnsupportedError, match="head is to run in fp16 on infer, which has only fp32, bf16, int8"

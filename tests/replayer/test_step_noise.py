@@ -87,9 +87,9 @@ def test_between_hosts_the_slower_link_counts_beside_the_one_within():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"num_hosts": 2}, "go together; give both or neither"),
+        ({"num_hosts": 2}, "need each other; give both or neither"),
         ({"num_hosts": 0}, "cluster, num_hosts: expected `int` >= 1, found 0"),
-        ({"between": {"latency_s": 1e-4, "bytes_per_s": 1e9}}, "go together"),
+        ({"between": {"latency_s": 1e-4, "bytes_per_s": 1e9}}, "need each other"),
         ({"num_hosts": 9, "between": {"latency_s": 1e-4, "bytes_per_s": 1e9}}, "9 hosts for 2 ranks"),
         (
             {"num_hosts": 2, "between": {"latency_s": -1, "bytes_per_s": 1e9}},

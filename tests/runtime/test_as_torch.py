@@ -96,7 +96,7 @@ def test_autocast_is_refused_or_switched_off_as_for_lowered_models(planned):
     model, x, plan = planned
     expected = model(x)
     wrap_fitting(model, plan)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="planned above fp32"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="plan's base is fp32"):
         model(x)
     above = Plan(plan.model, plan.graph_hash, plan.classes, base=Precision.BF16)
     wrap_fitting(model, above)

@@ -118,20 +118,20 @@ def test_autocast_of_another_type_is_refused_whenever_it_is_switched_on():
     qsync.wrap(model, base="bf16")
     step(model, batch)
     in_autocast(model, batch)
-    with pytest.raises(UnsupportedError, match=r"torch.autocast is on in fp16.*above bf16.*base='fp16'"):
+    with pytest.raises(UnsupportedError, match=r"torch.autocast is on in fp16.*base is bf16.*base='fp16'"):
         in_autocast(model, batch, torch.float16)
     step(model, batch)
     qsync.wrap(model, "int8", strict=True)
-    with pytest.raises(UnsupportedError, match=r"torch.autocast is on in bf16.*above fp32.*base='bf16'"):
+    with pytest.raises(UnsupportedError, match=r"torch.autocast is on in bf16.*base is fp32.*base='bf16'"):
         in_autocast(model, batch)
 
 
 def test_bad_bases_are_one_sentence():
     model, batch = build("mlp")
     for base in ("fp16", "tf32"):
-        with pytest.raises(UnsupportedError, match=f"no device here multiplies {base} .* one of fp32, bf16"):
+        with pytest.raises(UnsupportedError, match=f"no device here has {base} in .* one of fp32, bf16"):
             qsync.wrap(model, base=base)
-    with pytest.raises(FormatError, match="int8 is no base precision"):
+    with pytest.raises(FormatError, match="int8 is not a base precision"):
         qsync.wrap(model, "int8", base="int8")
     with pytest.raises(FormatError, match="fp32 is not below the base bf16"):
         qsync.wrap(model, "fp32", base="bf16")
@@ -139,7 +139,9 @@ def test_bad_bases_are_one_sentence():
         qsync.wrap(model)
     graph = qsync.capture(model, batch)
     full = ClassPlan(dict.fromkeys((op.name for op in graph.adjustable), Precision.FP32))
-    with pytest.raises(MismatchError, match="made above fp32, not bf16; leave base out, or plan again"):
+    with pytest.raises(
+        MismatchError, match="the plan has base fp32, not bf16; leave out base, or plan again"
+    ):
         qsync.wrap(model, Plan(graph.model, graph.hash, {"all": full}), base="bf16")
     assert "forward" not in vars(model)
 

@@ -146,7 +146,7 @@ class Casting(Loaded):
 
 def test_a_model_that_casts_by_itself_is_refused_in_a_sentence():
     model, ids = Casting().to(torch.bfloat16), torch.randint(50, (4, 8))
-    with pytest.raises(CalibrationError, match='Casting does not run with its weights in FP32.*base="bf16"'):
+    with pytest.raises(CalibrationError, match='Casting fails with its weights in FP32.*base="bf16"'):
         qsync.sensitivity(model, [ids], lambda model, ids: model(ids).float().square().mean())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 

@@ -56,5 +56,5 @@ def test_a_plan_of_another_model_is_refused_when_it_trains():
     with torch.no_grad():
         model(X)
     model.train()
-    with pytest.raises(MismatchError, match="says nothing of 'body.1'"):
+    with pytest.raises(MismatchError, match="lacks 'body.1'"):
         model(X)

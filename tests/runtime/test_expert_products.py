@@ -145,7 +145,7 @@ def test_exported_groups_are_those_of_the_call():
     expected = step(low, other)
     assert all(map(torch.equal, step(program, other), expected))
     without = torch.export.export(low, (X, OFFSETS)).module()
-    with pytest.raises(UnsupportedError, match="traced without gradients"):
+    with pytest.raises(UnsupportedError, match="traced without the gradients"):
         step(without)
 
 

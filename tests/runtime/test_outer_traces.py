@@ -238,7 +238,7 @@ def test_attention_layers_are_exported_and_refused_by_one_graph_of_torch_compile
     model, x = qsync.wrap(layer, "int8", strict=True), torch.randn(2, 6, 16)
     expected = model(x)
     assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
-    with pytest.raises(Exception, match="torch.compile takes multi_head_attention_forward for one call"):
+    with pytest.raises(Exception, match="torch.compile treats multi_head_attention_forward as one call"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(x)
 
 

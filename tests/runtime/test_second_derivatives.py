@@ -41,7 +41,7 @@ def test_products_in_fp32_have_second_derivatives():
 @pytest.mark.parametrize("many", ["batched", "jacobian"])
 def test_many_gradients_at_once_are_refused_in_one_sentence(many):
     model, x = linear("int8"), batch()
-    with pytest.raises(UnsupportedError, match="leave is_grads_batched or vectorize out"):
+    with pytest.raises(UnsupportedError, match="leave out is_grads_batched or vectorize"):
         if many == "batched":
             torch.autograd.grad(model(x).mean(0), x, torch.eye(16), is_grads_batched=True)
         else:

@@ -452,7 +452,7 @@ def test_unknown_precisions_are_named_with_the_known_ones():
 
 def test_a_precision_this_device_lacks_is_refused():
     model, batch = build("mlp")
-    with pytest.raises(UnsupportedError, match=r"cpu has no tf32.*bf16"):
+    with pytest.raises(UnsupportedError, match=r"cpu does not support tf32.*bf16"):
         qsync.wrap(model, "tf32")
     plan = plan_for(model, batch).pin("fc1", "tf32")
     with pytest.raises(UnsupportedError, match=r"fc1 in tf32 on infer"):
@@ -481,7 +481,7 @@ def test_a_hand_edited_plan_that_leaves_an_operator_out_is_refused(tmp_path):
     model, batch = build("mlp")
     plan = edited(tmp_path, plan_for(model, batch), lambda assignment: assignment.pop("fc2"))
     qsync.wrap(model, plan, device_class="infer")
-    with pytest.raises(MismatchError, match="nothing of 'fc2'"):
+    with pytest.raises(MismatchError, match="lacks 'fc2'"):
         model(**batch)
 
 
@@ -570,7 +570,7 @@ def test_what_was_planned_and_what_was_measured_must_belong_together():
 
 
 BROKEN_BATCHES = [
-    (None, "no example batch"),
+    (None, "the example batch is missing"),
     ({}, "no tensor"),
     ({"x": torch.randn(0, 16), "labels": torch.arange(0)}, "not empty"),
 ]
@@ -639,7 +639,7 @@ def test_a_loss_that_takes_no_model_is_refused(loss_fn):
         lambda: qsync.profile(nn.Linear(16, 4), X.repeat(1, 2), loss_fn),
         lambda: qsync.sensitivity(nn.Linear(16, 4), [X.repeat(1, 2)], loss_fn),
     ):
-        with pytest.raises(FormatError, match="loss_fn takes a model and a batch, found"):
+        with pytest.raises(FormatError, match="loss_fn must take a model and a batch, found"):
             call()
 
 
@@ -708,5 +708,5 @@ def test_wrap_can_let_every_operator_save_less(family, kinds):
 def test_a_pattern_that_no_operator_matches_is_refused_at_the_first_call():
     model, batch = build("mlp")
     qsync.wrap(model, plan_for(model, batch).save_less("nobody"), device_class="infer")
-    with pytest.raises(MismatchError, match="lets 'nobody' save less"):
+    with pytest.raises(MismatchError, match="makes 'nobody' save less"):
         model(**batch)

@@ -323,5 +323,5 @@ def test_a_plan_of_more_layers_than_the_model_has_is_refused():
     graph = trace_step(model, chosen(0, 1, 2, 1), loss)
     assignment = {op.name: Precision.BF16 for op in graph.adjustable} | {"experts.3": Precision.BF16}
     qsync.wrap(model, qsync.Plan(graph.model, graph.hash, {"all": ClassPlan(assignment)}))
-    with pytest.raises(MismatchError, match="assigns 'experts.3', which Experts does not have"):
+    with pytest.raises(MismatchError, match="assigns 'experts.3', which Experts lacks"):
         loss(model, chosen(0, 0, 2, 2))
