@@ -115,7 +115,7 @@ def test_a_folder_with_few_files_is_split_by_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(b"", "contains no text"), (b"x" * 100, r"holds 100 bytes.*at least 5,140")]
+    ("content", "says"), [(b"", "contains no text"), (b"x" * 100, r"contains 100 bytes.*at least 5,140")]
 )
 def test_too_little_text_says_how_much_is_needed(tmp_path, content, says):
     (tmp_path / "small.txt").write_bytes(content)
