@@ -243,7 +243,7 @@ def test_what_ddp_does_not_have_is_refused_before_anything_is_profiled(tmp_path)
     assert "profiled: something" not in output
     sentences = {
         "misspelt": "did you mean find_unused_parameters?",
-        "casts": "takes no mixed_precision: the plan decides every cast",
+        "casts": "does not accept mixed_precision: the plan decides every cast",
         "flag": "static_graph must be True or False, found 1",
         "mapping": "must be a mapping",
         "twice": "bucket_cap_mb is given twice",

@@ -50,7 +50,7 @@ def test_every_default_of_ddp_is_accepted_and_what_differs_is_refused():
     assert settled_options(defaults, by_qsync=True) == {"gradient_as_bucket_view": False}  # it was stated
     assert settled_options({}, by_qsync=True) == {"gradient_as_bucket_view": True}
     assert settled_options({}, by_qsync=False) == {"gradient_as_bucket_view": False}  # a framework's own
-    with pytest.raises(FormatError, match="takes no output_device: a rank trains where"):
+    with pytest.raises(FormatError, match="does not accept output_device: a rank trains where"):
         check_ddp_options({**defaults, "output_device": 0})
     with pytest.raises(FormatError, match="static_graph must be True or False, found 0"):
         check_ddp_options({"static_graph": 0})
