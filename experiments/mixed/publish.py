@@ -69,7 +69,7 @@ def verdict(content: Mapping[str, Any]) -> str:
         f"({content['description'].split(',')[0]}, on two ranks of an {_where(content)}.",
         f"{_weak(content).strip()})",
         "",
-        "Measured then, against the fast rank alone with its part of the batch (in the verdict it has all): "
+        "Measured then, against the fast rank alone with the whole batch: "
         + ", ".join(f"{rates[name]:.2f}x {text}" for name, text in measured)
         + f" ([all of it]({PAGE})).",
     ]
