@@ -32,6 +32,7 @@ from qsync.records.json_files import read_json, write_json
 FAST, WEAK, ALONE = "train", "infer", "alone"
 # The rank that emulates the inference device on a machine with one kind of device.
 WEAK_RANK = 1
+_GRACE_S = 1.0  # seconds that other ranks give rank 0 to print its error
 BUCKET_CAP_MB = 8.0  # MB; smaller than DDP's 25, so less is left to reduce after the last gradient
 BUCKET_CAP_BYTES = int(BUCKET_CAP_MB * 2**20)
 
@@ -135,18 +136,25 @@ def main() -> None:
     share, is_first = task["config"].get("weak_share"), os.environ["RANK"] == "0"
     # gloo if any rank is on a CPU
     os.environ.setdefault("QSYNC_BACKEND", "nccl" if share and len(set(gpus())) > 1 else "gloo")
+    with ending_on_error(f"qsync {task['command']}"), placed(share) as place:
+        job.join_job(place.device, timeout_s=task["timeout_s"])
+        found = getattr(import_module(task["module"]), task["function"])(task["config"], place)
+        if is_first:
+            write_json(task["result"], {"result": found})
+
+
+@contextlib.contextmanager
+def ending_on_error(command: str) -> Iterator[None]:
+    """Print a QSyncError of this rank as one sentence, and end the process with code 2.
+
+    torchrun ends all ranks as soon as one exits, so the others let rank 0 print first.
+    """
     try:
-        with placed(share) as place:
-            job.join_job(place.device, timeout_s=task["timeout_s"])
-            found = getattr(import_module(task["module"]), task["function"])(task["config"], place)
-            if is_first:
-                write_json(task["result"], {"result": found})
+        yield
     except QSyncError as error:
-        if not is_first:
-            # torchrun ends all ranks as soon as one exits, so let rank 0 print first. A rank that knows no
-            # error is still running.
-            time.sleep(1.0)
-        print(f"qsync {task['command']}: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_GRACE_S)
+        print(f"{command}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

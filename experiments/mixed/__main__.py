@@ -9,8 +9,6 @@ Start it equally on every host. Rank 0 prints the table, and writes the folder o
 from __future__ import annotations
 
 import os
-import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -22,12 +20,10 @@ from qsync.distributed import job
 from qsync.exit_signals import exit_on_signals
 from qsync.experiments.harness import show
 from qsync.experiments.harness.provenance import folder_of
-from qsync.experiments.harness.ranks import Place
+from qsync.experiments.harness.ranks import Place, ending_on_error
 from qsync.experiments.mixed.launch import configured
 from qsync.experiments.mixed.rank import run
 from qsync.experiments.mixed.report import closing_lines, table
-
-_GRACE_S = 1.0  # seconds; torchrun ends all ranks once one exits, so let the first print its error
 
 
 def main(
@@ -67,10 +63,5 @@ def main(
 
 if __name__ == "__main__":
     exit_on_signals()
-    try:
+    with ending_on_error("qsync"):
         typer.run(main)
-    except QSyncError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(_GRACE_S)
-        print(f"qsync: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)

@@ -15,7 +15,7 @@ from rich.table import Table
 from qsync.experiments.harness import Bar, bar, table_of
 from qsync.experiments.harness.pairing import quartiles
 from qsync.experiments.mixed.predicted_steps import Predicted
-from qsync.experiments.mixed.ways import ALONE, DDP, QSYNC, QSYNC_SHARE, TITLES, UNIFORM, samples_of
+from qsync.experiments.mixed.ways import ALONE, DDP, QSYNC, QSYNC_SHARE, TITLES, UNIFORM, samples_by_class
 from qsync.figures import memory, page, precision_map, timeline
 from qsync.records.graph import digest
 from qsync.records.json_files import write_json
@@ -55,7 +55,7 @@ def assemble(
         measured = [results[name] for results in seeds]
         periods = [period for result in measured for period in result["periods_s"]]
         losses = [result["heldout_loss"] for result in measured]
-        samples = samples_of(entry.plan, equal)
+        samples = samples_by_class(entry.plan, equal)
         runs[name] = {
             "title": TITLES[name],
             "samples": samples,

@@ -132,7 +132,7 @@ def _has_int8_all(profile: Profile) -> bool:
     return str(Precision.INT8_ALL) in modes
 
 
-def samples_of(plan: Plan, samples: int) -> dict[str, int]:
+def samples_by_class(plan: Plan, samples: int) -> dict[str, int]:
     """Return the samples of each rank of a class; default: the profiled number."""
     return {name: plan.levers_of(name).samples or samples for name in plan.classes}
 
@@ -143,7 +143,7 @@ def first_alike(way: str, plans: Mapping[str, Plan]) -> str:
     def runs(plan: Plan) -> Any:
         equal = plan.batch[0][0] if plan.batch else 0
         samples, passes = (
-            samples_of(plan, equal),
+            samples_by_class(plan, equal),
             {name: plan.levers_of(name).passes for name in plan.classes},
         )
         return {name: own.assignment for name, own in plan.classes.items()}, samples, passes
@@ -153,7 +153,7 @@ def first_alike(way: str, plans: Mapping[str, Plan]) -> str:
 
 def rate(plan: Plan, cluster: Cluster, samples: int, step_s: float | None = None) -> float:
     """Return a plan's samples per second over its classes, by its predicted or a given step."""
-    taken = samples_of(plan, samples)
+    taken = samples_by_class(plan, samples)
     total = sum(c.count * taken[c.name] for c in cluster.classes if c.name in taken)
     return total / (step_s or plan.step_s or 0.0)
 

@@ -22,7 +22,7 @@ from qsync.experiments.mixed.ways import (
     WEAK_16,
     WEAK_INT8,
     rate,
-    samples_of,
+    samples_by_class,
 )
 
 Problem = Mapping[str, Any]
@@ -35,7 +35,7 @@ def simulated_row(plan: Plan, cluster: Cluster, samples: int) -> dict[str, Any]:
     """Return a row of a way's predicted step and variance, for the profiled number of samples."""
     return {
         "predicted_s": plan.step_s, "samples_per_s": rate(plan, cluster, samples),
-        "added_variance": plan.added_variance, "samples": samples_of(plan, samples),
+        "added_variance": plan.added_variance, "samples": samples_by_class(plan, samples),
     }  # fmt: skip
 
 

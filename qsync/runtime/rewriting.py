@@ -24,8 +24,9 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.utils.checkpoint import checkpoint
 
 from qsync.backend.casts.epilogues import activation
+from qsync.backend.custom_operators import OpaqueKernels
 from qsync.backend.encoding import Operand
-from qsync.backend.kernels.convolution.image_order import with_own_strides
+from qsync.backend.kernels.convolution.image_order import receive_in_own_order, with_own_strides
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.norms import NORMS_OF_ONE_TYPE, has_bias_alone, norm
 from qsync.lowering.cast_rules import runs_as_traced
@@ -125,6 +126,7 @@ class _Rewriter:
                 pending.append(node)
             else:
                 self._after.setdefault(node.value, []).append(node)
+        self._image_norms: list[torch.fx.Node] = []  # batch norms of channels-last images, in the new graph
         # (value, type) -> node of the new graph.
         self._node_of: dict[tuple[str, str], torch.fx.Node] = {}
         # Whether a kernel may return another memory order than traced.
@@ -174,6 +176,9 @@ class _Rewriter:
                 for cast in self._after.get(name, ()):
                     self._emit_cast(module, cast)
         _write_over(module.graph)
+        for call in self._image_norms:  # after other passes: they count readers
+            with graph.inserting_after(call):
+                graph.call_function(receive_in_own_order, (call,))
         module.graph.lint()
         module.recompile()
         for node in module.graph.find_nodes(op="call_module"):  # calling through a module takes 2 us more
@@ -314,8 +319,9 @@ class _Rewriter:
             else:
                 call = module.graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
                 spell_as_reshape(call)
-            if run.channels_last and op.kind == "batch_norm":  # four times as long from a row-major gradient
-                call = module.graph.call_function(with_own_strides, (call,))
+            is_traced_again = isinstance(self._kernels, OpaqueKernels)  # tensors have no hooks there
+            if run.channels_last and op.kind == "batch_norm" and not is_traced_again:
+                self._image_norms.append(call)
             call.meta = dict(node.meta)
             return call
         product = KernelCall(self._kernels, op.kind, run, target)

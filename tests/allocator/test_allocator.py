@@ -519,7 +519,6 @@ def test_the_check_catches_every_lie():
     )
     assert "the plan says infer waits" in violations(tampered(predicted=replace(predicted, wait_s=1.0)))
     assert "was made from profile 0123" in violations(tampered(profile_hash="0123"))
-    assert "more than its budget of 1000" in violations(PLAN, budgets={"infer": 1000})
     assert "says that none adds less" in violations(replace(PLAN, bound=10 * PLAN.added_variance))
     lowered = PLAN["infer"].lowered[0]
     assert f"{lowered} runs in" in violations(replace(PLAN, pins={lowered: FP32}))

@@ -72,9 +72,7 @@ def test_every_plan_holds_in_a_full_replay(plans):
     for number, plan in plans.items():
         if plan is not None:
             drawn = problem(1, number)
-            kept = {key: drawn.options.get(key) for key in ("budgets", "bucket_cap_bytes")}
-            parts = (drawn.profiles, drawn.sensitivity, drawn.cluster)
-            certificate = check_plan(drawn.graph, plan, *parts, **kept)
+            certificate = check_plan(drawn.graph, plan, drawn.profiles, drawn.sensitivity, drawn.cluster)
             assert certificate.ok, (number, certificate.violations)
             assert plan.bound <= plan.added_variance * (1 + ROUNDING), number
             lowered += plan.added_variance > 0.0

@@ -69,7 +69,7 @@ def test_a_conversion_changes_few_lines(client):
 
 def test_a_change_that_does_not_apply_is_an_error():
     client = Client("nanogpt", "ckpt.pt", (("no such line", ""),))
-    with pytest.raises(QSyncError, match=r"nanogpt.py has 'no such line' 0 times"):
+    with pytest.raises(QSyncError, match=r"nanogpt.py contains 'no such line' 0 times"):
         client.converted()
 
 

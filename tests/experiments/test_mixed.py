@@ -42,7 +42,7 @@ from qsync.experiments.mixed.ways import (
     WEAK_INT8_ALL,
     first_alike,
     rate,
-    samples_of,
+    samples_by_class,
     ways,
 )
 from qsync.records.plan_folder import Basis
@@ -305,7 +305,7 @@ def test_every_way_is_a_plan_of_what_its_name_says(plans):
 
 
 def test_the_plan_with_shares_is_no_slower_than_any_way_of_no_more_variance(plans):
-    samples = samples_of(plans[LB_BSP], ROWS)
+    samples = samples_by_class(plans[LB_BSP], ROWS)
     assert sum(samples.values()) == 2 * ROWS and samples[FAST] > samples[WEAK]
     assert plans[LB_BSP].added_variance == 0.0 and plans[LB_BSP].step_s < 0.9 * plans[DDP].step_s
     best = plans[QSYNC_SHARE]
@@ -320,7 +320,10 @@ def test_the_strongest_class_may_stand_anywhere_and_be_named():
     found = ways(basis, OTHER)
     assert list(found[ALONE].classes) == ["b"] and set(found[WEAK_16].classes) == {"a", "b", "c"}
     assert not found[WEAK_16]["b"].lowered and found[WEAK_16]["a"].lowered and found[WEAK_16]["c"].lowered
-    assert sum(n * samples_of(found[LB_BSP], ROWS)[c] for c, n in (("a", 1), ("b", 2), ("c", 1))) == 4 * ROWS
+    assert (
+        sum(n * samples_by_class(found[LB_BSP], ROWS)[c] for c, n in (("a", 1), ("b", 2), ("c", 1)))
+        == 4 * ROWS
+    )
     assert list(ways(basis, strong="c")[ALONE].classes) == ["c"]
 
 
@@ -328,7 +331,7 @@ def test_rates_count_the_samples_of_all_ranks():
     basis = basis_of(counts={FAST: 2, WEAK: 2})
     found = ways(basis, OTHER)
     rates = {way: rate(plan, basis.cluster, ROWS) for way, plan in found.items()}
-    assert rates[ALONE] * found[ALONE].step_s == pytest.approx(2 * ROWS)
+    assert rates[ALONE] * found[ALONE].step_s == pytest.approx(4 * ROWS)
     assert rates[DDP] * found[DDP].step_s == pytest.approx(4 * ROWS)
     assert rate(found[DDP], basis.cluster, ROWS, step_s=2.0) == pytest.approx(2 * ROWS)
 

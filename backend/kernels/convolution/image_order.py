@@ -73,6 +73,21 @@ def with_own_strides(weight: Tensor) -> Tensor:
     return differentiable(_OwnStrides, weight)
 
 
+def receive_in_own_order(images: Tensor) -> None:
+    """Reorder the gradient of these images to their own memory order before it goes further back.
+
+    From a row-major gradient, batch norm's backward of channels-last images takes four times as long (BF16,
+    Xeon with AMX). A hook leaves the images as they are: they may be overwritten.
+    """
+    if images.requires_grad:
+        like = images.shape, images.stride(), own_order(images)
+
+        def reordered(gradient: Tensor) -> Tensor:
+            return gradient if is_recorded(gradient) else laid_out(gradient, *like)
+
+        images.register_hook(reordered)  # type: ignore[no-untyped-call]
+
+
 def find_channels_last(images: Tensor, data: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return images, and their data for computing (`data`, or themselves), in channels-last order.
 
