@@ -19,7 +19,7 @@ from qsync.experiments.allocation.methods import two_stages
 from qsync.experiments.harness.emulated_profiles import NETWORK, of_share
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.ranks import FAST, WEAK
-from qsync.experiments.mixed.ways import ALL_16, ALONE, QSYNC, TITLES, WEAK_INT8_ALL, samples_of, ways
+from qsync.experiments.mixed.ways import ALL_16, ALONE, QSYNC, TITLES, WEAK_INT8_ALL, samples_by_class, ways
 from qsync.experiments.sensitivity.baselines import sensitivity_by
 from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
 from qsync.predictor.cost_model.fill_profile import fill, learned_from, simulate
@@ -102,6 +102,6 @@ def _of_plan(plan: Plan, samples: int) -> Method:
         for name, own in plan.classes.items()
     }
     assert plan.step_s is not None and plan.added_variance is not None
-    planned = samples_of(plan, GPU_BATCH * samples)
+    planned = samples_by_class(plan, GPU_BATCH * samples)
     of_weak = round(planned[WEAK] / GPU_BATCH)
     return Method(assignments, {FAST: 2 * samples - of_weak, WEAK: of_weak}, plan.step_s, plan.added_variance)
