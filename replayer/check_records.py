@@ -52,7 +52,7 @@ def checked_assignments(
     profiles: Mapping[str, Profile],
     cluster: Cluster,
 ) -> list[tuple[str, Mapping[str, Precision], tuple[str, ...]]]:
-    """Return each class's name, assignment and operators that save less; raise if records do not match."""
+    """Return (class, assignment, operators that save less) of each class; raise on a mismatch."""
     if isinstance(plan, Plan):
         plan.check_graph(graph)
     check_profiles(graph, profiles, cluster)
@@ -106,7 +106,7 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
         profiles[device_class.name].check_class(device_class)
     measured = {c.name: profiles[c.name].device_class for c in cluster.classes}
     for name, own in measured.items():
-        # A class may take the profile of another, but not one whose own class has yet another.
+        # Class a may use the profile of class b only if b itself uses its own profile.
         if own != name and measured.get(own, own) != own:
             raise MismatchError(
                 f"the profile of {shortened(own, quote=False)} is given as that of {shortened(name)}, and "
@@ -117,7 +117,7 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
 
 
 def check_levers(plan: Plan, profiles: Mapping[str, Profile]) -> None:
-    """Raise MismatchError unless the profiles are those of the plan's levers."""
+    """Raise MismatchError unless the profiles were computed for the plan's levers."""
     for name, profile in profiles.items():
         planned = plan.levers_of(name)
         priced = profile.setting.levers if profile.setting else ClassLevers()

@@ -11,14 +11,14 @@ from qsync.replayer.explanation.measured_steps import MeasuredSteps, split_of
 from qsync.replayer.timeline import Event, Timeline
 
 _THREADS = ("compute", "communication")
-_NUM_MEASURED_STEPS = 20  # the last ones
+_NUM_MEASURED_STEPS = 20  # steps at the end of the log that are drawn
 
 
 def write_trace(timeline: Timeline, path: str | Path, measured: MeasuredSteps | None = None) -> Path:
-    """Write a timeline as trace events, whole or not at all, one process per device class.
+    """Write a timeline as trace events in one atomic write, one process per device class.
 
     Times are in microseconds, as the format requires. Compute and communication are two threads of a process,
-    since they overlap. Measured steps stand below, one process per rank.
+    since they overlap. Measured steps follow the simulated one, one process per rank.
 
     >>> write_trace(replay(graph, plan, profiles, cluster), "trace.json")
     """
@@ -29,7 +29,7 @@ def write_trace(timeline: Timeline, path: str | Path, measured: MeasuredSteps | 
 
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """Return the trace events of a timeline: names of processes and threads, then the events."""
+    """Return the trace events of a timeline: names of processes and threads, then its activities."""
     process = {name: number for number, name in enumerate(timeline.classes)}
     entries: list[dict[str, Any]] = []
     for name, pid in process.items():
@@ -43,8 +43,8 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
 def measured_events(measured: MeasuredSteps, first_pid: int = 0) -> list[dict[str, Any]]:
     """Return the trace events of the last measured steps, one process per rank.
 
-    Ranks log durations, not instants. All backward passes end together with the last all-reduce, so the steps
-    of all ranks are laid out around these instants, with the host's part first.
+    Ranks log durations, not times of day. The backward passes of all ranks end together, with the last
+    all-reduce. This common end aligns the ranks; the phases before it are drawn in order, the host's first.
     """
     entries: list[dict[str, Any]] = []
     for rank, name in enumerate(measured.classes):

@@ -1,4 +1,4 @@
-"""DDP's buckets: their gradients, when each is complete, and the seconds of an all-reduce."""
+"""DDP's buckets: their gradients, their order of completion, and the seconds of an all-reduce."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
 from qsync.records.identity_cache import IdentityCache
 
-# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's default bucket_cap_mb.
+# In bytes: torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DDP's default bucket_cap_mb.
 FIRST_BUCKET_BYTES = 1024 * 1024
 BUCKET_CAP_BYTES = 25 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients reduced together.
+    """Gradients that one all-reduce averages together.
 
     `ready` is the position of the operator whose backward completes the bucket; backward runs from the last
     operator to the first. `ready` is -1 if no operator uses some parameter of the bucket: the bucket then
@@ -29,14 +29,14 @@ class Bucket:
     ready: int
 
 
-# Results that depend on the graph alone.
+# Caches by graph, whose values depend on nothing else.
 _READY: IdentityCache[dict[str, int]] = IdentityCache()
 _SIZES: IdentityCache[dict[int, int]] = IdentityCache()
 _BUCKETS: IdentityCache[dict[int | None, tuple[Bucket, ...]]] = IdentityCache()
 
 
 def ready_positions(graph: OpGraph) -> dict[str, int]:
-    """Return for every trained parameter the position of the operator whose backward completes its gradient.
+    """Return by trained parameter the position of the operator that completes its gradient.
 
     Backward reverses forward, so this operator is the FIRST that reads the parameter. The position is -1 if
     no operator reads the parameter. Parameters are in the order in which their gradients become ready.
@@ -61,7 +61,7 @@ def _ready_positions(graph: OpGraph) -> dict[str, int]:
 
 
 def gradient_bytes(graph: OpGraph) -> dict[int, int]:
-    """Return the bytes of the gradients that the backward of each position completes.
+    """Return by operator position the bytes of gradients that its backward completes.
 
     Position -1 has the gradients of parameters that no operator uses.
     """
@@ -77,7 +77,7 @@ def _gradient_bytes(graph: OpGraph) -> dict[int, int]:
 
 
 def buckets(graph: OpGraph, bucket_cap_bytes: int | None = None) -> tuple[Bucket, ...]:
-    """Return the buckets as DDP rebuilds them after its first step, in the order of their reduction.
+    """Return the buckets as DDP rebuilds them after its first step, in order of reduction.
 
     Buckets take gradients of one type in the order they become ready, and close once their size reaches the
     cap (torch, compute_bucket_assignment_by_size). By default the first cap of a type is 1 MiB and the others
@@ -98,7 +98,7 @@ def _buckets(graph: OpGraph, bucket_cap_bytes: int | None) -> tuple[Bucket, ...]
     parameters = {value.name: value for value in graph.parameters}
     positions = ready_positions(graph)
     closed: list[Bucket] = []
-    filling: dict[str, Bucket] = {}  # by type
+    filling: dict[str, Bucket] = {}  # dtype -> open bucket
     num_closed: Counter[str] = Counter()
     for name, ready in positions.items():
         dtype, num_bytes = parameters[name].dtype, parameters[name].num_bytes
@@ -131,7 +131,7 @@ def all_reduce_s(link: Link, num_bytes: int, num_ranks: int | None = None) -> fl
 
 
 def cluster_all_reduce_s(cluster: Cluster, num_bytes: int) -> float:
-    """Return the seconds of an all-reduce over a cluster: within all hosts at once, then between hosts.
+    """Return the seconds of an all-reduce over a cluster: within each host, then between hosts.
 
     >>> cluster_all_reduce_s(cluster, 25 * 2**20)
     """

@@ -23,14 +23,14 @@ def class_events(
     flights: Sequence[tuple[float, float]],
     rates: Sequence[float],
 ) -> list[Event]:
-    """Return the events of one class: loading, host, forward, loss, backward, communication, wait, optimizer.
+    """Return the events of one class in one step, from data loading to the optimizer.
 
     `times` are the start of the class's step, the end of its backward, the end of the last all-reduce, and
-    the seconds of its wait. `launch_waits_s` are the seconds for which the device waits for launches before
-    each part of the step, as its GradientExchange has them; the last entry is in `optimizer_s`. `copies_s[i]`
-    are the seconds of copying gradients to buckets after operator i; the last entry is of parameters that no
-    operator uses. `flights` are the all-reduces as (start, end). Beside all-reduce k backward runs at
-    `rates[k]` of its speed.
+    the seconds of its wait. `launch_waits_s` are the seconds for which the device waits for kernel launches
+    before each part of the step (`GradientExchange.launch_waits_s`); `optimizer_s` includes the last entry.
+    `copies_s[i]` are the seconds of copying gradients to buckets after operator i; the last entry is for
+    parameters that no operator uses. `flights` are the all-reduces as (start, end). During all-reduce k,
+    backward runs at `rates[k]` of its full speed.
     """
     start, finished, reduced, wait = times
     ops = {op.name: op for op in lowered.graph.ops}
@@ -57,12 +57,12 @@ def class_events(
     return line.events
 
 
-# How the names of events begin in which the device waits for the host, within forward, loss or backward.
+# Prefix of event names: the device waits for the host to launch kernels of forward, loss or backward.
 LAUNCHES = "kernels not launched yet"
 
 
 class _Line:
-    """Events that follow each other at full speed."""
+    """Consecutive events of one class at full speed."""
 
     def __init__(self, device_class: str, now: float) -> None:
         self.device_class, self.now = device_class, now
@@ -78,7 +78,7 @@ class _Line:
 
 
 class WorkClock:
-    """A map from seconds of backward work to the time when this work is done, all-reduces included."""
+    """A map from seconds of backward work to the time of their completion beside all-reduces."""
 
     def __init__(self, begin: float, flights: Sequence[tuple[float, float]], rates: Sequence[float]) -> None:
         times, work = [begin], [0.0]
@@ -90,7 +90,7 @@ class WorkClock:
         self._times, self._work = np.array(times), np.array(work)
 
     def __call__(self, work: FloatArray) -> FloatArray:
-        """Return the times at which so many seconds of backward work are done."""
+        """Return the times at which `work` seconds of backward are done."""
         beyond = np.maximum(0.0, work - self._work[-1])
         inside: FloatArray = np.interp(work, self._work, self._times)
         at: FloatArray = inside + beyond
@@ -131,7 +131,7 @@ def _backward(
 
 
 def _by_operator(lowered: LoweredGraph) -> list[list[Cast | Run]]:
-    """Return the nodes of each operator: casts of graph inputs before it, itself, casts of its result."""
+    """Group nodes by operator: casts of graph inputs before it, its run, casts of its result."""
     groups: list[list[Cast | Run]] = []
     before: list[Cast | Run] = []
     for node in lowered.nodes:

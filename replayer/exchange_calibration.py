@@ -1,4 +1,4 @@
-"""Calibration of links and tolls by measured steps, in which compute runs beside all-reduces. Pure."""
+"""Calibration of links and tolls from measured steps, whose all-reduces overlap compute. Pure."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from qsync.replayer.check_records import checked_lowerings
 from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.synchronous_step import GradientExchange, Step, Work, steady_step
 
-# Factors tried on the seconds of an all-reduce between bare barriers, and on what it takes from compute.
+# Candidate factors on an all-reduce's seconds measured without compute, and on its toll on compute.
 FACTORS = np.geomspace(1 / 4, 4, 65)
-# Factors tried on what an all-reduce takes from compute where all peers wait.
+# Candidate factors on an all-reduce's toll on the only rank that computes.
 WAITING_TOLLS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
-# What the own work of a measured step hangs on: its plan, and its profiles.
+# The ids of a measured step's plan and profiles, which determine the compute time of every class.
 Key = tuple[int, int]
-_TURNS = 3  # of fitting the links, then the tolls
-_NORMAL = 1.4826  # the standard deviation of normal errors, in medians of their size
+_TURNS = 3  # alternating fits of links and tolls
+_NORMAL = 1.4826  # standard deviation of normal errors / median of their absolute values
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What a step under a plan took beyond the own work of the class that works longest.
+    """Communication seconds of a measured step, as its busiest class (`device_class`) saw them.
 
-    Of these `wait_s`, `exposed_s` passed after its last gradient, in all-reduces that no compute hid.
-    All-reduces beside its compute took the rest from it. `profiles` are those of the step's own numbers of
-    samples, where it did not have those of the graph; their tolls are not used.
+    `wait_s` are the step's seconds beyond the compute of that class. Of these, `exposed_s` passed in
+    all-reduces after its last gradient; overlapping all-reduces slowed its compute by the rest. `profiles`
+    price the step if its numbers of samples differ from the graph's; their tolls are not used.
     """
 
     plan: Mapping[str, Mapping[str, Precision]]
@@ -45,7 +45,7 @@ class MeasuredStep:
 
     @property
     def key(self) -> Key:
-        """The identities of the step's plan and profiles."""
+        """Return the ids of the step's plan and profiles."""
         return id(self.plan), id(self.profiles)
 
 
@@ -56,14 +56,14 @@ def with_exchange_in_use(
     measured: Sequence[MeasuredStep],
     bucket_cap_bytes: int | None = None,
 ) -> tuple[Cluster, dict[str, Profile]]:
-    """Return cluster and profiles with links and tolls scaled so that replay is right for the mean step.
+    """Return cluster and profiles whose links and tolls make replay match the mean measured step.
 
-    The links follow what was exposed, the toll of a class what it waited beyond that where it worked longest.
-    Both are scaled apart: they add up where ranks wait for one, and do not where ranks arrive together.
-    `waiting_toll` is the factor under which tolls fit steps of both kinds best.
-    The mean counts, since a rank paused now and then makes some steps longer. If steps do not depend on
-    the links because compute hides them, the links stay as measured. The links' `error` is how far the mean
-    steps of each plan still lie from their replay. Without measured steps all stays as it is.
+    The links are fitted to the exposed seconds. The toll of a class is fitted to the rest of its wait, over
+    the steps in which it is the busiest. They are fitted separately, because their seconds add up if ranks
+    wait for one rank, but not if ranks arrive together. `waiting_toll` is the factor that fits steps of both
+    kinds best. The mean counts, since occasional pauses of a rank lengthen some steps. The links stay as
+    measured if compute hides them. The links' `error` is the remaining relative error of replay, over the
+    mean steps of all plans. Without measured steps, the result equals the arguments.
 
     >>> step = MeasuredStep({"train": {}, "infer": {}}, "infer", wait_s=0.091, exposed_s=0.013)
     >>> cluster, profiles = with_exchange_in_use(graph, profiles, cluster, [step])
@@ -94,9 +94,9 @@ def with_exchange_in_use(
 
 
 def _best(miss: Callable[[float], float]) -> float:
-    """Return the factor that misses least; of several the one nearest to 1.
+    """Return the factor with the smallest absolute `miss`; of equal ones, the nearest to 1.
 
-    `miss` grows with the factor, or stays: it is asked about a few factors only.
+    `miss` never decreases with the factor, so bisection evaluates few factors.
     """
 
     @cache
@@ -104,7 +104,7 @@ def _best(miss: Callable[[float], float]) -> float:
         return round(miss(float(FACTORS[k])), 6)
 
     one = len(FACTORS) // 2
-    # Away from 1, towards where less is missed: `k` steps that way.
+    # Search from factor 1 in the direction of smaller misses; `k` counts factors in that direction.
     way = -1 if missed(one) > 0.0 else 1
     ks = range(one + 1)
     crossed = bisect_left(ks, True, key=lambda k: missed(one + way * k) * way >= 0.0)
@@ -114,14 +114,14 @@ def _best(miss: Callable[[float], float]) -> float:
 
 
 def _of_step(step: MeasuredStep, profile: Profile) -> Profile:
-    """Return the profile of a class at the step's number of samples, with the tolls of the given one."""
+    """Return the step's own profile of a class, if it has one, with the tolls of `profile`."""
     own = (step.profiles or {}).get(profile.device_class, profile)
     per_call, per_byte = profile.reduce_s_per_call, profile.reduce_s_per_byte
     return replace(own, reduce_s_per_call=per_call, reduce_s_per_byte=per_byte)
 
 
 class _Fit:
-    """Measured steps beside their replay, under a factor on all links and one on each class's toll."""
+    """Measured steps and their replay, under one factor on all links and one on each class's toll."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Fit:
         self.tolls = dict.fromkeys((step.device_class for step in measured), 1.0)
 
     def fit_tolls(self) -> None:
-        """Set every class's toll right for its mean step, and the toll beside peers that wait for all."""
+        """Fit every class's toll to its mean step, and one waiting toll to the steps of all classes."""
         found: list[tuple[float, float, dict[str, float]]] = []
         for self.waiting_toll in WAITING_TOLLS:
             for name in self.tolls:
@@ -156,7 +156,7 @@ class _Fit:
         _, self.waiting_toll, self.tolls = min(found, key=lambda one: one[:2])
 
     def exposed_too_long_s(self, link: float) -> float:
-        """Return the mean seconds by which replay exposes more than was measured."""
+        """Return replayed minus measured exposed seconds under a link factor, averaged over steps."""
         steps = self._steps(link, self.tolls)
         return statistics.fmean(
             max(0.0, steps[m.key].reduced_s - steps[m.key].finished_s[self._at(m)]) - m.exposed_s
@@ -164,18 +164,18 @@ class _Fit:
         )
 
     def waits_too_long_s(self, name: str, toll: float) -> float:
-        """Return the mean seconds that class `name` waits too long in replay, where it works longest."""
+        """Return replayed minus measured wait of class `name` under a toll factor, averaged in seconds."""
         steps = self._steps(self.link, {**self.tolls, name: toll})
         return statistics.fmean(self._beyond_s(m, steps) for m in self._measured if m.device_class == name)
 
     def error(self) -> float:
-        """Return the relative error that the mean step of a plan still has, as a standard deviation."""
+        """Return the remaining relative error of plans' mean steps, as a standard deviation."""
         steps = self._steps(self.link, self.tolls)
         parts = [abs(miss_s) / steps[key].reduced_s for key, miss_s in self._misses_s().items()]
         return _NORMAL * statistics.median(parts)
 
     def _misses_s(self) -> dict[Key, float]:
-        """Return by plan and samples the mean seconds that replay waits too long."""
+        """Return replayed minus measured wait by plan and profiles, averaged in seconds."""
         steps = self._steps(self.link, self.tolls)
         by_plan: dict[Key, list[float]] = {}
         for m in self._measured:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class OnAccess(Sequence[T]):
-    """The sequence that `make` returns when it is first used; equal to a tuple of the same items.
+    """A sequence whose items `make` computes at the first use; equal to a tuple of the same items.
 
     >>> events = OnAccess(lambda: lay_out(step))
     >>> len(events)
@@ -23,7 +23,7 @@ class OnAccess(Sequence[T]):
     def _all(self) -> tuple[T, ...]:
         if self._make is not None:
             self._made = tuple(self._make())
-            self._make = None  # frees all that `make` refers to
+            self._make = None  # frees the objects that `make` references
         return self._made
 
     @overload

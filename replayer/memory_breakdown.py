@@ -1,4 +1,4 @@
-"""Memory of each class at its peak, by use. Pure, and predicted."""
+"""Predicted memory of each class at its peak, by use. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from qsync.replayer.check_records import checked_lowerings
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes on every rank of one class at the peak, by use; `parts` sum to `peak_bytes`.
+    """Bytes by use on every rank of one class at the peak; `parts` sum to `peak_bytes`.
 
     Bytes saved for backward are split by the mode of the operator that saves them. The margin is the stated
-    error of the prediction. `curve` is the whole step (`StepMemory.curve`): bytes by part, at the time of
-    each operator forward, then backward.
+    error of the prediction. `curve` covers the whole step (`StepMemory.curve`): bytes by part, at each
+    operator's forward, then at each operator's backward.
     """
 
     device_class: str
@@ -32,7 +32,7 @@ class Peak:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes in use at the peak."""
+        """Return the bytes in use at the peak."""
         return sum(self.parts.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -49,9 +49,9 @@ def peaks(
     profiles: Mapping[str, Profile],
     cluster: Cluster,
 ) -> dict[str, Peak]:
-    """Return the memory peak of every class under a plan, against its memory in the cluster.
+    """Return the memory peak of every class under a plan, with its memory in the cluster as budget.
 
-    `plan` may also map class names to assignments. Raises as `replay` does.
+    `plan` may also map class names to assignments. Raises MismatchError if the records do not match.
 
     >>> peaks(graph, plan, profiles, cluster)["infer"].parts["saved by int8 operators"]
     """

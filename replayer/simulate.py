@@ -1,4 +1,4 @@
-"""Replay one step of all ranks under a plan: its seconds, its events, and what to trust of it."""
+"""Replay one step of all ranks under a plan: its seconds, events and prediction interval."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 NINE_IN_TEN = 1.645
 
 
-# A plan that was made here is replayed to the same step but for rounding.
+# Relative tolerance of step times: with the planned profiles, replay differs by rounding only.
 _SAME_STEP = 1e-6
 
 
 def changed_since_planned(
     graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster
 ) -> str:
-    """Say where these profiles and this cluster are not those that a plan was made from; empty if they are.
+    """Describe how a plan's step time changed with these records; return "" if it did not.
 
     >>> changed_since_planned(graph, plan, slower_profiles, cluster)
     'the plan was made for a step of 7.8 ms; with these profiles and this cluster it takes 52.3 ms'
@@ -80,7 +80,7 @@ def replay(
     blocked = _blocked_s(step)
     classes: dict[str, ClassTimeline] = {}
     for c, (name, entry) in enumerate(found.costs.items()):
-        # A class waits for others as long as it is blocked beyond the class that is blocked least.
+        # The wait of a class is its blocked time minus that of the least blocked class.
         exposed, wait = min(blocked), blocked[c] - min(blocked)
         classes[name] = ClassTimeline(
             compute_s=works[c].total_s,
@@ -111,7 +111,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A steady step with all that it was simulated from. Works and step are in the order of `costs`."""
+    """A steady step and the inputs of its simulation; `works` and `step` are in the order of `costs`."""
 
     exchange: GradientExchange
     costs: Mapping[str, VectorizedCosts]
@@ -120,15 +120,15 @@ class Simulation:
 
     @property
     def zero_s(self) -> float:
-        """The start of the step of the earliest class, where the times of `events` begin."""
+        """Return the start of the earliest class's step, which is time 0 of `events`."""
         return min(start - idle for start, idle in zip(self.step.starts_s, self.step.idle_s, strict=True))
 
     def rates(self, c: int) -> list[float]:
-        """Return the part of its full speed at which class `c` computes beside each all-reduce."""
+        """Return the relative compute speed of class `c` during each all-reduce (1 is full speed)."""
         return [of_classes[c] for of_classes in self.step.rates]
 
     def events(self) -> list[Event]:
-        """Return all events of the step, laid out in time, class by class."""
+        """Return all events of the step with their times, class by class."""
         step, exchange, zero = self.step, self.exchange, self.zero_s
         blocked = _blocked_s(step)
         flights = [(start - zero, end - zero) for start, end in step.flights]
@@ -155,7 +155,7 @@ def simulate_step(
     cluster: Cluster,
     bucket_cap_bytes: int | None = None,
 ) -> Simulation:
-    """Simulate one steady step of every class; raise as `replay` does."""
+    """Simulate one steady step of every class; raise MismatchError if the records do not match."""
     if bucket_cap_bytes is None and isinstance(plan, Plan):
         bucket_cap_bytes = plan.bucket_cap_bytes
     exchange = GradientExchange(graph, cluster, bucket_cap_bytes)
@@ -166,7 +166,7 @@ def simulate_step(
 
 
 def _blocked_s(step: Step) -> list[float]:
-    """Return how long each class is blocked: before its step, and after its own work."""
+    """Return the seconds for which each class is blocked: before its step, and after its own work."""
     after = [max(0.0, step.reduced_s - finished) for finished in step.finished_s]
     return [idle + rest for idle, rest in zip(step.idle_s, after, strict=True)]
 
@@ -174,9 +174,10 @@ def _blocked_s(step: Step) -> list[float]:
 def _interval(
     step_s: float, works: Sequence[Work], uncertainty: Sequence[float], exchange: GradientExchange
 ) -> tuple[float, float] | None:
-    """Return the step with all classes faster, and with all slower, by as much as one run in twenty is.
+    """Return the 90% interval of the step's seconds; None if profiles and links state no error.
 
-    What steps missed beyond their own work (`Link.error`) is independent of that.
+    Its ends are the steps of all classes faster, and of all slower, by NINE_IN_TEN standard deviations. The
+    error of communication (`Link.error`) is independent and is added in quadrature.
     """
     beyond_s = NINE_IN_TEN * exchange.link.error * step_s
     if not any(uncertainty) and not beyond_s:

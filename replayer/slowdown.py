@@ -1,4 +1,4 @@
-"""A profile as if its device were slower: every time so many times as long. Pure."""
+"""The profile of a slower device: all times scaled by a factor. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def slowed(profile: Profile, factor: float) -> Profile:
 
 
 def computing(profile: Profile, factor: float) -> dict[str, Any]:
-    """Return the fields with the times of operators, casts, loss and data loading, so many times as long."""
+    """Return the profile's fields of operators, casts, loss and loading, with scaled times."""
 
     def longer(cost: Cost) -> Cost:
         return times(cost, factor)

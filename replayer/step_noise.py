@@ -30,17 +30,17 @@ class Variation:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of a step."""
+        """Return the mean seconds of a step."""
         return statistics.fmean(self.steps_s)
 
     @property
     def range_s(self) -> tuple[float, float]:
-        """Seconds between which nine steps in ten lie."""
+        """Return the 5th and 95th percentile of the seconds of a step."""
         return percentile(self.steps_s, 0.05), percentile(self.steps_s, 0.95)
 
     @property
     def lost(self) -> float:
-        """Mean loss to noise, as a part of the step: a synchronous step waits for its latest rank."""
+        """Return the mean loss to noise as a fraction of the step, which waits for its latest rank."""
         return self.mean_s / self.steady_s - 1.0
 
 
@@ -54,11 +54,12 @@ def vary(
     seed: int = 0,
     bucket_cap_bytes: int | None = None,
 ) -> Variation:
-    """Simulate `num_steps` steps in which every rank is as noisy as its class's profile.
+    """Simulate `num_steps` steps in which every rank has the noise of its class's profile.
 
-    The work of a rank takes exp(noise z) times its usual time, z normal. Of the n ranks of a class only the
-    latest counts. Its z is drawn as the largest of n, Phi^-1(u^(1/n)), so thousands of ranks cost no more
-    than one. The same seed gives the same steps. Without `bucket_cap_bytes` the plan's own counts, or DDP's.
+    The work of a rank takes exp(noise z) times its usual time, with z standard normal. Of the n ranks of a
+    class only the latest counts. Its z is drawn as the largest of n, Phi^-1(u^(1/n)), so thousands of ranks
+    cost no more than one. The same seed gives the same steps. `bucket_cap_bytes` defaults to the plan's own
+    cap, else to DDP's.
 
     >>> vary(graph, plan, profiles, cluster, num_steps=1000, seed=0).lost
     """
@@ -87,6 +88,6 @@ def _latest(u: float, count: int) -> float:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Return the value that `part` of all values do not exceed (nearest rank)."""
+    """Return the `part` quantile of values (0 to 1, nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, min(len(ordered) - 1, -(-int(1000 * part * len(ordered)) // 1000) - 1))]

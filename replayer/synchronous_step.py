@@ -5,8 +5,8 @@ All ranks of a class behave alike, so each class is simulated once, whatever its
     data loading -> host -> forward -> loss -> backward -> (all-reduces done) -> optimizer
 
 and the classes meet in the all-reduces, which run one after the other. Bucket k starts when the slowest class
-has made its gradients and bucket k-1 is done. Events are buckets of classes, never operators: the times of
-operators are only summed.
+has computed its gradients and bucket k-1 is done. The simulation steps from bucket to bucket, never from
+operator to operator: the times of operators are only summed.
 
 While any class still computes, an all-reduce runs at `link.overlap_rate` of its speed. The toll of an
 all-reduce on a class is the compute seconds that the class loses if it computes during the whole all-reduce;
@@ -29,15 +29,15 @@ from qsync.replayer.communication import Bucket, buckets, cluster_all_reduce_s, 
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
 from qsync.replayer.costs.vectorized_costs import VectorizedCosts
 
-# Steps simulated without a barrier at most, until the ranks' drift is steady within this part of a step. Two
+# At most MAX_STEPS steps are simulated, until start times change by at most STEADY of a step. Two steps
 # suffice unless a class still computes after the last all-reduce: it falls behind until all wait for it.
 MAX_STEPS = 100
 STEADY = 1e-12
 
-# By class, the part of its full speed at which it computes.
+# Relative compute speed of each class (1 is full speed).
 Rates = tuple[float, ...]
 
-# An all-reduce leaves compute at least this part of the core.
+# Least relative compute speed beside an all-reduce.
 LEAST_RATE = 0.1
 
 
@@ -59,11 +59,11 @@ class Work:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole step without communication."""
+        """Return the seconds of the whole step without communication."""
         return self.lead_s + self.backward_s + self.optimizer_s
 
     def slower(self, factor: float) -> Work:
-        """Return the same step with `factor` times the compute."""
+        """Return this work with all compute times scaled by `factor`."""
         if factor == 1:
             return self
         ready = tuple(factor * at for at in self.ready_s)
@@ -73,13 +73,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of all classes; seconds after the end of the last all-reduce of the step before.
+    """One step of all classes, in seconds after the previous step's last all-reduce.
 
     Per class: the start of its step (`starts_s`), the end of its backward (`finished_s`), the delay of
-    backward by the all-reduces it overlapped (`slowed_s`), and the time for which the class is ready before
-    its step starts (`idle_s`). `flights` are the all-reduces as (start, end); `rates` has for each of them
-    the part of its full speed at which each class computes beside it. `reduced_s` is the end of the last
-    all-reduce; it equals the period once the drift between classes is steady.
+    backward by overlapping all-reduces (`slowed_s`), and the time between its readiness and the start of its
+    step (`idle_s`). `flights` are the all-reduces as (start, end). `rates` has the relative compute speed of
+    each class during each all-reduce. `reduced_s` is the end of the last all-reduce; it equals the period
+    once the drift between classes is steady.
     """
 
     starts_s: tuple[float, ...]
@@ -92,11 +92,11 @@ class Step:
 
 
 class GradientExchange:
-    """The gradient exchange of one graph: buckets, seconds of each all-reduce, and bytes copied per operator.
+    """The gradient exchange of one graph: buckets, all-reduce seconds, and bytes copied per operator.
 
     With one rank there is no bucket and no copy. If the model has buffers (running statistics), DDP also
     broadcasts the buffers of rank 0 before every call of the model, and all ranks wait for this broadcast,
-    unless the job trains with `broadcast_buffers=False`. All broadcasts of a step are counted before it.
+    unless the job trains with `broadcast_buffers=False`. All broadcasts of a step are placed at its start.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
@@ -129,7 +129,7 @@ class GradientExchange:
     def work(self, costs: ClassCosts | VectorizedCosts, name: str = "") -> Work:
         """Return the step of one class at full speed, with the copies to buckets in its backward.
 
-        `name` is the class's, where its profile has the name of another.
+        `name` is the class's name, if its profile belongs to another class.
         """
         is_one = (name or costs.profile.device_class) in self._single
         if costs.launches is not None:
@@ -153,7 +153,7 @@ class GradientExchange:
         total_s: float,
         optimizer_s: float,
     ) -> Work:
-        # Position -1, a bucket that waits for the end of backward, is the last entry.
+        # A bucket that waits for the end of backward has position -1, and so reads the last entry.
         ready = tuple(np.append(until_s, total_s)[self._ready].tolist())
         tolls = profile.reduce_s_per_call + profile.reduce_s_per_byte * self._sizes
         return Work(lead_s, ready, total_s, optimizer_s, tuple(tolls.tolist()), is_one)
@@ -163,7 +163,7 @@ class GradientExchange:
     ) -> Work:
         """Return the step of a class whose host launches kernels that run one after the other.
 
-        A kernel begins when it is launched and the one before it is done. So the k-th is done at
+        A kernel begins once it is launched and the previous kernel is done. So kernel k is done at
 
             max over j <= k of (launched_j + kernel_j + ... + kernel_k).
         """
@@ -174,22 +174,22 @@ class GradientExchange:
         return self._work(costs.profile, is_one, lead_s, until_s, total_s - lead_s, end_s - total_s)
 
     def launch_waits_s(self, costs: ClassCosts | VectorizedCosts) -> FloatArray:
-        """Return the seconds for which the device waits for a launch before each part of `_parts_s`.
+        """Return the seconds for which the device waits for a launch before each part of a step.
 
-        The wait for the batch is not among them.
+        The parts are those of `_parts_s`. The wait for the batch is excluded.
         """
         if costs.launches is None:
             return np.zeros(2 * len(costs.forward_s) + 4)
         kernels_s, done_s = self._kernels_and_done_s(costs, costs.launches)
         waits_s = np.maximum(0.0, np.diff(done_s, prepend=0.0) - kernels_s)
         waits_s[0] = max(0.0, waits_s[0] - costs.profile.loading_s)
-        waits_s[waits_s < STEADY * done_s[-1]] = 0.0  # what sums round
+        waits_s[waits_s < STEADY * done_s[-1]] = 0.0  # rounding errors
         return waits_s
 
     def _kernels_and_done_s(
         self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the seconds of each part's kernels, and when these are done."""
+        """Return the seconds of each part's kernels, and the times at which they are done."""
         kernels_s, launched_s = self._parts_s(costs), self._parts_s(launches)
         launched_s[0] += costs.profile.loading_s
         kernels_s[0] -= costs.profile.loading_s  # the host waits for the batch
@@ -198,10 +198,10 @@ class GradientExchange:
         return kernels_s, done_s
 
     def _parts_s(self, costs: ClassCosts | VectorizedCosts) -> FloatArray:
-        """Return the seconds of what a step does in turn.
+        """Return the seconds of each part of a step, in order.
 
-        That is the host's part, each operator forward, the loss, each operator backward, copies of gradients
-        that no operator makes, and the optimizer.
+        The parts are loading and host, each operator's forward, the loss, each operator's backward, copies of
+        gradients that no operator computes, and the optimizer.
         """
         profile = costs.profile
         backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
@@ -213,11 +213,11 @@ class GradientExchange:
 def steady_step(
     works: Sequence[Work], durations_s: Sequence[float], link: Link, broadcast_s: float = 0.0
 ) -> Step:
-    """Return the steady step of ranks that meet in all-reduces alone.
+    """Return the steady step of ranks that only all-reduces and broadcasts synchronize.
 
     A class starts its next step as soon as its own optimizer is done. A class with a fast optimizer therefore
-    gets ahead, by the same time in every step. If buffers are broadcast before the step, all classes
-    start together: `broadcast_s` after the last one is ready.
+    gets ahead, by the same time in every step. If buffers are broadcast before the step, all classes start
+    together: `broadcast_s` seconds after the last class is ready.
     """
     starts = tuple(work.optimizer_s for work in works)
     usual = [tuple([compute_rate(work, k, d, link) for work in works]) for k, d in enumerate(durations_s)]
@@ -242,7 +242,7 @@ def steady_step(
 
 
 def starts_s(works: Sequence[Work], exchange: GradientExchange) -> tuple[float, ...]:
-    """Return for each class the earliest start of its next step, in seconds after the last all-reduce.
+    """Return the earliest start of each class's next step, in seconds after the last all-reduce.
 
     >>> starts_s([exchange.work(costs) for costs in by_class], exchange)
     """
@@ -262,9 +262,10 @@ def step_time(works: Sequence[Work], exchange: GradientExchange) -> float:
 
 
 def least_losses_s(work: Work, exchange: GradientExchange) -> FloatArray:
-    """Return the seconds that each all-reduce costs a class at least before the class can start the next.
+    """Return a lower bound on the seconds by which each all-reduce delays a class.
 
-    If the class computes beside it, that is its toll, or what `LEAST_RATE` takes; if not, its duration.
+    A class that computes during the all-reduce loses the toll, or less if `LEAST_RATE` limits the loss. A
+    class that waits loses the duration of the all-reduce.
     """
     alone = np.array(exchange.durations_s)
     beside = (1.0 - LEAST_RATE) / exchange.link.overlap_rate
@@ -272,10 +273,10 @@ def least_losses_s(work: Work, exchange: GradientExchange) -> FloatArray:
 
 
 def compute_rate(work: Work, bucket: int, duration_s: float, link: Link, peers_wait: bool = False) -> float:
-    """Return the part of its full speed at which a class computes beside the all-reduce of a bucket.
+    """Return the relative compute speed of a class during a bucket's all-reduce (1 is full).
 
-    `duration_s` are the seconds of the all-reduce with no compute beside it. A class that computes during the
-    whole all-reduce loses the seconds of its toll. `peers_wait` says that no other class computes.
+    `duration_s` are the seconds of the all-reduce without concurrent compute. A class that computes during
+    the whole all-reduce loses the seconds of its toll. `peers_wait` means that no other class computes.
     """
     toll_s = work.tolls_s[bucket] if work.tolls_s else 0.0
     if peers_wait and work.is_one:
@@ -292,9 +293,9 @@ def _step(
     rates_of_buckets: Sequence[tuple[Rates, Rates]],
     link: Link,
 ) -> Step:
-    """Simulate one step of all classes from the start of each. O(buckets x classes).
+    """Simulate one step of all classes from their start times, in O(buckets x classes).
 
-    The rates of a bucket are those beside peers of which some compute, and those beside peers that all wait.
+    `rates_of_buckets[k]` has the classes' rates in all-reduce k if several compute, and if only one does.
     """
     now = 0.0
     # Backward work done by `now`.
@@ -302,7 +303,7 @@ def _step(
     total = [work.backward_s for work in works]
     slowed = [0.0] * len(works)
     flights, rates_used = [], []
-    # For each bucket: when each class has filled it, and the rate of each beside its all-reduce.
+    # For each bucket: the times at which classes fill it, and their rates during its all-reduce.
     ready = zip(*(work.ready_s for work in works), strict=True)
     for duration, ready_s, (usual, waiting) in zip(durations_s, ready, rates_of_buckets, strict=True):
         gap = max(0.0, *map(sub, ready_s, done))
@@ -315,7 +316,7 @@ def _step(
         rates_used.append(rates)
         computing = max(map(truediv, left, rates))
         elapsed = duration / link.overlap_rate
-        # The last class may stop computing on the way: from there the all-reduce has full speed.
+        # If the last computing class stops before the end, the rest of the all-reduce has full speed.
         if elapsed > computing:
             elapsed = computing + duration - computing * link.overlap_rate
         for c, rate in enumerate(rates):

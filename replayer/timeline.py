@@ -1,4 +1,4 @@
-"""Timeline: replay's prediction of one steady step. A record with JSON in and out. All is simulated."""
+"""Timeline: replay's prediction of one steady step, as a JSON record. All times are simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qsync.records.record_json import FileRecord, as_record, without_header
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One activity of a rank of a class. Seconds from the start of the step of the earliest class.
+    """One activity of a class's ranks, in seconds from the start of the earliest class's step.
 
     `kind` is loading, host, forward, backward, cast, loss, optimizer, communication or wait.
     """
@@ -38,7 +38,7 @@ class ClassTimeline:
 
     step_s = compute_s + slowed_s + exposed_s + wait_s: own work at full speed, its delay by overlapping
     communication, communication with nothing left to compute, and waiting for slower classes. `loading_s` is
-    the part of the own work spent waiting for the next batch, 0 where no loader was profiled. `nodes` are the
+    the part of the own work spent waiting for the next batch; 0 if no loader was profiled. `nodes` are the
     priced nodes, computed at their first use.
     """
 
@@ -58,9 +58,9 @@ class ClassTimeline:
 class Timeline(FileRecord):
     """One steady synchronous step of the whole cluster, simulated.
 
-    The median of steps that take turns with the profile's should lie within `interval_s` nine times in ten,
-    by the errors that the profiles state (`Profile.uncertainty`); so should that of a run that follows, if
-    the profiles were carried `ahead`. `interval_s` is None if the profiles state no error. `events` are
+    `interval_s` should contain the median of measured steps nine times in ten, by the profiles' stated errors
+    (`Profile.uncertainty`). This holds for steps that alternate with the profile's steps, and for a later run
+    if the profiles were carried `ahead`. `interval_s` is None if the profiles state no error. `events` are
     computed at their first use.
 
     >>> timeline = qsync.replay(graph, plan, profiles, cluster)
@@ -101,7 +101,7 @@ class Timeline(FileRecord):
 
     @classmethod
     def from_json(cls, value: Any, where: str | None = None) -> Timeline:
-        """Read what `to_json` returned; FormatError says `where` if it is malformed."""
+        """Read a timeline from JSON; raise FormatError, which names `where`, if it is malformed."""
         body = without_header(value, cls.FILE_KIND)
         where = where or cls.FILE_KIND
         events = as_record(body.get("events"), tuple[Event, ...], f"{where}, events")

@@ -8,12 +8,12 @@ The batch of a step is the same at every membership. All cards present take each
     join, cont  the card starts (join), receives the state while the others train, and enters between steps
     lighthouse  the running step is finished; the next one waits until the lighthouse answers
 
-Waits for several events overlap. After them the cards that are left reconfigure once: a new process group,
-buckets and shares. A plan for a new membership is made meanwhile, in milliseconds. Without a card the job
-waits.
+Waits for several events overlap. After these waits the remaining cards reconfigure once: a new process group,
+buckets and shares. The plan for the new membership is computed during the waits, in milliseconds. The job
+pauses while no card is present.
 
-Only events are simulated one by one. Equal steps between two events are counted. A step that an event lets
-finish counts, even if another event follows before its end.
+Each event is simulated; the equal steps between two events are counted by one division. A step that an event
+allows to finish counts, even if another event follows before its end.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ StepSeconds = Callable[[Mapping[str, int]], float]
 
 @dataclass(frozen=True, slots=True)
 class ChurnCosts:
-    """Seconds that events cost.
+    """Seconds that each cause of lost time costs.
 
-    `detection_s`: from a kill until the lighthouse drops the card; `release_s`: the same from a release.
-    `timeout_s`: of a collective with a stopped card. `reconfiguration_s`: of the cards that go on.
-    `lighthouse_s`: until a restarted lighthouse answers. `transfer_s` and `start_s` delay the newcomer alone:
-    receiving the state, and starting its process.
+    `detection_s`: from a kill until the lighthouse drops the card. `release_s`: from a release until the
+    lighthouse drops the card. `timeout_s`: until a collective with a stopped card fails. `reconfiguration_s`:
+    until the remaining cards train again. `lighthouse_s`: until a restarted lighthouse answers. `transfer_s`
+    (receiving the state) and `start_s` (starting the process) delay only the joining card.
 
-    The defaults of detection and timeout are settings: how long a torchft lighthouse waits for a heartbeat,
-    and a collective for a card. Transfer is assumed. The others were measured on a 2-core CPU: four cards
+    The defaults of detection and timeout are settings: the heartbeat timeout of a torchft lighthouse, and the
+    timeout of a collective. Transfer is an assumption. The others were measured on a 2-core CPU: four cards
     under torchft 0.2 and gloo, with a model of 42 MB.
     """
 
@@ -64,7 +64,7 @@ class ChurnCosts:
 
     @classmethod
     def parse(cls, text: str) -> ChurnCosts:
-        """Read "detection=5,start=12"; those left out have their defaults."""
+        """Parse costs from text such as "detection=5,start=12"; keep the defaults of the others."""
         known = [entry.name.removesuffix("_s") for entry in fields(cls)]
         numbers = parse_numbers(parse_pairs(text), known, "cost of churn")
         return cls(**{f"{name}_s": seconds for name, seconds in numbers.items()})
@@ -72,7 +72,7 @@ class ChurnCosts:
 
 @dataclass(frozen=True, slots=True)
 class MembershipTime:
-    """The training at one membership: cards by class, seconds of a step, seconds in all, committed steps."""
+    """The training at one membership: cards by class, seconds of a step, total seconds, committed steps."""
 
     ranks: Mapping[str, int]
     step_s: float
@@ -82,11 +82,11 @@ class MembershipTime:
 
 @dataclass(frozen=True, slots=True)
 class ChurnReport:
-    """A trace that was played; all is simulated.
+    """The simulated result of playing a trace.
 
-    duration_s = training_s + the sum of `lost_s` (seconds by cause). The step that runs at the end counts in
-    part. `ideal_samples_per_s` is the rate of all cards without an event, `lossless_samples_per_s` that of a
-    job that follows every event at once and at no cost. `progress` has (seconds, samples so far), in order.
+    duration_s = training_s + the sum of `lost_s` (seconds by cause). The step running at the end counts as a
+    fraction. `ideal_samples_per_s` is the rate of all cards without events, `lossless_samples_per_s` the rate
+    of a job that follows every event instantly and at no cost. `progress` lists (seconds, samples so far).
     """
 
     duration_s: float
@@ -97,12 +97,12 @@ class ChurnReport:
     lossless_samples_per_s: float
     num_reconfigurations: int
     lost_s: Mapping[str, float]
-    memberships: tuple[MembershipTime, ...]  # those that trained, the longest first
+    memberships: tuple[MembershipTime, ...]  # memberships with a step, longest first
     progress: tuple[tuple[float, float], ...] = field(metadata=NOT_IN_FILES)
 
     @property
     def of_ideal(self) -> float:
-        """Return the goodput as a part of the ideal."""
+        """Return the goodput as a fraction of the ideal rate."""
         return self.samples_per_s / self.ideal_samples_per_s
 
     def to_json(self) -> dict[str, Any]:
@@ -122,8 +122,8 @@ def play(
     """Play a trace over the step times of all memberships.
 
     Args:
-        events: in the order of time; at equal times in the order given. The last one ends the trace.
-        ranks: class -> cards present at the start, at most 10,000 together.
+        events: sorted by time. Events at equal times happen in the given order. The last one ends the trace.
+        ranks: class -> cards present at the start, at most 10,000 in total.
         step_s: returns the seconds of a step from the cards present (class -> number, at least 1), predicted
             (`MembershipSteps`) or measured. It is called once for every membership.
         costs: seconds that events cost.
@@ -152,20 +152,20 @@ class _Job:
     def __init__(self, ranks: Mapping[str, int], step_s: StepSeconds, costs: ChurnCosts) -> None:
         self.step_s, self.costs = step_s, costs
         self.now = 0.0
-        self.begin_s = 0.0  # of the step that is running, or of the next one
-        # Cards by class: those that are there, those of them that have the state, and those that train.
+        self.begin_s = 0.0  # start of the running step, or of the next one
+        # Numbers of cards by class: present in the job; with the training state; in the training group.
         self.present, self.ready, self.members = dict(ranks), dict(ranks), dict(ranks)
-        self.arrivals: list[tuple[float, str]] = []  # a heap: when a card has the state
-        self.arriving: dict[str, float] = {}  # the same by card, of those that are still there
-        self.is_changed = False  # those that are ready are not those that train
-        self.memberships: dict[tuple[tuple[str, int], ...], list[float]] = {}  # seconds of a step, steps
+        self.arrivals: list[tuple[float, str]] = []  # heap of (time of receiving the state, card)
+        self.arriving: dict[str, float] = {}  # present card -> time of receiving the state
+        self.is_changed = False  # whether `ready` may differ from `members`
+        self.memberships: dict[tuple[tuple[str, int], ...], list[float]] = {}  # [seconds of a step, steps]
         self.lost_s = dict.fromkeys(CAUSES, 0.0)
         self.num_steps = self.lossless_steps = 0.0
         self.progress = [(0.0, 0.0)]
         self.num_reconfigurations = 0
 
     def take(self, event: ChurnEvent) -> None:
-        """Let the job go on until an event, and begin what it causes."""
+        """Advance the job to an event, then apply the event to cards and waits."""
         while self.arrivals and self.arrivals[0][0] < event.time_s:
             ready_s, card = heapq.heappop(self.arrivals)
             if self.arriving.get(card) == ready_s:
@@ -195,7 +195,7 @@ class _Job:
                 self.is_changed = True
 
     def report(self, ranks: Mapping[str, int], samples_per_step: int) -> ChurnReport:
-        """Return what has happened until now, beside what all these cards would have done."""
+        """Return the report until now; `ranks` are the cards of the ideal rate."""
         self._go_on(max(self.now, self.begin_s))
         self._train((self.now - self.begin_s) / self._membership(self.members)[0])
         memberships = [
@@ -218,7 +218,7 @@ class _Job:
         )
 
     def _go_on(self, until: float) -> None:
-        """Take the steps that end before a time."""
+        """Advance the job to a time: reconfigure if cards changed, and count the steps that end before."""
         self.lossless_steps += (until - self.now) / self._membership(self.present)[0]
         self.now = until
         if self.is_changed and self.begin_s < until:
@@ -231,12 +231,12 @@ class _Job:
             self._train((until - self.begin_s) // self._membership(self.members)[0])
 
     def _finish_step(self) -> None:
-        """Take the running step, if there is one, to its end."""
+        """Count the running step, if any, as finished."""
         if self.begin_s < self.now:
             self._train(1.0)
 
     def _train(self, num: float) -> None:
-        """Take so many steps of the cards that train."""
+        """Count `num` steps of the present members, and move the start of the next step."""
         if num:
             membership = self._membership(self.members)
             membership[1] += num
@@ -246,17 +246,17 @@ class _Job:
             self.progress.append((self.begin_s, self.num_steps))
 
     def _wait(self, cause: str) -> None:
-        """Let no step begin for as long as a cause takes from now on."""
+        """Delay the next step by the seconds that `cause` costs, counted from now."""
         self._lose(cause, self.now + getattr(self.costs, f"{cause}_s"))
 
     def _lose(self, cause: str, until: float) -> None:
-        """Let no step begin before a time."""
+        """Delay the next step to the time `until`, and count the delay as lost to `cause`."""
         if until > self.begin_s:
             self.lost_s[cause] += until - self.begin_s
             self.begin_s = until
 
     def _membership(self, ranks: Mapping[str, int]) -> list[float]:
-        """Return the seconds of a step of these cards, infinite without a card, and their steps so far."""
+        """Return [seconds of a step, steps so far] of these cards; infinite seconds without a card."""
         key = tuple((name, count) for name, count in ranks.items() if count)
         if key not in self.memberships:
             step_s = float(self.step_s(dict(key))) if key else math.inf

@@ -1,4 +1,4 @@
-"""Traces: which card leaves or returns when, read from a file or drawn at random."""
+"""Traces of leaving and returning cards, read from a file or drawn at random."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from qsync.errors import FormatError, shortened, unknown_name
 
 MAX_RANKS = 10_000
-# A month of 10,000 cards has fewer at any failure rate that still trains.
+# More than 10,000 cards produce in a month, at any failure rate that still lets a job train.
 MAX_EVENTS = 1_000_000
 HEADER = "time_s,event,card"
-LEAVING = {"kill": "detection", "stop": "timeout", "release": "release"}  # and what the others then wait for
+LEAVING = {"kill": "detection", "stop": "timeout", "release": "release"}  # -> what the others wait for
 RETURNING = ("join", "cont")
 KINDS = (*LEAVING, *RETURNING, "lighthouse", "end")
 
@@ -35,7 +35,7 @@ class ChurnEvent:
 
 
 def read_events(path: str | Path) -> tuple[ChurnEvent, ...]:
-    """Read a trace: a CSV file whose first line is `time_s,event,card`. FormatError for any other."""
+    """Read a trace from a CSV file with the header `time_s,event,card`; else raise FormatError."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -58,7 +58,7 @@ def read_events(path: str | Path) -> tuple[ChurnEvent, ...]:
 
 
 def check_events(events: Sequence[ChurnEvent], ranks: Mapping[str, int]) -> None:
-    """Raise FormatError unless the cards of a cluster (class -> number) can have these events in order."""
+    """Raise FormatError unless these events can happen in order to a cluster (class -> number of cards)."""
     if not 1 <= sum(ranks.values()) <= MAX_RANKS:
         raise FormatError(f"a trace is played for 1 to {MAX_RANKS} ranks, found {sum(ranks.values())}")
     is_present = {f"{name}:{number}": True for name, count in ranks.items() for number in range(count)}
@@ -89,7 +89,7 @@ def check_events(events: Sequence[ChurnEvent], ranks: Mapping[str, int]) -> None
 
 
 def parse_numbers(pairs: Mapping[str, str], known: Collection[str], what: str) -> dict[str, float]:
-    """Return the numbers of "name=number" pairs. FormatError for other names, and for numbers below 0."""
+    """Convert name -> text pairs to numbers; raise FormatError for unknown names and negative numbers."""
     found = {}
     for name, text in pairs.items():
         if name not in known:
@@ -104,7 +104,7 @@ def parse_numbers(pairs: Mapping[str, str], known: Collection[str], what: str) -
 
 
 def parse_pairs(text: str) -> dict[str, str]:
-    """Split "name=value,name=value"."""
+    """Parse text of the form "name=value,name=value"."""
     return {name.strip(): value for name, _, value in (part.partition("=") for part in text.split(","))}
 
 
@@ -113,7 +113,7 @@ class RandomChurn:
     """Failures and returns of every card, drawn independently with exponential times.
 
     A card fails (kill) after `mtbf` hours on average, and returns (join) after `mttr` minutes. `classes` are
-    the classes whose cards do so, by default all. `days` is the length of the trace.
+    the classes whose cards fail, by default all. `days` is the length of the trace.
 
     >>> RandomChurn.parse("mtbf=100,mttr=5,days=30,classes=infer").events({"train": 8, "infer": 32})
     """
@@ -126,7 +126,7 @@ class RandomChurn:
 
     @classmethod
     def parse(cls, text: str) -> RandomChurn:
-        """Read "mtbf=HOURS[,mttr=MINUTES][,days=D][,seed=S][,classes=A+B]"."""
+        """Parse text of the form "mtbf=HOURS[,mttr=MINUTES][,days=D][,seed=S][,classes=A+B]"."""
         pairs = parse_pairs(text)
         classes = tuple(filter(None, pairs.pop("classes", "").split("+")))
         numbers = parse_numbers(pairs, ("mtbf", "mttr", "days", "seed"), "part of --churn")
@@ -137,10 +137,10 @@ class RandomChurn:
         return cls(**numbers, classes=classes)
 
     def events(self, ranks: Mapping[str, int]) -> tuple[ChurnEvent, ...]:
-        """Draw the events of the cards of a cluster (class -> number), in the order of time.
+        """Draw the events of a cluster's cards (class -> number of cards), sorted by time.
 
-        The same seed gives the same events. Raises FormatError for an unknown class, and for more events than
-        can be played.
+        The same seed gives the same events. Raises FormatError for an unknown class, and for more than
+        MAX_EVENTS expected events.
         """
         for name in self.classes:
             if name not in ranks:

@@ -19,7 +19,7 @@ from qsync.records.precision import TYPE_BYTES
 from qsync.records.profiles import Cost, Profile
 from qsync.records.save_less import FORMS
 
-# Kinds that move no data.
+# Kinds of operators that move no data, and so cost nothing.
 FREE = ("view", "input", "output")
 
 FloatArray = npt.NDArray[np.float64]
@@ -27,12 +27,12 @@ _NO_SWITCH = Cost(0.0)
 
 
 def node_cost(profile: Profile, node: Cast | Run, ops: Mapping[str, Op]) -> Cost:
-    """Return the cost of a cast or of an operator in its mode; `ops` are the graph's by name."""
+    """Return the cost of a cast or of an operator in its mode; `ops` maps names to operators."""
     return cast_cost(profile, node) if isinstance(node, Cast) else run_cost(profile, node, ops[node.op])
 
 
 def cast_cost(profile: Profile, cast: Cast) -> Cost:
-    """Return the cost of one cast: measured for this value, else on the line fitted to its types.
+    """Return the cost of a cast: measured for its value, else from the line fitted to its types.
 
     A cast measured in the other memory order (channels_last or not) also counts as measured. The fitted line
     t = base + slope * num_elements prices casts that no measured step contained. Raises MismatchError if the
@@ -54,7 +54,7 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
 
 
 def fitted_cost(base: Cost, slope: Cost, num_elements: int) -> Cost:
-    """Return the cost of a cast of so many elements on a fitted line (`Profile.cast_fit`)."""
+    """Return the cost of a cast of `num_elements` elements on a fitted line (`Profile.cast_fit`)."""
     return Cost(
         max(0.0, base.forward_s + slope.forward_s * num_elements),
         max(0.0, base.backward_s + slope.backward_s * num_elements),
@@ -62,21 +62,20 @@ def fitted_cost(base: Cost, slope: Cost, num_elements: int) -> Cost:
 
 
 def measured_as(source: str, channels_last: bool) -> tuple[str, str]:
-    """Return the names that a profile may give a cast from this type: in its memory order, in the other."""
+    """Return the names of a cast's source type in a profile: in its own memory order, in the other."""
     return (source + CHANNELS_LAST, source) if channels_last else (source, source + CHANNELS_LAST)
 
 
 def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     """Return the cost of one operator in its mode.
 
-    An adjustable operator must have been measured in its mode, though images may have been in the other
-    memory order or results of the other type. A following or fixed operator may take its nearest measured
-    mode, scaled by the bytes of the types: these operators are bound by memory, not by arithmetic. An
-    operator that saves less must have been measured saving less; the nearest form and type prices it. A
-    product that computes an activation in its epilogue, if it was not measured so, costs as much as product
-    and activation apart. A product beside one of another precision takes `Profile.switch_s` longer. Operators
-    that move no data (views, the graph's output) are free where they were not measured. Raises MismatchError
-    naming the operator if the profile cannot price it.
+    An adjustable operator needs a measurement in its mode; memory order and result type may differ. A
+    following or fixed operator takes its nearest measured mode, scaled by the bytes of the types, since
+    memory bandwidth bounds it. An operator that saves less needs a measurement that saves less; the nearest
+    form and type prices it. A product with an activation in its epilogue, if not measured in this form, costs
+    as much as product and activation in separate kernels. A product beside one of another precision takes
+    `Profile.switch_s` longer. Operators that move no data (views, the graph's output) are free unless
+    measured. Raises MismatchError naming the operator if the profile cannot price it.
 
     >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
     """
@@ -93,16 +92,17 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
 
 
 def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
-    """Return the measured mode that prices an operator as it runs, and the factor of its price.
+    """Return the measured mode that prices an operator, and the factor on its measured seconds.
 
-    The result depends on which modes were measured, not on their times. Raises as `run_cost` does.
+    The result depends on the names of the measured modes, not on their times. Raises MismatchError if no
+    measured mode fits.
     """
     measured = profile.ops.get(op.name, {})
     if run.timed_as in measured:
         return run.timed_as, 1.0
     candidates = [mode for mode in measured if (_form(mode) == "plain") == (run.form == "plain")]
     if run.form == FUSED or run.form in EPILOGUES:
-        # A step measures both product and activation in this form, or neither. Apart they take no less.
+        # A step measures product and activation both in this form, or neither. The plain form takes no less.
         candidates = [m for m in measured if _form(m) == run.form] or [
             m for m in measured if _form(m) == "plain"
         ]
@@ -112,7 +112,7 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
         candidates = [mode for mode in candidates if _mode(mode) == run.mode]
     if not candidates:
         known = ", ".join(measured) or "nothing"
-        # To save less, an operator needs times of saving less, and its product times without an epilogue.
+        # An operator that saves less needs a time in that form, and its product one without an epilogue.
         computes = any(_mode(mode) == run.mode and _form(mode) in EPILOGUES for mode in measured)
         saves = computes if run.form == "plain" else run.form not in EPILOGUES
         raise MismatchError(
@@ -120,8 +120,8 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
             f"{known}); profile this class again{' with save_less=True' if saves else ''}"
         )
     wanted = _width(run.mode)
-    # Nearest by form, then by width, memory order and result type. Of equally near modes take the wider, then
-    # the first by name, so that the answer does not depend on dict order.
+    # Compare by form, then by width, memory order and result type. Ties go to the wider mode, then to the
+    # first by name, so that the result does not depend on dict order.
     nearest = min(
         candidates,
         key=lambda m: (
@@ -138,10 +138,10 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
 
 
 def check_timed(profile: Profile, graph: OpGraph, name: str) -> None:
-    """Raise MismatchError unless the profile can price an operator in every form that saves less.
+    """Raise MismatchError unless the profile prices an operator in every form that saves less.
 
-    An operator that saves less is not computed in the epilogue of the product before it, so that product must
-    have a price without epilogue as well.
+    An operator that saves less does not run in the epilogue of the preceding product, so that product also
+    needs a price without epilogue.
 
     >>> check_timed(profile, graph, "encoder.0.gelu")
     """
@@ -156,13 +156,12 @@ def check_timed(profile: Profile, graph: OpGraph, name: str) -> None:
 
 
 class ClassCosts:
-    """Forward and backward seconds of every operator of a lowering, with its casts, on one device class.
+    """Forward and backward seconds of every operator and its casts, on one device class.
 
-    `forward_s[i]` and `backward_s[i]` are sums over the casts of graph inputs that stand before operator i,
+    `forward_s[i]` and `backward_s[i]` are sums over the casts of graph inputs just before operator i,
     operator i itself, and the casts of its result. `update` prices positions again after `Lowering.assign`.
     Prices depend on the lowering alone, so an update of the same positions after `Lowering.undo` restores the
-    arrays exactly. `launches` are the same costs in the host's time of launching kernels, where the profile
-    has it.
+    arrays exactly. `launches` has the host's seconds of launching the same kernels, if the profile has them.
 
     >>> costs = ClassCosts(lowering, profile)
     >>> change = lowering.assign("encoder.0.fc1", Precision.INT8)
@@ -197,11 +196,11 @@ class ClassCosts:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole graph, forward and backward, without communication."""
+        """Return the seconds of the whole graph, forward and backward, without communication."""
         return float(self.forward_s.sum() + self.backward_s.sum())
 
     def cast(self, cast: Cast) -> Cost:
-        """Return the price of one cast, looked up once."""
+        """Return the cached price of a cast."""
         key = cast.profile_key
         cost = self._casts.get(key)
         if cost is None:
@@ -209,7 +208,7 @@ class ClassCosts:
         return cost
 
     def run(self, i: int) -> Cost:
-        """Return the price of operator `i` in its present mode, without its casts."""
+        """Return the cached price of operator `i` in its present mode, without its casts."""
         lowering = self.lowering
         op: Op = lowering.graph.ops[i]
         key = (

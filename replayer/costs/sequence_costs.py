@@ -1,8 +1,8 @@
-"""What a sequence costs by its length on each device class, and who takes which of a step's sequences.
+"""The cost of a sequence by its length on each device class, and the division of sequences over ranks.
 
-A profile is of one batch, B sequences of length L. Operators whose result holds a number per pair of tokens
-(attention and what stands inside it) take time in proportion to B L^2, weights and the optimizer take a fixed
-time, and all else takes time in proportion to B L.
+A profile measures one batch, B sequences of length L. Operators whose result holds a number per pair of
+tokens (attention and the operators inside it) take time in proportion to B L^2. Weights and the optimizer
+take a fixed time. All other operators take time in proportion to B L.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qsync.replayer.costs.class_costs import cast_cost, run_cost
 from qsync.replayer.timeline import Timeline
 
 _PRODUCTS_OF_ACTIVATIONS = ("matmul", "baddbmm")
-_NUM_HALVINGS = 40  # of the interval in which the least time lies
+_NUM_HALVINGS = 40  # bisection steps in the search for the least time
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class SequenceCost(Record):
 def sequence_costs(
     graph: OpGraph, timeline: Timeline, profiles: Mapping[str, Profile]
 ) -> dict[str, SequenceCost] | None:
-    """Return what a sequence costs on every class, from the replay of a step of the graph.
+    """Return the cost of a sequence on every class, from the timeline of a replayed step.
 
-    The first tensor of the batch must be of shape (sequences, length, ...); None where it is not.
+    The first tensor of the batch must have the shape (sequences, length, ...); otherwise return None.
     """
     shape = next((shape for shape in graph.batch_shapes if len(shape) >= 2), None)
     if shape is None:
@@ -74,8 +74,8 @@ def quadratic_ops(graph: OpGraph, num_sequences: int, length: int) -> set[str]:
     """Return the operators whose time grows with the square of the length.
 
     They are attention, products of two activations, and operators whose result has a number per pair of
-    tokens: a shape that ends in (length, length). Activations as wide as they are long have that shape, too;
-    they are told by what they are computed from.
+    tokens: a shape that ends in (length, length). An activation of width `length` also has the shape
+    (sequences, length, length). It counts only if no input is a parameter and some input is quadratic.
     """
     parameters = {value.name for value in graph.inputs if value.kind == "parameter"}
     found: set[str] = set()
@@ -92,19 +92,19 @@ def quadratic_ops(graph: OpGraph, num_sequences: int, length: int) -> set[str]:
 def hand_out(
     lengths: Sequence[int], costs: Sequence[SequenceCost], max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Return by rank the positions of the sequences that it takes, such that the slowest rank is fast.
+    """Divide sequences over ranks to shorten the slowest rank's time; return positions by rank.
 
-    Sequences are sorted by length and cut into one run a rank: what a rank takes is padded to its longest
-    sequence, so that neighbours belong together. The cuts are those of least time (by bisection), with the
-    longest sequences on the fast ranks or on the slow ones, whichever takes less.
+    Sequences are sorted by length and cut into one contiguous run per rank, since a rank pads its sequences
+    to the longest of them. Bisection finds the cuts of least time. The longest sequences go to the fastest
+    ranks or to the slowest ranks, whichever takes less time.
 
     Args:
         lengths: tokens of every sequence of a step.
-        costs: by rank.
-        max_tokens: the most padded tokens that a rank may take; None for no bound.
+        costs: of one sequence, by rank.
+        max_tokens: the most padded tokens of a rank; None for no limit.
 
     Raises:
-        FormatError: fewer sequences than ranks, or sequences that fit nowhere.
+        FormatError: fewer sequences than ranks, or more tokens than all ranks may take.
 
     Example:
         >>> hand_out([9, 1, 2, 8], [SequenceCost(0, 1, 0), SequenceCost(0, 2, 0)])
@@ -138,7 +138,7 @@ def hand_out(
 def _least_cuts(
     ordered: Sequence[int], costs: Sequence[SequenceCost], max_tokens: int | None
 ) -> tuple[float, list[int]] | None:
-    """Return the least time in which ranks in this order take all sequences, and how many each takes."""
+    """Return the least seconds in which ranks in this order take all sequences, and each rank's number."""
     high = max(cost.seconds(len(ordered), ordered[0]) for cost in costs)
     counts = _counts_within(high, ordered, costs, max_tokens)
     if counts is None:
@@ -154,7 +154,7 @@ def _least_cuts(
 def _counts_within(
     time_s: float, ordered: Sequence[int], costs: Sequence[SequenceCost], max_tokens: int | None
 ) -> list[int] | None:
-    """Return how many sequences each rank takes within a time; None where some are left over."""
+    """Return each rank's number of sequences within `time_s`; None if some remain or a rank has none."""
     counts, start = [], 0
     for k, cost in enumerate(costs):
         left_for_others = len(costs) - 1 - k
@@ -171,7 +171,7 @@ def _counts_within(
 
 
 def waiting(lengths: Sequence[int], taken: Sequence[Sequence[int]], costs: Sequence[SequenceCost]) -> float:
-    """Return the part of all ranks' time that they wait for the slowest, as the costs say."""
+    """Return the fraction of all ranks' time spent waiting for the slowest rank, by the costs."""
     times = [
         cost.seconds(len(own), max(lengths[i] for i in own)) for own, cost in zip(taken, costs, strict=True)
     ]

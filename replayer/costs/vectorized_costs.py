@@ -1,7 +1,7 @@
-"""The costs of `ClassCosts` for a whole lowered graph at once, in arrays looked up by number.
+"""The costs of `ClassCosts` for a whole lowered graph at once, by array lookups.
 
-The prices are those of `class_costs`, which is called once for every distinct neighbourhood and set of
-measured modes. The arrays depend on graph and profile, never on an assignment.
+The prices are those of `class_costs`, which is called once for every distinct pair of an operator's
+neighbourhood and measured modes. The arrays depend on graph and profile, never on an assignment.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ Ints = npt.NDArray[np.int64]
 
 
 class VectorizedPrices:
-    """The prices of one profile for one graph, forward and backward seconds.
+    """The prices of one profile for one graph: forward and backward seconds.
 
-    Operators whose measured modes have the same names share a table of the nearest mode and the factor of its
-    price (`nearest_mode`).
+    Operators with equally named measured modes share the results of `nearest_mode`.
     """
 
     def __init__(self, tables: Tables, profile: Profile) -> None:
@@ -35,7 +34,7 @@ class VectorizedPrices:
         self._columns = [tuple(entry) for entry in modes]
         kind = [names.setdefault(columns, len(names)) for columns in self._columns]
         self._names = np.array(kind, dtype=np.int64)
-        # One more column, of zeros: operators that move no data and were not measured.
+        # The last column is zero: the price of unmeasured operators that move no data.
         self._width = max((len(columns) for columns in self._columns), default=0) + 1
         measured = np.zeros((2, len(ops), self._width))
         for columns, number in names.items():
@@ -55,7 +54,7 @@ class VectorizedPrices:
             self._measured_casts.setdefault((source, target), {})[value] = cost
 
     def of(self, lowered: Tabulated, profile: Profile) -> tuple[FloatArray, FloatArray]:
-        """Return seconds forward and backward of every operator with its casts, as in `ClassCosts`."""
+        """Return the forward and backward seconds of every operator with its casts, as `ClassCosts` does."""
         key, fresh = self._keys(lowered.neighbourhood << 32 | self._names)
         for i in fresh:
             self._look_up(i, lowered, profile)
@@ -109,7 +108,7 @@ class VectorizedPrices:
                 (1, base.backward_s, slope.backward_s),
             ):
                 found[row] = np.maximum(0.0, at_once + each * tables.num_elements)
-        for name in reversed(measured_as(source, channels_last)):  # the preferred name last, over the other
+        for name in reversed(measured_as(source, channels_last)):  # the preferred name overwrites the other
             for value, cost in self._measured_casts.get((name, target), {}).items():
                 if value in tables.wiring.number:
                     found[:, tables.wiring.number[value]] = cost.forward_s, cost.backward_s
@@ -121,9 +120,9 @@ _PRICES: IdentityCache[IdentityCache[VectorizedPrices]] = IdentityCache()
 
 @dataclass(frozen=True, slots=True)
 class VectorizedCosts:
-    """One assignment on one device class: seconds of every operator, with its casts.
+    """Seconds of every operator with its casts, under one assignment on one device class.
 
-    `launches` are the host's seconds of launching kernels, where the profile has them.
+    `launches` has the host's seconds of launching kernels, if the profile has them.
     """
 
     lowered: Tabulated

@@ -25,7 +25,7 @@ from qsync.replayer.simulate import Simulation, simulate_step
 from qsync.replayer.synchronous_step import STEADY
 from qsync.replayer.timeline import Event
 
-# What every class takes part in.
+# The `device_class` of an all-reduce, in which every class takes part.
 ALL_CLASSES = "all classes"
 
 
@@ -34,7 +34,7 @@ class PathEvent(Event):
     """One event of the critical path.
 
     `device_class` is the class whose ranks the others wait for, or ALL_CLASSES for an all-reduce. `slowed_s`
-    is the part of the duration that is lost to the all-reduces beside backward, or to compute beside an
+    are the seconds of the duration that overlap costs: all-reduces slow backward, and compute slows an
     all-reduce.
     """
 
@@ -43,19 +43,19 @@ class PathEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath(Record):
-    """The events that make a step, in their order. Their durations add up to `step_s`. Simulated."""
+    """The simulated events of the critical path, in order. Their durations add up to `step_s`."""
 
     step_s: float
     events: tuple[PathEvent, ...]
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The classes whose work is on the path."""
+        """Return the classes whose work is on the path."""
         names = dict.fromkeys(event.device_class for event in self.events)
         return tuple(name for name in names if name != ALL_CLASSES)
 
     def stretches(self) -> list[tuple[PathEvent, ...]]:
-        """Return the events in runs of one class and phase."""
+        """Group consecutive events of the same class and phase."""
         runs = groupby(self.events, lambda event: (event.device_class, event.phase))
         return [tuple(run) for _, run in runs]
 
@@ -68,7 +68,7 @@ def find_critical_path(
     *,
     bucket_cap_bytes: int | None = None,
 ) -> CriticalPath:
-    """Return the events over all ranks that make the step as long as it is; arguments as for `replay`.
+    """Return the critical path of a step over all ranks; arguments as for `replay`.
 
     >>> [event.name for event in find_critical_path(graph, plan, profiles, cluster).events]
     """
@@ -92,13 +92,13 @@ def _path(found: Simulation) -> Iterator[PathEvent]:
     else:
         yield from _work(found, last, step.flights[first][0])
         yield from _all_reduces(found, first)
-    # As for the other events, times begin with the step: this is the optimizer after it.
+    # Event times count from the start of the step, so this is the optimizer at its end.
     end_s = max(step.finished_s[begun], step.reduced_s) - zero
     yield PathEvent(names[begun], "optimizer", "optimizer", end_s, found.works[begun].optimizer_s)
 
 
 def _run_of_all_reduces(found: Simulation) -> tuple[int, int]:
-    """Return the first of the last all-reduces that follow each other, and the class that it waits for."""
+    """Return the first all-reduce of the last gapless run, and the class that fills its bucket last."""
     flights = found.step.flights
     if not flights:
         return 0, int(np.argmax(found.step.finished_s))
@@ -113,7 +113,7 @@ def _run_of_all_reduces(found: Simulation) -> tuple[int, int]:
 
 
 def _work(found: Simulation, c: int, until_s: float) -> Iterator[PathEvent]:
-    """Yield what class `c` does from the start of its step until a time, in seconds of the `Step`."""
+    """Yield the compute events of class `c` that lie before `until_s`, a time of the `Step`."""
     zero = found.zero_s
     name, flights = list(found.costs)[c], [(start - zero, end - zero) for start, end in found.step.flights]
     for event in found.events():

@@ -1,7 +1,7 @@
-"""Measured steps: what all ranks of a job logged, beside what was predicted. Reads files; no clock, no torch.
+"""Measured steps: the logs of all ranks of a job, compared with predictions. Reads files; no clock, no torch.
 
-Ranks cannot tell alone whether they wait for others or for the network. As in replay, the time for which the
-least blocked rank is blocked is exposed communication, and the rest of another rank's is waiting.
+A rank alone cannot tell whether other ranks or the network block it. As in replay, the blocked time of the
+least blocked rank is exposed communication. Any further blocked time of a rank is waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STEPS_PER_WINDOW = 50
 
 
 def log_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank in a folder of logged steps."""
+    """Return the path of a rank's log in a folder of logged steps."""
     return folder / f"rank-{rank}.jsonl"
 
 
 def split(phases: Phases, exposed_s: float, wait_s: float) -> dict[str, float]:
-    """Return the seconds of a step by what a rank does, with exposed communication apart from waiting."""
+    """Return the seconds of a step by phase, with exposed communication and waiting as two phases."""
     return {
         "host": phases.host_s, "loading": phases.loading_s, "forward": phases.forward_s,
         "backward": phases.backward_s, "wait": wait_s, "exposed communication": exposed_s,
@@ -37,9 +37,9 @@ def split(phases: Phases, exposed_s: float, wait_s: float) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """The steps that every rank logged: number -> phases by rank.
+    """The steps that every rank logged: step number -> phases by rank.
 
-    `classes`, and `calls` of the model in a step, are by rank as well.
+    `classes` has the device class of each rank, `calls` the number of model calls in its step.
     """
 
     classes: tuple[str, ...]
@@ -65,7 +65,7 @@ class MeasuredSteps:
         )  # fmt: skip
 
     def by_rank(self) -> list[dict[str, float]]:
-        """Return the medians of `split` over all steps, by rank."""
+        """Return each rank's median seconds of every phase (`split`), over all steps."""
         found = []
         for rank in range(len(self.classes)):
             parts = [split_of(ranks)[rank] for ranks in self.steps.values()]
@@ -73,15 +73,15 @@ class MeasuredSteps:
         return found
 
     def slowdown(self, predicted: Mapping[str, Phases]) -> float:
-        """Return how many times slower all machines were than when profiled, by the medians of all steps."""
+        """Return the slowdown of all machines since profiling, from the medians over all steps."""
         by_rank = zip(*self.steps.values(), strict=True)
         return slowdown(predicted, list(zip(self.classes, map(median, by_rank), strict=True)))
 
     def drifts(self, predicted: Mapping[str, Phases]) -> list[tuple[int, int, Drift]]:
-        """Return (first step, last step, blame) of every window of steps that are slower than predicted.
+        """Return (first step, last step, drift) of every window of steps slower than predicted.
 
-        Windows that follow each other with the same blame count as one. The rest of fewer steps after the
-        last window says too little.
+        Consecutive windows that blame the same rank and phase are merged. Steps after the last full window
+        are too few to judge and are left out.
         """
         found: list[tuple[int, int, Drift]] = []
         numbers = list(self.steps)
@@ -99,7 +99,7 @@ class MeasuredSteps:
 
 
 def split_of(ranks: Sequence[Phases]) -> list[dict[str, float]]:
-    """Return `split` of every rank in one measured step."""
+    """Return the seconds by phase (`split`) of every rank in one measured step."""
     exposed_s = min(phases.blocked_s for phases in ranks)
     return [split(phases, exposed_s, phases.blocked_s - exposed_s) for phases in ranks]
 

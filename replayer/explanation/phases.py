@@ -1,19 +1,19 @@
-"""The phases of a step on each rank: predicted, and, where a job is slower, whose phase is to blame. Pure.
+"""The predicted phases of a step on each rank, and the phase to blame if a job is slower. Pure.
 
 A step, as a rank sees it, from one optimizer step to the next:
 
     loading     the wait for the next batch before a pass, if a torch DataLoader serves it
     compute     forward, loss and backward of every pass, to this rank's own last gradient
     blocked     from this rank's own last gradient to the end of backward (communication, and waiting for
-                other ranks), plus, before forward, the time in which DDP hands out buffers (running
+                other ranks), plus, before forward, the time in which DDP broadcasts buffers (running
                 statistics)
     optimizer   the optimizer's step, without a closure's passes
-    host        all else (zero_grad, clipping, logs)
+    host        all other time (zero_grad, clipping, logs)
 
-and `period_s` is their sum.
+`period_s` is the sum of all phases.
 
-A machine may be slower than when it was profiled (heat, other virtual machines on its host). No rank is to
-blame for what that adds to every rank, and planning again would not help. See `slowdown`.
+A machine may be slower than when it was profiled (heat, other virtual machines on its host). A slowdown that
+all ranks share is no rank's fault, and planning again would not remove it. See `slowdown`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qsync.records.record_json import Record
 from qsync.replayer.events import LAUNCHES
 from qsync.replayer.timeline import Timeline
 
-TOLERANCE = 0.1  # relative
+TOLERANCE = 0.1  # of the predicted step: a longer excess is a drift
 _PHASE_NAMES = {"blocked": "communication", "loading": "data loading"}
 
 
@@ -34,7 +34,7 @@ _PHASE_NAMES = {"blocked": "communication", "loading": "data loading"}
 class Phases(Record):
     """Seconds of a step on a rank, by phase. `forward_s` is the part of `compute_s` in the model's call.
 
-    `optimizer_cpu_s` is what the optimizer's step took of a core in seconds; 0 where it runs on a GPU.
+    `optimizer_cpu_s` are the CPU seconds of the optimizer's step; 0 if it runs on a GPU.
     """
 
     host_s: float
@@ -47,30 +47,30 @@ class Phases(Record):
 
     @property
     def backward_s(self) -> float:
-        """The rest of compute: the loss after the model's call, and backward."""
+        """Return the seconds of the loss after the model's call, and of backward."""
         return self.compute_s - self.forward_s
 
     @property
     def period_s(self) -> float:
-        """The whole step."""
+        """Return the seconds of the whole step."""
         return self.host_s + self.loading_s + self.compute_s + self.blocked_s + self.optimizer_s
 
 
 def median(steps: Iterable[Phases]) -> Phases:
-    """Return the median of each phase over steps. Raises statistics.StatisticsError where there are none."""
+    """Return the median of each phase over steps; raise statistics.StatisticsError without any step."""
     taken = list(steps)
     return Phases(*(statistics.median(getattr(step, f.name) for step in taken) for f in fields(Phases)))
 
 
 def mean(steps: Iterable[Phases]) -> Phases:
-    """Return the mean of each phase over steps: unlike the median, it counts rare pauses of a rank."""
+    """Return the mean of each phase over steps, which unlike the median includes rare pauses."""
     taken = list(steps)
     return Phases(*(statistics.fmean(getattr(step, f.name) for step in taken) for f in fields(Phases)))
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A job that is slower than predicted, and the rank's phase to blame, measured and predicted."""
+    """A slower job than predicted, and the rank and phase to blame: measured and predicted seconds."""
 
     step_s: float
     predicted_step_s: float
@@ -79,10 +79,10 @@ class Drift:
     phase: str
     phase_s: float
     predicted_phase_s: float
-    slowdown: float = 1.0  # of all machines since they were profiled, counted in what is predicted
+    slowdown: float = 1.0  # of all machines since profiling; the predicted seconds include it
 
     def blames_same(self, other: Drift | None) -> bool:
-        """Return whether another drift has the same rank and phase to blame."""
+        """Return whether another drift blames the same rank and phase."""
         return other is not None and (self.rank, self.phase) == (other.rank, other.phase)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Drift:
 def expected(timeline: Timeline) -> dict[str, Phases]:
     """Return the phases of every class as replay predicts them.
 
-    What a device waits for launches within forward and backward counts as compute: a rank measures it so.
+    Waits for kernel launches in forward and backward count as compute, as a rank measures them.
     """
     found = {}
     for name, entry in timeline.classes.items():
@@ -108,16 +108,15 @@ def expected(timeline: Timeline) -> dict[str, Phases]:
         optimizer = sum(event.duration_s for event in own if event.kind == "optimizer")
         forward = sum(event.duration_s for event in own if event.phase == "forward" or event.name == LAUNCHES)
         compute = entry.compute_s - entry.loading_s - host - optimizer + entry.slowed_s
-        blocked = entry.exposed_s + entry.wait_s  # for buffers that DDP hands out, too
+        blocked = entry.exposed_s + entry.wait_s  # includes DDP's broadcast of buffers
         found[name] = Phases(host, compute, blocked, optimizer, entry.loading_s, forward)
     return found
 
 
 def as_measurable(predicted: Phases, measured: Phases) -> Phases:
-    """Return the predicted phases, split as the rank could measure them.
+    """Return the predicted phases, with loading as a part of the host's if the rank measured none.
 
-    If the rank measured no loading, the predicted loading time is added to the host's. If no loader was
-    profiled, the predicted loading time is 0 and any measured loading counts as drift.
+    If no loader was profiled, the predicted loading time is 0 and any measured loading counts as drift.
     """
     if measured.loading_s > 0.0:
         return predicted
@@ -125,10 +124,10 @@ def as_measurable(predicted: Phases, measured: Phases) -> Phases:
 
 
 def slowdown(predicted: Mapping[str, Phases], measured: Sequence[tuple[str, Phases]]) -> float:
-    """Return how many times slower the machines of all ranks are than when they were profiled; 1 at least.
+    """Return the factor by which all ranks' machines became slower since profiling; at least 1.
 
-    An optimizer's work is the same in every step, whatever the model is fed. Its seconds of a core, which no
-    other process makes longer, tell how fast a rank's machine is. The least slowed rank tells of all.
+    An optimizer does the same work in every step, whatever the batch. Other processes do not lengthen its CPU
+    seconds, so they show the speed of a rank's machine. The least slowed rank gives the common factor.
     """
     own = [(predicted[name].optimizer_s, phases.optimizer_cpu_s) for name, phases in measured]
     return max(1.0, min(cpu_s / planned_s if planned_s else 1.0 for planned_s, cpu_s in own))
@@ -137,7 +136,7 @@ def slowdown(predicted: Mapping[str, Phases], measured: Sequence[tuple[str, Phas
 def slowed(
     predicted: Mapping[str, Phases], measured: Sequence[tuple[str, Phases]], most: float
 ) -> dict[str, Phases]:
-    """Return the predicted phases times what is common to all ranks in each phase, from 1 to `most` times."""
+    """Scale each predicted phase by the slowdown that all ranks share, limited to 1 to `most`."""
     found = dict(predicted)
     for field in ("host_s", "compute_s", "optimizer_s"):
         both = [(getattr(predicted[name], field), getattr(phases, field)) for name, phases in measured]
@@ -152,10 +151,10 @@ def slowed(
 def find_drift(
     predicted: Mapping[str, Phases], measured: Sequence[tuple[str, Phases]], tolerance: float = TOLERANCE
 ) -> Drift | None:
-    """Return which rank makes the step longer than predicted by more than `tolerance`, or None.
+    """Return the rank and phase to blame for a step over prediction by `tolerance`, or None.
 
     `measured` is (class, median phases) by rank. A rank's own work is blamed before communication: ranks that
-    wait for a slow one are blocked, but not to blame. What slower machines add to all ranks is no drift.
+    wait for a slow one are blocked, but not to blame. A slowdown that all machines share is no drift.
     """
     slower = slowdown(predicted, measured)
     predicted = slowed(predicted, measured, slower)

@@ -1,8 +1,8 @@
-"""Gradient accumulation: a step in several passes, of which the last exchanges the gradients. Pure.
+"""Gradient accumulation: steps of several passes, with gradients exchanged in the last one. Pure.
 
 A step has k passes of f seconds forward and b seconds backward. Buckets fill in the last backward, and
 k f + (k - 1) b seconds pass before it. The profile of the step therefore has k f + (k - 1) b as forward and b
-as backward. Weights are cast in the first pass alone (on GPUs in every one: `keeps_weight_casts`).
+as backward. CPUs cast weights in the first pass only, GPUs in every pass (`keeps_weight_casts`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qsync.replayer.costs.class_costs import fitted_cost
 
 
 def in_passes(profile: Profile, graph: OpGraph, passes: int, casts_once: bool = True) -> Profile:
-    """Return the profile of a step of several passes, from the profile of a step of one pass.
+    """Convert the profile of a step of one pass into that of a step of several passes.
 
     A step waits for the loader once. From the second pass on autograd adds each gradient to the sum of
     earlier passes; an addition costs as much as copying the gradient to a bucket. Unless `casts_once`, every
@@ -55,9 +55,9 @@ def in_passes(profile: Profile, graph: OpGraph, passes: int, casts_once: bool = 
 
 
 def with_other_passes(graph: OpGraph, passes: int) -> OpGraph:
-    """Return the graph of one pass, with the tensors that other passes keep in use as further inputs.
+    """Add the tensors that other passes keep in memory to a pass's graph, as further inputs.
 
-    Such tensors are the rest of the batch, and the gradients of earlier passes: DDP copies these gradients to
+    These tensors are the batches of other passes, and the gradients of earlier passes, which DDP copies to
     its buckets in the last pass.
     """
     if passes == 1:
@@ -68,7 +68,7 @@ def with_other_passes(graph: OpGraph, passes: int) -> OpGraph:
         if value.kind == "batch" and value.shape
     )
     trained = [value for value in graph.parameters if value.requires_grad]
-    gradients = tuple(  # of the kind that is there once, however often the model is called
+    gradients = tuple(  # kind "buffer": counted once, however often the model is called
         Input(f"gradients of other passes, {dtype}", "buffer", dtype, (size,))
         for dtype in dict.fromkeys(value.dtype for value in trained)
         if (size := sum(value.num_elements for value in trained if value.dtype == dtype))

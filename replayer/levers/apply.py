@@ -1,4 +1,4 @@
-"""Profiles under the levers of a plan, so that whatever prices a plan also prices its levers. Pure.
+"""Profiles under the levers of a plan, through which replay and allocation price levers. Pure.
 
 A lever changes the step of one class. The class gets a profile of the changed step, which holds the graph of
 one pass (`Profile.setting`). Replay, memory and allocation read this profile and graph like any others.
@@ -30,17 +30,17 @@ def profiles_under_levers(
 ) -> dict[str, Profile]:
     """Return the profiles of the cluster's classes under these levers.
 
-    `other` is the model captured, and if possible profiled, with another number of samples; shares and passes
-    need it. `known` is a cache of profiles, which this call extends. The samples of all ranks together stay
-    the same. Raises FormatError for shares that do not add up, passes that do not divide, and numbers too far
-    from the profiled ones; MismatchError where `other` is missing or of another model.
+    `other` is a capture of the model, if possible with profiles, with another number of samples; shares and
+    passes need it. `known` is a cache of profiles, which this call extends. The global batch stays the same.
+    Raises FormatError for shares that do not add up to it, passes that do not divide a share, and numbers of
+    samples too far from the profiled ones. Raises MismatchError if `other` is missing or of another model.
 
     >>> levers = Levers({"infer": ClassLevers(passes=2)})
     >>> profiles = profiles_under_levers(graph, profiles, cluster, levers, other)
     >>> plan = allocate(graph, profiles, sensitivity, cluster)
     """
     for name in levers.classes if levers else ():
-        cluster[name]  # FormatError for a class that is not there
+        cluster[name]  # raises FormatError for an unknown class
     if levers is None or all(levers[c.name] == ClassLevers() for c in cluster.classes):
         return dict(profiles)
     captured = samples_of(graph)
@@ -71,7 +71,7 @@ def profiles_under_levers(
 def profile_under(
     graph: OpGraph, profile: Profile, levers: ClassLevers, other: Recapture | None, device: str
 ) -> Profile:
-    """Return the profile of one class under its levers, whatever other classes take."""
+    """Return the profile of one class under its levers, independent of other classes' levers."""
     captured = samples_of(graph)
     samples = levers.samples or captured
     if samples % levers.passes:
@@ -98,10 +98,10 @@ def profile_under(
 
 
 def _in_passes(profile: Profile, graph: OpGraph, passes: int, device: str) -> Profile:
-    """Return the profile of a step of so many passes of this graph, with its recomputed blocks."""
+    """Return the profile of a step of `passes` passes of a graph, with its recomputed blocks."""
     is_kept = keeps_weight_casts(device)
     found = in_passes(with_recomputation(profile, graph, is_kept), graph, passes, is_kept)
-    if profile.launches:  # of a GPU
+    if profile.launches:  # GPUs only
         launches = with_recomputation(profile.launches, graph, is_kept)
         found = replace(found, launches=in_passes(launches, graph, passes, is_kept))
     return found

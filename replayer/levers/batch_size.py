@@ -1,11 +1,11 @@
-"""Batch size: a graph and its profile at another number of samples than they were made with. Pure.
+"""Batch size: a graph and its profile at another number of samples than the captured one. Pure.
 
-Two captures of one model at different numbers of samples show which dimensions follow that number:
+Two captures of one model at different numbers of samples s0 and s1 give every dimension at s samples:
 
     size(s) = size(s0) + (size(s1) - size(s0)) (s - s0) / (s1 - s0)
 
-and two profiles give the seconds of every operator in the same way. With one profile alone, the cost of
-an operator that has samples is assumed proportional to their number; in fact small batches cost more.
+Two profiles give the seconds of every operator by the same formula. With only one profile, the cost of an
+operator on batch data is assumed proportional to the samples; in fact small batches cost more per sample.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from qsync.records.levers import samples_of
 from qsync.records.profiles import MEASURED, SIMULATED, Cost, Profile
 
 INTERPOLATED, PROPORTIONAL = "interpolated", "proportional"
-OTHER = "other"  # the folder of a second capture, in that of a plan
+OTHER = "other"  # name of the second capture's folder inside a plan's folder
 
-# The line through two profiles holds from their smaller number of samples / REACH to their larger x REACH.
+# Interpolation of profiles at s0 < s1 samples is trusted from s0 / REACH to s1 x REACH samples.
 REACH = 1.5
-# Proportion from one profile holds from its number of samples / REACH_ALONE to that number x REACH_ALONE.
+# Proportional costs from one profile at s samples are trusted from s / REACH_ALONE to s x REACH_ALONE.
 REACH_ALONE = 4.0
-# Costs of a data sheet follow a law of the size: the line holds from one sample to the larger x REACH_BY_LAW.
+# Data-sheet costs follow a law of the size, so the line is trusted from 1 sample to s1 x REACH_BY_LAW.
 REACH_BY_LAW = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Recapture:
-    """One model captured once more, with another number of samples, and profiles made with other numbers.
+    """A second capture of a model with another number of samples, and second profiles of classes.
 
-    Each class may have been profiled with a number of its own.
+    The number of samples of a second profile may differ between classes.
 
     >>> Recapture(qsync.capture(model, smaller_batch), {"infer": qsync.profile(model, smaller_batch)})
     """
@@ -44,16 +44,16 @@ class Recapture:
     profiles: Mapping[str, Profile]
 
     def save(self, folder: Path) -> None:
-        """Write the graph and the profiles to FOLDER/other, where plans of this folder look for them."""
+        """Write the graph and the profiles to FOLDER/other, where `load` looks for them."""
         self.graph.save(folder / OTHER / "graph.json")
         for name, profile in self.profiles.items():
             profile.save(folder / OTHER / f"profile-{name}.json")
 
     @classmethod
     def load(cls, folder: Path) -> Recapture | None:
-        """Return the model with another number of samples; None where FOLDER/other has no graph.json.
+        """Read the second capture in FOLDER/other; return None if that has no graph.json.
 
-        Shares of the batch and passes are planned with it. Profiles beside that graph are read as well.
+        Planning of batch shares and passes needs it. Profiles beside its graph are read as well.
 
         >>> qsync.capture(model, smaller_batch).save("demo-out/other/graph.json")
         >>> qsync.profile(model, smaller_batch).save("demo-out/other/profile-infer.json")
@@ -65,7 +65,7 @@ class Recapture:
         return cls(OpGraph.load(other / "graph.json"), {profile.device_class: profile for profile in found})
 
     def second_of(self, device_class: str, first: int) -> tuple[Profile, int] | None:
-        """Return a class's second profile and its number of samples; None if that is also the first's."""
+        """Return a class's second profile and its samples; None without one, or at `first` samples."""
         found = self.profiles.get(device_class)
         if found is None:
             return None
@@ -74,10 +74,10 @@ class Recapture:
 
 
 def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
-    """Return the graph that a capture with this many samples would give, computed from two captures.
+    """Return the graph at a number of samples, computed from captures at two other numbers.
 
-    Raises MismatchError if the captures are of different models or have equally many samples, FormatError if
-    a size would not be whole and positive.
+    Raises MismatchError if the captures are of different models or have equally many samples. Raises
+    FormatError if a size would not be a positive integer.
 
     >>> resized(graph_of_8, graph_of_4, 6)
     """
@@ -128,9 +128,9 @@ def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
 
 
 def check_other(graph: OpGraph, other: OpGraph) -> None:
-    """Raise MismatchError unless the two graphs differ in sizes alone, and in their numbers of samples.
+    """Raise MismatchError unless two graphs have equal operators and different numbers of samples.
 
-    Inputs are compared by position: their names come from whoever called the model.
+    Inputs are compared by position, since their names depend on the caller of the model.
     """
 
     def frame(of: OpGraph) -> list[object]:
@@ -158,7 +158,7 @@ def check_other(graph: OpGraph, other: OpGraph) -> None:
 
 
 def reach(profile: Profile, graph: OpGraph, other: Recapture | None) -> tuple[int, int]:
-    """Return the least and the most samples in one pass for which a class's costs hold.
+    """Return the fewest and the most samples of a pass at which a class's costs are trusted.
 
     >>> reach(profile, graph, Recapture(smaller, {}))
     """
@@ -171,7 +171,7 @@ def reach(profile: Profile, graph: OpGraph, other: Recapture | None) -> tuple[in
 
 
 def _sizes(profile: Profile, graph: OpGraph, other: Recapture | None) -> list[int]:
-    """Return the numbers of samples that a class was profiled with: one, or two."""
+    """Return the one or two numbers of samples at which a class was profiled."""
     first = samples_of(graph)
     second = other.second_of(profile.device_class, first) if other is not None else None
     return [first, second[1]] if second else [first]
@@ -185,7 +185,7 @@ def at_samples(
     at: OpGraph,
     loaded: int | None = None,
 ) -> Profile:
-    """Return a profile at another number of samples; `at` is the graph with this number.
+    """Return a profile at another number of samples; `at` is the graph at that number.
 
     `loaded` is the number of samples that the loader supplies per step, if it differs from `samples`. Raises
     FormatError for a number too far from the profiled ones.
@@ -234,7 +234,7 @@ def _check_reach(profile: Profile, graph: OpGraph, other: Recapture, samples: in
 def _in_proportion(
     profile: Profile, graph: OpGraph, has_samples: set[str], factor: float, loaded: float
 ) -> Profile:
-    """Scale the costs of what has samples; Python, the optimizer and weights cost the same."""
+    """Scale batch-dependent costs and loading linearly; keep host, optimizer and weight costs."""
     ops = dict(profile.ops)
     for op in graph.ops:
         if op.name in ops and not has_samples.isdisjoint((op.name, *op.inputs, *op.kept)):
@@ -249,10 +249,10 @@ def _in_proportion(
 
 
 def _between(one: Profile, other: Profile, part: float, loaded: float) -> Profile:
-    """Interpolate two profiles, `part` of the way from one to the other.
+    """Interpolate linearly between two profiles: `part` is 0 at the first and 1 at the second.
 
-    A mode in which only the first profile has an operator grows as the operator's other modes do; operators
-    that only one profile has are dropped. Costs per element are those of the nearer profile.
+    A mode measured only in the first profile scales as the operator's other modes do. Operators measured in
+    only one profile are dropped. Fitted costs of casts are those of the nearer profile.
     """
 
     def line(a: float, b: float, at: float = part) -> float:

@@ -1,10 +1,10 @@
 """Activation recomputation: the cost of blocks that compute forward again in backward. Pure.
 
-In such a block the price of an operator's backward includes the operator's forward and its casts' forward.
-The sum over the block is exact. A real block runs its whole forward again before its first backward, so
-gradients in the middle of a block are complete a little later than replay says. The gradients of the block's
-first operators are complete exactly when replay says. Casts of weights stay in memory and are not repeated,
-except on GPUs (`keeps_weight_casts`).
+In a recomputed block, the price of an operator's backward includes its forward and its casts' forward. The
+sum over the block is exact. A real block runs its whole forward again before its first backward, so gradients
+in the middle of a block are complete a little later than predicted. The gradients of the block's first
+operators are complete exactly as predicted. Casts of weights stay in memory and are not repeated, except on
+GPUs (`keeps_weight_casts`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qsync.records.levers import is_in_module
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs.class_costs import cast_cost
 
-# torch's checkpoint saves the CPU's random state before a block, so that dropout repeats: 5,056 bytes, in
-# elements of 8.
+# Elements of int64 in the CPU's random state (5,056 bytes), which torch's checkpoint saves before a block so
+# that dropout repeats.
 RANDOM_STATE = 632
 
 
@@ -44,7 +44,7 @@ def blocks(graph: OpGraph) -> tuple[str, ...]:
 
 
 def numbered(graph: OpGraph) -> tuple[str, ...]:
-    """Return the numbered modules that hold other modules, in order; of nested ones the outermost alone."""
+    """Return the outermost numbered modules that contain other modules, such as `layers.0`, in order."""
     found: dict[str, bool] = {}
     for op in graph.ops:
         parts = op.name.split(".")
@@ -84,9 +84,9 @@ def span_of(graph: OpGraph, path: str) -> tuple[int, int]:
 
 
 def mark_recomputed(graph: OpGraph, paths: Iterable[str]) -> OpGraph:
-    """Return the graph with these modules recomputed.
+    """Return the graph with these modules marked as recomputed.
 
-    Raises FormatError as `span_of` does, and if two modules overlap.
+    Raises FormatError if a module cannot be recomputed (`span_of`), or if two modules overlap.
     """
     found = [(*span_of(graph, path), path) for path in dict.fromkeys(paths)]
     spans = sorted(found, key=lambda span: (span[0], -span[1]))
@@ -101,9 +101,9 @@ def mark_recomputed(graph: OpGraph, paths: Iterable[str]) -> OpGraph:
 
 
 def with_recomputation(profile: Profile, graph: OpGraph, keeps_casts: bool = True) -> Profile:
-    """Return the profile of a pass with the graph's recomputed blocks, from a profile without recomputation.
+    """Add the cost of the graph's recomputed blocks to a profile without recomputation.
 
-    Unless `keeps_casts`, blocks cast their weights again, too.
+    Unless `keeps_casts`, recomputed blocks also cast their weights again.
 
     >>> with_recomputation(profile, mark_recomputed(graph, ["layers.0"]))
     """
