@@ -1,4 +1,4 @@
-"""Groups of operators: those that run alike on every class, and those that share one cast."""
+"""Groups of operators: those with equal precisions on every class, and those that share one cast."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WILDCARD = re.compile(r"\*|\?|\[!?\]?[^\]]*\]")
 def matched_groups(graph: OpGraph, together: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of adjustable operators that patterns put together, each in model order.
 
-    One pattern groups all that it matches. Several patterns group the names in which their wildcards stand
-    for the same text: ["*.query", "*.key", "*.value"] makes one group per layer. Groups that share an
-    operator become one. Raises MismatchError for a pattern that matches nothing, FormatError for patterns
-    that group nothing.
+    A single pattern groups all matching operators. Several patterns group the names in which their wildcards
+    match the same text: ["*.query", "*.key", "*.value"] makes one group per layer. Groups that share an
+    operator are merged. Raises MismatchError for a pattern without a match, FormatError for patterns that
+    group no two operators.
 
     >>> matched_groups(graph, [["*.query", "*.key", "*.value"]])
     """
@@ -49,7 +49,7 @@ def matched_groups(graph: OpGraph, together: Sequence[Sequence[str]]) -> tuple[t
 
 
 def check_pins(groups: Sequence[Sequence[str]], pinned: Mapping[str, Precision]) -> None:
-    """Raise FormatError if operators that are to run alike are pinned to different precisions."""
+    """Raise FormatError if operators of one group are pinned to different precisions."""
     for group in groups:
         given = [name for name in group if name in pinned]
         other = next((name for name in given if pinned[name] is not pinned[given[0]]), None)
@@ -73,7 +73,7 @@ def _matched(graph: OpGraph, names: Sequence[str], patterns: Sequence[str]) -> l
 
 
 def _stands_for(pattern: str, name: str) -> tuple[str, ...]:
-    """Return the text that each wildcard of a pattern stands for in a name that it matches."""
+    """Return the text that each wildcard of a pattern matches in a name."""
     regex, end = "", 0
     for wildcard in _WILDCARD.finditer(pattern):
         regex += re.escape(pattern[end : wildcard.start()])
@@ -84,7 +84,7 @@ def _stands_for(pattern: str, name: str) -> tuple[str, ...]:
 
 
 def unmatched(graph: OpGraph, pattern: str) -> str:
-    """Return the error of a pattern that matches no adjustable operator, with the nearest name."""
+    """Return the error message for a pattern without an adjustable operator, with the nearest name."""
     other = next((op for op in graph.ops if fnmatch.fnmatchcase(op.name, pattern)), None)
     if other is not None:
         return (
@@ -96,7 +96,7 @@ def unmatched(graph: OpGraph, pattern: str) -> str:
 
 
 def sibling_groups(graph: OpGraph, choices: Mapping[str, tuple[Precision, ...]]) -> list[tuple[str, ...]]:
-    """Return groups of operators that read one value and may be lowered: q, k and v share a quantize."""
+    """Group lowerable operators that read the same value, and so share its cast (as q, k and v)."""
     readers: dict[str, list[str]] = {}
     for op in graph.adjustable:
         for value in dict.fromkeys(op.inputs):

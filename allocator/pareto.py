@@ -1,4 +1,4 @@
-"""The trade-off between step time and added variance, from the least step to FP32's."""
+"""The trade-off between step time and added variance, from the least step to that of FP32."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
 
-# A slower plan is kept if it adds less variance than every faster plan, by at least this part.
+# A slower plan is kept if it adds less variance than every faster plan, by at least this fraction.
 _MEANINGFUL = 1e-9
-# The step is found to this part of the difference between the least step and FP32's.
+# Bisection of the target stops at this fraction of the difference between the least and FP32's step.
 _PRECISION = 1e-3
 
 
@@ -32,11 +32,11 @@ def frontier(
     progress: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> list[Plan]:
-    """Return plans that no other beats in both step time and added variance, the fastest first.
+    """Return the Pareto-optimal plans in step time and added variance, the fastest first.
 
-    The `num` targets lie evenly between the least step and the longest for which anything has to be lowered.
+    The `num` targets are evenly spaced from the least step to the shortest that needs no lowering for time.
     `options` are those of `allocate` except `target_s` and `slack`. Raises FormatError for fewer than two
-    points, and what `allocate` raises.
+    points; errors of `allocate` pass.
 
     >>> [(plan.step_s, plan.added_variance) for plan in frontier(graph, profiles, sensitivity, cluster)]
     """
@@ -49,7 +49,7 @@ def frontier(
             raise FormatError(f"a frontier goes through all targets; leave out {name}")
     progress(f"point 1 of {num}")
     least = allocate(graph, profiles, sensitivity, cluster, **{**options, "slack": 0.0})
-    # With unlimited time only memory and pins lower anything.
+    # Without a limit on time, only memory and pins lower operators.
     options = {**options, "slack": None}
     highest = allocate(graph, profiles, sensitivity, cluster, **{**options, "target_s": 1e6})
     assert least.step_s is not None and highest.step_s is not None
@@ -63,7 +63,7 @@ def frontier(
 
 
 def _undominated(plans: list[Plan]) -> list[Plan]:
-    """Return the fastest plan, then each that adds less variance than all before it."""
+    """Return the fastest plan, then each slower plan that adds less variance than all faster ones."""
     best: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.step_s, plan.added_variance)):
         variance, least = plan.added_variance, best[-1].added_variance if best else None
@@ -83,12 +83,12 @@ def fastest_within(
     progress: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> Plan:
-    """Return the plan of the shortest step that adds at most this variance (squared gradient norm).
+    """Return the fastest plan that adds at most `max_variance` (squared gradient norm).
 
-    Targets are bisected, since less time never adds less variance. The step is the least to a thousandth of
-    the difference between the fastest and FP32's. `options` are those of `allocate` except `target_s` and
-    `slack`. Raises FormatError for a variance that is negative or no number, InfeasibleError with the excess
-    where pins or memory add more whatever the time, and what `allocate` raises.
+    Targets are bisected, since a shorter step never adds less variance. The step is least to a thousandth of
+    the difference between the fastest step and FP32's. `options` are those of `allocate` except `target_s`
+    and `slack`. Raises FormatError for a negative or infinite variance. Raises InfeasibleError, with the
+    excess, if pins or memory add more at any step time. Errors of `allocate` pass.
 
     >>> fastest_within(graph, profiles, sensitivity, cluster, max_variance=1e-4).step_s
     """
@@ -121,7 +121,7 @@ def fastest_within(
         middle = (low + high) / 2
         plan = planned(middle)
         if _adds(plan) <= max_variance:
-            # Its step may be shorter than its target.
+            # The plan's step may be shorter than its target.
             best, high = plan, min(middle, plan.step_s or middle)
         else:
             low = middle

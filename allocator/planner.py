@@ -25,28 +25,28 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import replay
 
-# The gap to the least variance at which the exact solver stops, and the time after which it does.
+# The relative gap to the least variance at which the exact solver stops, and its time limit.
 GAP, TIME_LIMIT_S = 1e-3, 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Options(Constraints):
-    """All options of `allocate`: the constraints of the problem, the target, and when to stop.
+    """All options of `allocate`: constraints of the problem, the target, and limits of the solver.
 
     `target_s` is the target step in seconds. If None, it is the least step that the cluster reaches with its
-    strongest class in the base (FP32), times 1 + `slack`; only one of the two is given. The strongest class
-    is the one whose step in the base takes least. It is lowered only with `lower_all`, or where the base does
-    not fit in its memory.
+    strongest class in the base (FP32), times 1 + `slack`; at most one of the two may be given. The strongest
+    class takes the least time per sample in the base. It is lowered only with `lower_all`, or if the base
+    does not fit in its memory.
 
-    Where lowering saves less time than the profiles can tell, and no target, slack, pins or memory ask for
-    it, everything runs in the base (`Plan.kept_base` says so).
+    If lowering saves less time than the profiles' uncertainty, and no target, slack, pins or memory require
+    it, all operators run in the base, and `Plan.kept_base` states the reason.
 
-    `slack` None is the error of the lowered classes' profiles (`Profile.error`), but no more than the
-    strongest class waits: of steps that predictions cannot tell apart, that of least variance is taken.
+    `slack` None means the error of the lowered classes' profiles (`Profile.error`), but no more than the
+    strongest class waits: predictions cannot distinguish such steps, so the least variance decides.
 
-    With `margin` the lowered classes reach the target even if their compute takes longer than predicted by
-    this part of it. A margin that the fastest start cannot keep is reduced. A step waits for its latest rank,
-    and a class planned to the last millisecond is late at every other step.
+    With `margin`, lowered classes reach the target even if their compute is longer than predicted by this
+    fraction. A margin that the fastest start cannot keep is reduced. A step waits for its latest rank, so a
+    class planned to the last millisecond would be late in every other step.
 
     HiGHS solves until the plan is within `gap` of the least variance, or for `time_limit_s`.
     """
@@ -60,12 +60,12 @@ class Options(Constraints):
 
     @property
     def is_forced(self) -> bool:
-        """Return whether something but time asks for lowered operators."""
+        """Return whether an option (`lower_all`, target, slack, pins) requires lowered operators."""
         is_timed = self.target_s is not None or self.slack is not None
         return bool(self.lower_all or is_timed or self.pins)
 
     def check(self) -> None:
-        """Raise FormatError for a value of another kind, or out of its range."""
+        """Raise FormatError for an option of a wrong type or out of its range."""
         self.check_kinds()
         if self.slack is not None and not 0.0 <= self.slack < math.inf:
             raise FormatError(
@@ -111,11 +111,11 @@ def allocate(
             `margin`, `bucket_cap_bytes`, `saving_less`, `base`, `gap` and `time_limit_s`.
 
     Returns:
-        The plan, with what replay predicts for it and a lower bound of the variance (`Plan.bound`).
+        The plan, with replay's predictions and a lower bound of the variance (`Plan.bound`).
 
     Raises:
-        InfeasibleError: No plan meets the target or a budget. The message names the binding constraint and by
-            how much it is missed.
+        InfeasibleError: No plan meets the target or a budget. The message names the binding constraint and
+            the excess over it.
         MismatchError: Graph, profiles, sensitivity and cluster do not belong together.
         FormatError: An option is out of its range.
 
@@ -149,9 +149,9 @@ def allocate(
 
 
 def fastest_state(state: State, given: Options) -> list[str]:
-    """Bring the classes that may be lowered to their fastest starts, and return their names.
+    """Move the classes that may be lowered to their fastest starts; return the names of these classes.
 
-    Raises InfeasibleError where a class fits in its memory in no way.
+    Raises InfeasibleError if a class has no assignment that fits in its memory.
     """
     lowerable = _lowerable(state, given.lower_all)
     state.late = dict.fromkeys(lowerable, given.margin)
@@ -160,7 +160,7 @@ def fastest_state(state: State, given: Options) -> list[str]:
 
 
 def _at_base(plan: Plan, hidden: str, graph: OpGraph, *records: Any) -> Plan:
-    """Return the plan of the base in the place of one whose gain is `hidden` by the profiles' noise."""
+    """Return the plan with all operators in the base; `hidden` states the doubt about the gain."""
     profiles, cluster, given, sensitivity = records
     base = {c.name: at_base(graph, plan[c.name], profiles[c.name]) for c in cluster.classes}
     plan = as_plan(graph, base, profiles, cluster, given, sensitivity=sensitivity)
@@ -168,7 +168,7 @@ def _at_base(plan: Plan, hidden: str, graph: OpGraph, *records: Any) -> Plan:
 
 
 def kept_base(hidden: str, plan: Plan) -> str:
-    """Return why a plan lowers nothing: `hidden` says by how little lowering would be faster."""
+    """Return the reason why a plan lowers nothing; `hidden` states the too small gain of lowering."""
     return (
         f"{hidden}: it is not used, and every operator runs in {plan.base}; {AGAIN} on a quieter machine "
         "or for longer (QSYNC_PROFILE_S=120), or give slack=0 for the fastest plan"
@@ -176,7 +176,7 @@ def kept_base(hidden: str, plan: Plan) -> str:
 
 
 def _target_s(state: State, lowerable: list[str], slack: float | None) -> float:
-    """Return the least step, which is that of the fastest start, and the slack: see `Options`."""
+    """Return the default target: the step of the fastest start plus slack (see `Options.slack`)."""
     least_s = state.step_s()
     if slack is not None or not lowerable:
         return least_s * (1 + (slack or 0.0))
@@ -190,9 +190,9 @@ def _target_s(state: State, lowerable: list[str], slack: float | None) -> float:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Stop Python's search for reference cycles meanwhile.
+    """Disable Python's garbage collection within the context: planning makes no reference cycles.
 
-    The search finds none here and takes an eighth of the time (Llama-3-70B's graph on an AMD EPYC, greedy).
+    Collection took an eighth of the time (Llama-3-70B's graph on an AMD EPYC, greedy).
     """
     was = gc.isenabled()
     gc.disable()
@@ -204,7 +204,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _affordable_margin(state: State, lowerable: list[str], target_s: float, margin: float) -> float:
-    """Return the margin, or the part of it that the fastest start can keep, to a thousandth."""
+    """Return the margin, or the largest one that the fastest start keeps, to 1/1024 of the margin."""
 
     def holds(part: float) -> bool:
         state.late = dict.fromkeys(lowerable, part)
@@ -229,7 +229,7 @@ def as_plan(
     target_s: float | None = None,
     sensitivity: Sensitivity | None = None,
 ) -> Plan:
-    """Return a plan of these assignments with what replay predicts for it.
+    """Return a plan of these assignments with replay's predictions.
 
     `given` supplies the bucket cap, the operators that save less and the base; its other fields are not read.
     Without a sensitivity the plan's variance is stated as 0.
@@ -272,7 +272,7 @@ def as_plan(
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:
-    """Return the weak classes: all but the class that takes least for a sample, if the base fits there."""
+    """Return the classes to lower: all but the fastest per sample, unless the base does not fit on it."""
 
     def seconds_a_sample(name: str) -> float:
         setting = state.classes[name].part.profile.setting
@@ -283,7 +283,7 @@ def _lowerable(state: State, lower_all: bool) -> list[str]:
 
 
 def _check_reachable(state: State, lowerable: Sequence[str], target_s: float, lower_all: bool) -> None:
-    """Raise InfeasibleError if even the fastest start misses the target, and no earlier exchange helps."""
+    """Raise InfeasibleError if the fastest start misses the target and `shorten_step` does not help."""
     slowest = max(state.classes, key=lambda name: state.classes[name].work.total_s)
     if state.classes[slowest].work.total_s <= target_s < state.step_s():
         shorten_step(state, lowerable, target_s)

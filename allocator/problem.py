@@ -1,4 +1,4 @@
-"""The allocation problem: the precisions each operator may have, and the variance that each adds."""
+"""The allocation problem: the possible precisions of each operator, and the variance each one adds."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from qsync.replayer.costs.class_costs import check_timed
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What the caller fixes of a problem.
+    """The caller's constraints on a problem.
 
     `budgets` (bytes by class) replace the cluster's memory. `pins` map patterns of operator names to
-    precisions. `together` are patterns of operators that run alike (`matched_groups`). `bucket_cap_bytes` is
-    DDP's cap, None for its defaults. `saving_less` maps classes to patterns of following operators that save
-    less for backward (`Plan.save_less`), at the time and memory that profile and memory model state. `base`
-    is the highest precision of the operators that torch.autocast lowers (qsync.records.base); None stands for
-    that in which the model was loaded.
+    precisions. `together` lists patterns of operators that share a precision (`matched_groups`).
+    `bucket_cap_bytes` is DDP's cap, None for its defaults. `saving_less` maps classes to patterns of
+    following operators that save less for backward (`Plan.save_less`), at the time and memory of profile and
+    memory model. `base` is the highest precision of the operators that torch.autocast lowers
+    (qsync.records.base); None means the type in which the model was loaded.
     """
 
     budgets: Mapping[str, int] | None = None
@@ -42,7 +42,7 @@ class Constraints:
     base: str | Precision | None = None
 
     def check_kinds(self) -> None:
-        """Raise FormatError for a value of another kind."""
+        """Raise FormatError for a constraint of a wrong type."""
         forms = {
             "budgets": "class -> bytes",
             "pins": "pattern -> precision",
@@ -88,12 +88,12 @@ def _are_names(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ClassProblem:
-    """The part of one class: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2.
+    """One class's problem: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2.
 
-    `graph` is the graph of one pass under the class's levers. Of operators that run alike the first has the
-    common choices and the summed variance, and `partners` names the others. `base[op]` is what an operator
-    runs in where it is not lowered. The following operators in
-    `saving_less` save less for backward, whatever is chosen.
+    `graph` is the graph of one pass under the class's levers. In a group of operators with equal precisions,
+    the first has the common choices and the summed variance, and `partners` names the others. `base[op]` is
+    the precision of an operator that is not lowered. The following operators in `saving_less` save less for
+    backward under every assignment.
     """
 
     device_class: DeviceClass
@@ -108,15 +108,15 @@ class ClassProblem:
 
     @property
     def highest(self) -> dict[str, Precision]:
-        """The assignment that adds least variance: the base except for pinned operators."""
+        """Return the assignment of least variance: the base except for pinned operators."""
         return self.with_partners({op: options[-1] for op, options in self.choices.items()})
 
     def first_of(self, op: str) -> str:
-        """Return the operator that has the choice for this one: itself, or the first of its group."""
+        """Return the first operator of an operator's group, or the operator itself without a group."""
         return next((first for first, others in self.partners.items() if op in others), op)
 
     def with_partners(self, assignment: Mapping[str, Precision]) -> dict[str, Precision]:
-        """Return an assignment completed by the partners of its operators."""
+        """Extend an assignment to the partners (`partners`) of its operators."""
         found = dict(assignment)
         for op, partners in self.partners.items():
             if op in assignment:
@@ -141,18 +141,18 @@ def make_problem(
     cluster: Cluster,
     given: Constraints | None = None,
 ) -> Problem:
-    """Check that all records belong together, and list what may be chosen.
+    """Check that all records match, and list the possible precisions of every operator.
 
-    A precision may be chosen for an operator if the operator's kind, the class and the class's profile all
-    have it, a kernel of the class's device supports the operator's shapes, and the operator makes no weight
-    (but by a pin). Every operator that saves less must have been timed saving less. Raises MismatchError,
-    UnsupportedError, FormatError or CalibrationError naming the class or operator that is wrong.
+    An operator may have a precision if its kind, the class and the class's profile support it, if a kernel of
+    the device supports its shapes, and if it computes no weight (pins override this last condition). Every
+    operator that saves less needs a measured time of saving less. Raises MismatchError, UnsupportedError,
+    FormatError or CalibrationError naming the class or operator at fault.
     """
     given = given or Constraints()
     check_profiles(graph, profiles, cluster)
     check_sensitivity(graph, sensitivity)
     for name, budget in (given.budgets or {}).items():
-        cluster[name]  # FormatError for a class that is not there
+        cluster[name]  # raises FormatError for an unknown class
         if not budget >= 1:
             raise FormatError(f"the memory budget of {name} must be positive, found {budget}; give bytes")
     for name in given.saving_less or {}:
@@ -175,7 +175,7 @@ def with_chosen(
     sensitivity: Sensitivity,
     base: Precision,
 ) -> Problem:
-    """Return the problem in which operators may keep their precisions, also those not below the base."""
+    """Return the problem with the assigned precisions added to the choices, even above the base."""
     classes, ops = {}, {op.name: op for op in problem.graph.adjustable}
     for name, part in problem.classes.items():
         weight = gradient_weight(part.device_class, profiles, problem.cluster)
@@ -233,7 +233,7 @@ def _class_problem(
 
 
 def _check_base_measured(name: str, base: Precision, graph: OpGraph, profile: Profile) -> None:
-    """Raise MismatchError if no operator that the base is for can run in it, and none was measured in it."""
+    """Raise MismatchError if the profile measured none of the base's operators in the base."""
     wanted = [op.name for op in graph.adjustable if base_of(op, base) is base]
     lacking = [op for op in wanted if base not in profile.precisions_of(op)]
     if base is not Precision.FP32 and wanted and lacking == wanted:
@@ -248,7 +248,7 @@ def _merge_group(
     choices: dict[str, tuple[Precision, ...]],
     variance: dict[str, dict[Precision, float]],
 ) -> None:
-    """Give the first operator of a group the common choices and the summed variance of the whole group."""
+    """Merge a group's choices and variance into its first operator: common choices, summed variance."""
     shared = [p for p in choices[group[0]] if all(p in choices[op] for op in group)]
     if not shared:
         has = "; ".join(f"{op} can run in {', '.join(choices[op])}" for op in group)
@@ -264,15 +264,15 @@ def _merge_group(
 
 
 def gradient_weight(device_class: DeviceClass, profiles: Mapping[str, Profile], cluster: Cluster) -> float:
-    """Return the weight of a class's sensitivities in the gradient that all ranks average.
+    """Return the weight of a class's added variance in the average gradient of all ranks.
 
     The weight is n_c / N^2, or under unequal shares of the batch
 
         n_c (b_c / B)^2 max(1, s / b_c)
 
     where a rank of the class takes b_c of a step's B samples, and the sensitivities were gathered with s
-    samples. Rounding of single samples averages out as 1 / b_c; rounding of weights, which samples share,
-    does not. Whatever part of the variance either has, the variance with b_c samples is at most
+    samples. The variance from rounding single samples averages out as 1 / b_c. The variance from rounding
+    weights, which samples share, does not. For any mix of the two, the variance with b_c samples is at most
     max(1, s / b_c) times the variance with s samples.
 
     >>> gradient_weight(cluster["infer"], profiles, cluster)
@@ -295,7 +295,7 @@ def check_sensitivity(graph: OpGraph, sensitivity: Sensitivity) -> None:
 
 
 def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Precision]:
-    """Map operators to their pinned precisions. Patterns may overlap where they agree."""
+    """Map operators to their pinned precisions; overlapping patterns must agree."""
     names = {op.name: op.kind for op in graph.adjustable}
     pinned: dict[str, Precision] = {}
     pinned_by: dict[str, str] = {}
@@ -347,7 +347,7 @@ def _choices(
         )
     if pinned is not None:
         return (pinned,)
-    # A constant out of a type's range would become infinite in it.
+    # The last condition: a constant beyond a type's range would become infinite.
     return tuple(
         p
         for p in PRECISIONS_BY_KIND[op.kind]
@@ -360,7 +360,7 @@ def _choices(
 
 
 def added_variance(sensitivity: Sensitivity, op: Op, precision: Precision, base: Precision) -> float:
-    """Return what an operator adds to the gradient's variance in a precision, above its class's base."""
+    """Return the gradient variance that an operator adds in a precision, above its class's base."""
     own_base = base_of(op, base)
     if own_base is Precision.FP32:
         return _omega(sensitivity, op.name, precision)

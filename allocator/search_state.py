@@ -1,4 +1,4 @@
-"""The assignment of every class during a search: changes of a few operators, each undone exactly."""
+"""The assignment of every class during a search, with changes that can be undone exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Changes of one class that belong together, with the records that undo them."""
+    """One change of a class's assignment, with the records to undo it."""
 
     device_class: str
     assignment: Mapping[str, Precision]
@@ -33,7 +33,7 @@ class ClassState:
     def __init__(self, problem: Problem, part: ClassProblem, others: Iterable[ClassState]) -> None:
         self.part = part
         self._exchange, self._num_ranks = problem.exchange, problem.cluster.num_ranks
-        # Classes that start equal share the first lowering.
+        # Classes with equal initial assignments copy one lowering, which saves time.
         like = next((one for one in others if _start_equal(one.part, part)), None)
         if like is None:
             self.lowering = Lowering(
@@ -41,48 +41,48 @@ class ClassState:
             )
         else:
             self.lowering = like.lowering.copy(part.device_class.carried_16bit)
-        self._peak_bytes: int | None = None  # None until it is asked for after a change
-        # Whether the assignment of least variance exceeds memory: only then bytes count from the start.
+        self._peak_bytes: int | None = None  # None: not computed since the last change
+        # Whether the assignment of least variance exceeds memory; if so, programs start with a memory row.
         self.is_tight = not self.fits()
         self.costs = ClassCosts(self.lowering, part.profile)
         self._work: Work | None = None
         self._beside_s = self.work.total_s - self.costs.total_s
 
     def precision(self, op: str) -> Precision:
-        """Return the present precision of an operator."""
+        """Return the current precision of an operator."""
         return self.lowering.precision[self.lowering.position[op]]
 
     def changed(self, positions: Iterable[int]) -> None:
-        """Price the operators at these positions again; memory is computed when it is asked for."""
+        """Update the prices of operators at these positions, and discard the cached memory peak."""
         self.costs.update(positions)
         self._peak_bytes = None
 
     @property
     def work(self) -> Work:
-        """The class's step as it stands."""
+        """Return the class's work in a step under the current assignment."""
         if self._work is None:
             self._work = self._exchange.work(self.costs, self.part.device_class.name)
         return self._work
 
     def work_was(self, work: Work | None) -> Work | None:
-        """Replace the stored step of the class (None: unknown); return the former step."""
+        """Replace the cached work of the class (None: not computed); return the former work."""
         self._work, before = work, self._work
         return before
 
     @property
     def alone_s(self) -> float:
-        """Seconds of the class's own step, cheaper to get than `work`; no step is shorter."""
-        if self.costs.launches is not None:  # what the device waits for launches changes with every operator
+        """Return the class's seconds without communication: a lower bound of the step, cheap to compute."""
+        if self.costs.launches is not None:  # waits for launches do not add up
             return self.work.total_s
         return self.costs.total_s + self._beside_s
 
     @property
     def own_s(self) -> float:
-        """Seconds by which assignments compare: of the class's operators, on a GPU of its launched step."""
+        """Return the seconds that rank assignments: of operators, or with launches of the whole step."""
         return self.costs.total_s if self.costs.launches is None else self.work.total_s
 
     def seconds_at(self, assignment: Mapping[str, Precision]) -> float:
-        """Return `own_s` of another assignment, equal up to rounding."""
+        """Return `own_s` under another assignment, up to rounding, without changing the state."""
         part = self.part
         type_16bit = part.device_class.carried_16bit
         lowered = Tabulated(part.graph, part.with_partners(assignment), type_16bit, part.saving_less)
@@ -93,19 +93,19 @@ class ClassState:
 
     @property
     def peak_bytes(self) -> int:
-        """The memory peak as the class stands."""
+        """Return the memory peak in bytes under the current assignment."""
         if self._peak_bytes is None:
             self._peak_bytes = self.bytes_at()[1]
         return self._peak_bytes
 
     def bytes_at(self, when: int | None = None) -> tuple[int, int]:
-        """Return a time of the step (the peak's if `when` is None), and the bytes in use, plus margin."""
+        """Return (time of the step, bytes in use then, with margin); `when` None means the peak."""
         assigned, type_16bit = self.lowering.assignment(), self.part.device_class.carried_16bit
         lowered = Tabulated(self.part.graph, assigned, type_16bit, self.part.saving_less)
         return vectorized_bytes_at(lowered, when=when, **self._of_memory)
 
     def memory(self) -> Memory:
-        """Return the uses of memory at its peak."""
+        """Return the memory at the peak, by use."""
         return peak_memory(self.lowering.lowered(), **self._of_memory)
 
     @property
@@ -117,32 +117,32 @@ class ClassState:
         }  # fmt: skip
 
     def fits(self) -> bool:
-        """Return whether the peak is within the budget."""
+        """Return whether the memory peak is within the class's budget."""
         return self.peak_bytes <= self.part.budget_bytes
 
     @property
     def variance(self) -> float:
-        """Variance that this class adds to the averaged gradient: (n_c / N^2) sum of omega."""
+        """Return the variance that this class adds to the average gradient: (n_c / N^2) sum of omega."""
         return sum(self.part.variance[op][self.precision(op)] for op in self.part.choices)
 
     def added_by(self, changed: Mapping[str, Precision]) -> float:
-        """Return the variance that other precisions of some operators would add; negative: regained."""
+        """Return the change of variance under other precisions of some operators (negative: regained)."""
         variance = self.part.variance
         return sum(variance[op][p] - variance[op][self.precision(op)] for op, p in changed.items())
 
 
 class State:
-    """The assignment of all classes; at first every operator has its highest precision."""
+    """The assignment of all classes; every operator starts in its highest precision."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.classes: dict[str, ClassState] = {}
         for name, part in problem.classes.items():
             self.classes[name] = ClassState(problem, part, self.classes.values())
-        self.late: dict[str, float] = {}  # by class: the margin, a part of its time
+        self.late: dict[str, float] = {}  # class -> margin, as a fraction of its compute time
 
     def move(self, device_class: str, assignment: Mapping[str, Precision]) -> Move:
-        """Give some operators of one class other precisions; `back` undoes that exactly."""
+        """Assign other precisions to operators of one class; `back` undoes the move exactly."""
         state, changes = self.classes[device_class], []
         for op, precision in state.part.with_partners(assignment).items():
             if state.precision(op) is not precision:
@@ -153,7 +153,7 @@ class State:
         return Move(device_class, assignment, tuple(changes), work)
 
     def back(self, move: Move) -> None:
-        """Undo the last move that is not yet undone."""
+        """Undo a move; moves must be undone in reverse order."""
         state = self.classes[move.device_class]
         for change in reversed(move.changes):
             state.lowering.undo(change)
@@ -166,18 +166,18 @@ class State:
         return step_time([state.work for state in self.classes.values()], self.problem.exchange)
 
     def late_step_s(self) -> float:
-        """Return the seconds of the step if every class is late by its whole margin."""
+        """Return the seconds of the step with every class slower by its margin."""
         return step_time(list(self.late_works().values()), self.problem.exchange)
 
     def late_works(self) -> dict[str, Work]:
-        """Return each class's step, late by the class's whole margin."""
+        """Return each class's work, slower by the class's margin."""
         return {name: state.work.slower(self.late_factor(name)) for name, state in self.classes.items()}
 
     def late_starts(self, least: bool = False) -> dict[str, tuple[Work, float]]:
-        """Return each class's step as `late_works` does, and the second at which it starts.
+        """Return each class's work with its margin (`late_works`), and the second at which it starts.
 
-        Where kernels are launched, the optimizer may wait for its launch. The wait depends on the choices.
-        With `least` no optimizer waits: no choice starts earlier.
+        On a device with launches, the previous optimizer may wait for its launch, depending on the
+        assignment. `least` leaves that wait out, for a lower bound of the start under any assignment.
         """
         works = self.late_works()
         for name, one in self.classes.items() if least else ():
@@ -188,20 +188,20 @@ class State:
         return {name: (work, start_s) for (name, work), start_s in zip(works.items(), starts, strict=True)}
 
     def late_factor(self, name: str) -> float:
-        """Return the factor by which a class's work may be late: 1 plus its margin."""
+        """Return 1 plus the margin of a class, the factor on its compute time."""
         return 1.0 + self.late.get(name, 0.0)
 
     @property
     def variance(self) -> float:
-        """Variance that all classes add to the averaged gradient."""
+        """Return the variance that all classes add to the average gradient."""
         return sum(state.variance for state in self.classes.values())
 
     def assignments(self) -> dict[str, dict[str, Precision]]:
-        """Return the present assignment of every class."""
+        """Return the current assignment of every class."""
         return {name: state.lowering.assignment() for name, state in self.classes.items()}
 
     def restore(self, assignments: Mapping[str, Mapping[str, Precision]]) -> None:
-        """Move to these assignments."""
+        """Assign these precisions to the classes."""
         for name, assignment in assignments.items():
             self.move(name, assignment)
 
@@ -210,6 +210,6 @@ def _start_equal(one: ClassProblem, other: ClassProblem) -> bool:
     """Return whether two classes start with the same lowered graph."""
     if one.graph is not other.graph or one.highest != other.highest or one.saving_less != other.saving_less:
         return False
-    # Only 8-bit operators hand on the device's 16-bit float.
+    # The 16-bit type of the device matters only if some operator has 8 bits.
     same = one.device_class.carried_16bit == other.device_class.carried_16bit
     return same or not set(EIGHT_BIT) & set(one.highest.values())

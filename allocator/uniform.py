@@ -1,4 +1,4 @@
-"""Uniform plans, to compare with: one precision wherever it is possible."""
+"""Uniform plans for comparison: one precision on each class, wherever it is possible."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def uniform(
     base: str | Precision | None = None,
     strict: bool = False,
 ) -> Plan:
-    """Return the plan that gives each class one precision, or the next one up that kind and profile have.
+    """Return the plan with one precision per class, raised for operators that lack it.
 
-    An operator with none below FP32 has the base. Unless `strict`, one that makes the class's step longer
-    than at a precision up, by the profile and with the casts at its edges, runs there.
+    Such an operator takes the next higher supported precision; without one below FP32 it takes the base.
+    Unless `strict`, an operator also takes a higher precision if this is faster, by the profile with casts.
 
-    Classes that `precisions` leaves out run in the base (FP32). The plan has its predictions, and its
-    variance if a sensitivity is given. Raises UnsupportedError if a class lacks its precision, MismatchError
-    if graph and profiles do not belong together.
+    Classes missing in `precisions` run in the base (FP32). The plan has predictions, and its variance if a
+    sensitivity is given. Raises UnsupportedError if a class lacks its precision, MismatchError if graph and
+    profiles do not match.
 
     >>> uniform(graph, profiles, cluster, {"infer": "int8"}).step_s
     """
     check_profiles(graph, profiles, cluster)
     assignments = {}
     for name in precisions:
-        cluster[name]  # FormatError for a class that is not there
+        cluster[name]  # raises FormatError for an unknown class
     for device_class in cluster.classes:
         name = device_class.name
         own = base_on(base_of_graph(graph, base), bases_of(device_class.device, device_class.precisions))
@@ -63,13 +63,13 @@ def uniform(
 
 
 def strongest_of(plain: Plan) -> str:
-    """Return the class that computes least under a plan that lowers nothing, with its predictions."""
+    """Return the class with the least predicted compute time under a plan without lowered operators."""
     compute_s = {name: own.predicted.compute_s for name, own in plain.classes.items() if own.predicted}
     return min(compute_s, key=lambda name: compute_s[name])
 
 
 def _up(op: Op, wanted: Precision | None, base: Precision, profile: Profile) -> list[Precision]:
-    """Return the precisions from the wanted one up that the profile has; from the base up if none is low."""
+    """Return the supported precisions from `wanted` up; if that is FP32 only, those from the base up."""
     measured = profile.precisions_of(op.name)
     missing = [p for p in Precision if p not in measured or why_kept(op, p)]
     half = "bf16" if Precision.BF16 in measured else None
@@ -82,9 +82,9 @@ def _up(op: Op, wanted: Precision | None, base: Precision, profile: Profile) -> 
 def _fastest(
     graph: OpGraph, up: Mapping[str, Sequence[Precision]], profile: Profile, carried_16bit: str | None
 ) -> dict[str, Precision]:
-    """Return an assignment of candidates: the first of each operator, or one that shortens the step.
+    """Return an assignment from candidates: each operator's first, or one that shortens the step.
 
-    Operators that share a cast move together first, then each alone.
+    Operators that share a cast change together first, then each operator alone.
     """
     lowering = Lowering(graph, {op: candidates[0] for op, candidates in up.items()}, carried_16bit)
     costs = ClassCosts(lowering, profile)

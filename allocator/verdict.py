@@ -1,4 +1,4 @@
-"""What a plan is worth: samples per second beside the other ways to use the same cards."""
+"""The verdict on a plan: its samples per second, compared with other ways to use the same cards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from qsync.replayer import Recapture, profiles_under_levers, replay
 from qsync.replayer.levers.apply import profile_under
 from qsync.replayer.levers.batch_size import reach
 
-_WORTH_SAYING = 1.03  # times the plan's samples per second, that shares must promise
+_WORTH_SAYING = 1.03  # gain in samples per second from which shares are suggested
 _LEVERS = (SHARE, ACCUMULATE)
 _SIXTEEN_BITS = (Precision.BF16, Precision.FP16)
 
@@ -38,12 +38,12 @@ def find_verdict(
     options: Mapping[str, Any] | None = None,
     shares: BatchShares | None = None,
 ) -> Verdict | None:
-    r"""Return what the plan makes beside other ways; None where all ranks are of one class.
+    r"""Compare a plan's samples per second with other ways; None if all ranks are of one class.
 
-    `other` is the model captured with another number of samples; without it shares are only estimated.
-    `options` are those that the plan was made with, `shares` what chose its shares, if that is at hand. The
-    strongest class alone takes the whole batch, if its profiles reach so far. DDP is left out where equal
-    batches do not fit. A base of 16 bits is named where it is faster beyond the plan's interval.
+    `other` is a capture of the model with another number of samples; without it shares are only estimated.
+    `options` are the options of the plan, `shares` the search that chose its shares, if available. The
+    strongest class alone takes the whole batch, or as much as its profiles cover. DDP is left out if equal
+    batches do not fit. A 16-bit base is reported if it is faster than the plan's interval.
 
     >>> print("\n".join(find_verdict(basis, plan, other).lines()))
     """
@@ -96,14 +96,14 @@ def _has_shares(plan: Plan) -> bool:
 def _in_16_bits(
     strongest: str, basis: Basis, other: Recapture | None, given: Mapping[str, Any], least: int
 ) -> Way | None:
-    """Return the fastest way whose base is the 16 bits of the strongest class; None where it has none."""
+    """Return the fastest way with the strongest class's 16-bit base; None if the class has none."""
     of_strongest, profile = basis.cluster[strongest], basis.profiles[strongest]
     profiled = {mode.partition(" ")[0] for modes in profile.ops.values() for mode in modes}
     bases = bases_of(of_strongest.device, of_strongest.precisions)
     base = next((p for p in bases if p in _SIXTEEN_BITS and str(p) in profiled), None)
     if base is None:
         return None
-    with suppress(QSyncError):  # as where pins name what another base lacks
+    with suppress(QSyncError):  # e.g. if the other base lacks a pinned precision
         given = {**given, "base": str(base), "target_s": None, "slack": None}
         if other is not None:
             step_s = BatchShares(basis, other, _LEVERS, given, least).best().step_s
@@ -120,7 +120,7 @@ def _has_samples(basis: Basis) -> bool:
 
 
 def _fastest(basis: Basis, given: Options) -> Plan:
-    """Return the plan of the least step, whatever its variance: far sooner than `allocate`."""
+    """Return the plan of the least step regardless of variance, far sooner than `allocate` does."""
     state = State(make_problem(basis.graph, basis.profiles, basis.sensitivity, basis.cluster, given))
     fastest_state(state, given)
     found = {name: one.lowering.assignment() for name, one in state.classes.items()}
@@ -133,7 +133,7 @@ def _fits(plan: Plan, cluster: Cluster) -> bool:
 
 
 def _part(cluster: Cluster, classes: tuple[DeviceClass, ...]) -> Cluster:
-    """Return a cluster of some of its classes, on as many of its hosts as they fill."""
+    """Return the part of a cluster with these classes, on a proportional number of hosts."""
     hosts = max(1, cluster.num_hosts * sum(c.count for c in classes) // cluster.num_ranks)
     between = cluster.between if hosts > 1 else None
     return replace(cluster, classes=classes, between=between, num_hosts=hosts)
@@ -142,7 +142,7 @@ def _part(cluster: Cluster, classes: tuple[DeviceClass, ...]) -> Cluster:
 def alone_with_batch(
     name: str, basis: Basis, other: Recapture | None, base: Mapping[str, Any]
 ) -> tuple[Plan, Profile]:
-    """Return the plan of one class alone with the whole batch, or with what its profiles reach; its profile.
+    """Return the plan and profile of one class alone with the batch, as far as its profiles cover it.
 
     `base` are options of `uniform`.
     """
@@ -159,7 +159,7 @@ def alone_with_batch(
 
 
 def _alone(name: str, basis: Basis, other: Recapture | None, base: Mapping[str, Any]) -> Way:
-    """Return what the strongest class makes alone, with the whole batch if its profiles reach so far."""
+    """Return the rate of one class alone, with the whole batch as far as its profiles cover it."""
     cluster = _part(basis.cluster, (basis.cluster[name],))
     plan, profile = alone_with_batch(name, basis, other, base)
     samples = plan.levers_of(name).samples or _batch(basis) // basis.cluster.num_ranks
@@ -179,7 +179,7 @@ def _way(
     cluster: Cluster | None = None,
     samples: int | None = None,
 ) -> Way:
-    """Return what a plan makes: on a part of the cluster, with so many samples a rank, if these are given."""
+    """Return a plan's rate, optionally on a part of the cluster with `samples` samples per rank."""
     profiles: Mapping[str, Profile] = basis.profiles
     if plan.levers is not None and samples is None:
         profiles = profiles_under_levers(basis.graph, profiles, basis.cluster, plan.levers, other)
@@ -193,7 +193,7 @@ def _way(
 
 
 def _without(name: str, basis: Basis, other: Recapture | None, given: Mapping[str, Any]) -> Way | None:
-    """Return the best plan without a class; None where there is none."""
+    """Return the rate of the best plan without a class; None if no plan is possible."""
     classes = tuple(c for c in basis.cluster.classes if c.name != name)
     rest = replace(basis, cluster=_part(basis.cluster, classes))
     rest = replace(rest, profiles={c.name: basis.profiles[c.name] for c in classes})

@@ -1,4 +1,4 @@
-"""Certificates: a plan checked by full replay, without trust in its solver."""
+"""Certificates: a plan checked by full replay, independent of its solver."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import Timeline, replay
 from qsync.replayer.slowdown import slowed
 
-# A prediction stored in a file may differ from the one derived here by rounding, not by more.
+# Relative tolerance between a stored prediction and replay's: they may differ by rounding only.
 RELATIVE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Replay's figures for a plan, and every violation of what the plan states. Simulated."""
+    """Replay's simulated figures for a plan, and all violations of the plan's own statements."""
 
     violations: tuple[str, ...]
     step_s: float | None
@@ -36,7 +36,7 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing is violated."""
+        """Return whether the plan has no violation."""
         return not self.violations
 
     def to_json(self) -> dict[str, Any]:
@@ -51,11 +51,11 @@ def check_plan(
     sensitivity: Sensitivity,
     cluster: Cluster,
 ) -> Certificate:
-    """Derive legality, step time, memory and variance of a plan again, and list all violations.
+    """Check a plan's legality, step time, memory and variance by replay; list all violations.
 
-    A plan is legal if each class has its precisions, a kernel exists for each, and the profile measured them.
-    Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. A bad plan
-    raises nothing: every violation is a sentence.
+    A plan is legal if each class supports its precisions, a kernel exists for each, and the profile measured
+    them. Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. A bad
+    plan raises no error: every violation is one sentence.
 
     >>> assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
     """
@@ -119,7 +119,7 @@ def _illegal(
 
 
 def not_alike(graph: OpGraph, plan: Plan) -> list[str]:
-    """Return a sentence for each operator that does not run like another although the plan says so."""
+    """Return a sentence for each operator whose precision differs from its group's (`Plan.together`)."""
     found = []
     for first, *others in matched_groups(graph, plan.together):
         for name, entry in plan.classes.items():
@@ -145,7 +145,7 @@ def _times(plan: Plan, timeline: Timeline) -> list[str]:
 
 
 def _late(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster) -> list[str]:
-    """Return a sentence if the step misses the target once every class is as late as its margin allows."""
+    """Return a sentence if the step misses the target with every class slower by its margin."""
     if plan.target_s is None or plan.margin is None:
         return []
     late = {c.name: slowed(profiles[c.name], 1.0 + plan[c.name].margin) for c in cluster.classes}
@@ -188,7 +188,7 @@ def _class_violations(
 
 
 def _variance(graph: OpGraph, plan: ClassPlan, sensitivity: Sensitivity) -> float:
-    """Return what a class's assignment adds above its base, summed over operators."""
+    """Return the gradient variance that a class's assignment adds above its base, over all operators."""
     assigned = plan.assignment
     return sum(added_variance(sensitivity, op, assigned[op.name], plan.base) for op in graph.adjustable)
 

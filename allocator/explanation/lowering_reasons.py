@@ -1,4 +1,4 @@
-"""Reasons: why each lowered operator is lowered, what lowering saves and adds, and what raising would do."""
+"""Reasons: the time saved and variance added by each lowered operator, and the effect of raising it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from qsync.records.record_json import Record
 
 @dataclass(frozen=True, slots=True)
 class Reason(Record):
-    """One lowered operator of one class. Seconds, bytes, and variance weighted n_c / N^2.
+    """One lowered operator of one class, in seconds, bytes, and variance weighted n_c / N^2.
 
-    `time_saved_s` are the seconds that the class saves against the base (FP32), with the casts of the
-    neighbourhood. The `raised` fields hold for the next higher precision, everything else unchanged: the
-    step, the memory peak, and the variance that would be regained.
+    `time_saved_s` are the seconds that the class saves against the base (FP32), including casts at the
+    operator's edges. The `raised` fields hold for the next higher precision with all else unchanged: the
+    step, the memory peak, and the variance regained.
     """
 
     op: str
@@ -45,7 +45,7 @@ def explain(
     sensitivity: Sensitivity,
     cluster: Cluster,
 ) -> list[Reason]:
-    """Return one reason for every operator that the plan lowers, in the order of the model. Simulated.
+    """Return one simulated reason for every lowered operator of a plan, class by class.
 
     Raises MismatchError or UnsupportedError if plan, graph, profiles, sensitivity and cluster do not belong
     together.
@@ -63,7 +63,7 @@ def explain(
 
 def _reason(state: State, name: str, op: str, target_s: float, pinned_by: str | None) -> Reason:
     one = state.classes[name]
-    first = one.part.first_of(op)  # a raise of `op` raises its whole group, and all of the group counts
+    first = one.part.first_of(op)  # the whole group is raised with `op`, and counts
     precision, variance, base = one.precision(op), one.part.variance[first], one.part.base[first]
     saved_s = alternative(state, name, {first: base}, target_s).seconds
     raised_to = next(p for p in one.part.choices[first] if is_raise(state, name, first, p))
@@ -81,7 +81,7 @@ def _reason(state: State, name: str, op: str, target_s: float, pinned_by: str | 
 
 
 def _verdict(name: str, raised: Alternative, target_s: float) -> str:
-    """Return what forbids a raise."""
+    """Return the constraint that forbids a raise, as a part of a sentence."""
     over_s = raised.step_s - target_s
     step = f"in {raised.precision} the step would take {raised.step_s * 1e3:.4g} ms"
     if over_s > target_s * TOLERANCE:

@@ -1,4 +1,4 @@
-"""The state that a plan describes, and what single changes of it would do."""
+"""The search state of a plan, and the effects of single changes of precision."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from qsync.replayer.check_records import checked_assignments
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Operators of one class in another precision, everything else as planned.
+    """Operators of one class in another precision, with all else as planned.
 
-    `variance` is the variance added (negative: regained), weighted n_c / N^2. `seconds` are those by which
-    the class computes longer (negative: shorter), with the casts of the neighbourhood. `step_s` and
-    `memory_bytes` are the resulting step and peak of the class. `beyond_s` is the excess over the target, the
-    plan's margin included, and `beyond_bytes` the excess over the budget.
+    `variance` is the variance added (negative: regained), weighted n_c / N^2. `seconds` is the change of the
+    class's compute time (negative: shorter), including casts at the operators' edges. `step_s` and
+    `memory_bytes` are the resulting step and the class's peak. `beyond_s` is the excess over the target,
+    including the plan's margin, and `beyond_bytes` the excess over the budget.
     """
 
     ops: tuple[str, ...]
@@ -44,10 +44,10 @@ def state_of_plan(
     sensitivity: Sensitivity,
     cluster: Cluster,
 ) -> tuple[State, float]:
-    """Return the state that a plan describes, and its target in seconds (its own step if it has none).
+    """Return the search state of a plan, and its target in seconds (its own step if it has none).
 
-    Operators that the plan groups to run alike change together, unless an edited plan gives members of a
-    group different precisions.
+    Operators of one group of the plan (`Plan.together`) change together, unless an edited plan gives members
+    of a group different precisions.
     """
     checked_assignments(graph, plan, profiles, cluster)
     given = Constraints(
@@ -66,7 +66,7 @@ def state_of_plan(
 
 
 def alternative(state: State, name: str, changed: Mapping[str, Precision], target_s: float) -> Alternative:
-    """Return what other precisions of some operators would do; the state comes back unchanged."""
+    """Return the effect of other precisions of some operators; leave the state unchanged."""
     one = state.classes[name]
     variance = one.added_by(changed)
     before = one.costs.total_s

@@ -1,4 +1,4 @@
-"""Warnings about a plan: gains within noise, gains not looked for, and effects that no prediction covers."""
+"""Warnings about a plan: gains within noise, untried gains, and effects outside all predictions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from qsync.records.profiles import CARRIED, LEARNED, MEASURED, Profile
 from qsync.replayer import replay
 from qsync.replayer.check_records import checked_lowerings
 
-# A cached plan is not profiled again: the next start needs another folder for it.
+# Advice: a restart reuses the cached profiles of its folder, so profiling again needs another folder.
 AGAIN = "profile again, with cache_dir= another folder,"
-UNSTEADY = 0.05  # of a step: steps of one kind differ by more on a busy machine
+UNSTEADY = 0.05  # of a step: noise or drift above this shows a busy machine
 
 
 def find_warnings(
@@ -27,10 +27,10 @@ def find_warnings(
     cluster: Cluster,
     budgets: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Return a sentence for each reason to doubt a plan. Simulated.
+    """Return a sentence for each reason to doubt a plan, by simulation.
 
-    Lowering should save more seconds than the uncertainty of the predicted step (nine runs in ten lie within
-    it), see `hidden_by_noise`. If it saves less, the profiles do not show that the plan saves any time.
+    Lowering should save more seconds than the uncertainty of the predicted step, which contains nine runs in
+    ten (`hidden_by_noise`). If it saves less, the profiles do not show that the plan saves any time.
 
     >>> find_warnings(graph, plan, profiles, cluster)
     []
@@ -54,7 +54,7 @@ def find_warnings(
 
 
 def _doubt(profile: Profile) -> str:
-    """Return why to doubt a profile (busy machine, few steps, no launches); empty if there is no reason."""
+    """Return a reason to doubt a profile (busy machine, few steps, no launches), or an empty text."""
     if (
         profile.origin in (LEARNED, CARRIED)
         and not profile.launches
@@ -88,7 +88,7 @@ def _doubt(profile: Profile) -> str:
 def _rounded_for_backward(
     graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster
 ) -> list[str]:
-    """Warn of operators that save eight-bit codes for backward, which sensitivities do not cover."""
+    """Return a warning per class whose operators save 8-bit codes, which sensitivities do not cover."""
     if not any(entry.saving_less for entry in plan.classes.values()):
         return []
     found = []
@@ -104,9 +104,9 @@ def _rounded_for_backward(
 
 
 def _worth_asking_for(plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster) -> list[str]:
-    """Name `int8_all`, which is profiled on request, where no other precision makes the slowest class faster.
+    """Suggest profiling `int8_all` if no measured lower precision speeds up the slowest class.
 
-    Processors that multiply 16 bits no faster than FP32 are such classes: `int8` has gradients of 16 bits.
+    Processors that multiply 16 bits no faster than FP32 are such classes, as `int8` has 16-bit gradients.
     """
     fp32_s = {c.name: profiles[c.name].step_s.get(Precision.FP32, 0.0) for c in cluster.classes}
     slowest = max(cluster.classes, key=lambda c: fp32_s[c.name])
@@ -136,11 +136,11 @@ def hidden_by_noise(
     budgets: Mapping[str, int] | None = None,
     plain_s: float | None = None,
 ) -> str:
-    """Say that lowering saves less than the uncertainty of the predicted step; empty where it saves more.
+    """Return a sentence if lowering saves less than the step's uncertainty; otherwise an empty text.
 
-    `plain_s` is the step without lowering, where that has other shares of the batch. A drift of the machine
-    slows both steps alike, and does not count. Empty also where no step in the base was measured, where the
-    base does not fit in memory, and for profiles that state no error.
+    `plain_s` is the step without lowering, if that step has other shares of the batch. Drift of the machine
+    does not count, since it slows both steps alike. The text is also empty if operators lack a measurement in
+    FP32, if the base does not fit in memory, and if the profiles state no error.
     """
     fp32 = all(
         Precision.FP32 in profiles[c.name].precisions_of(op.name)
@@ -168,7 +168,7 @@ def hidden_by_noise(
 
 
 def at_base(graph: OpGraph, plan: ClassPlan, profile: Profile) -> dict[str, Precision]:
-    """Return a class's assignment with its base, where that was measured, in place of lower precisions."""
+    """Return a class's assignment with lower precisions replaced by its base (FP32 if not measured)."""
     base = {op.name: base_of(op, plan.base) for op in graph.adjustable}
     base = {op: p if p in profile.precisions_of(op) else Precision.FP32 for op, p in base.items()}
     return {op: base[op] if is_below(p, base[op]) else p for op, p in plan.assignment.items()}

@@ -1,4 +1,4 @@
-"""Shadow prices: the worth of more time or memory, and the next operator to raise or to lower."""
+"""Shadow prices: the variance that more time or memory regains, and the next operators to change."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.record_json import Record
 
-# A change of less than this part of the class's compute is rounding.
+# Changes below this fraction of the class's compute time count as rounding.
 _MEANINGFUL = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowPrice(Record):
-    """The variance that a class would regain with more time or memory, to first order, and its next moves.
+    """The variance that a class regains with more time or memory, to first order, and its next moves.
 
-    Prices are read off single raises and lowerings, of one operator or of all that read one value (q, k, v).
-    A price is None where there is no such change:
+    Prices come from single raises and lowerings: of one operator, or of all readers of one value (q, k, v).
+    A price is None if no such change exists:
 
         variance_per_s     most variance regained per second of longer compute, of the raises that the target
                            alone forbids
@@ -35,8 +35,8 @@ class ShadowPrice(Record):
         next_lowering      the lowering that adds least variance per second of shorter compute, whether or not
                            it shortens the step
 
-    The prices are the densities at which the relaxed knapsack would go on. Pinned operators do not change. A
-    raise that nothing forbids does not count: the plan is not optimal there, and `explain` says so.
+    The prices are the marginal densities of the relaxed knapsack. Pinned operators do not change. A raise
+    that no limit forbids does not count: it shows that the plan is not optimal, which `explain` reports.
     """
 
     device_class: str
@@ -54,7 +54,7 @@ def shadow_prices(
     sensitivity: Sensitivity,
     cluster: Cluster,
 ) -> list[ShadowPrice]:
-    """Return the shadow prices of a plan, in the order of the cluster's classes. Simulated.
+    """Return the simulated shadow prices of a plan, in the order of the cluster's classes.
 
     Prices refer to the plan's target (its own step if it has none) and to each class's memory budget (the
     cluster's memory if the plan has none). Raises MismatchError or UnsupportedError if plan, graph, profiles,
@@ -90,14 +90,14 @@ def _price(state: State, name: str, target_s: float, plan: Plan) -> ShadowPrice:
 
 
 def alternatives(state: State, name: str, target_s: float, plan: Plan) -> list[Alternative]:
-    """Return every single change of precision that a class could make; pinned operators keep theirs."""
+    """Return every single change of precision of a class, except changes of pinned operators."""
     one = state.classes[name]
     pinned = {op for op in one.part.choices if plan.pinned_by(op, one.precision(op)) is not None}
     return [alternative(state, name, changed, target_s) for changed in _changes(state, name, pinned)]
 
 
 def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[str, Precision]]:
-    """Yield every raise and lowering of one operator, and of operators that read one value."""
+    """Yield every raise and lowering: of single operators, and of all readers of one value."""
     one = state.classes[name]
 
     choices = {op: options for op, options in one.part.choices.items() if op not in pinned}

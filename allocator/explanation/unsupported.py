@@ -1,4 +1,4 @@
-"""Report the precisions that operators of a plan cannot have; the reasons are in `records/kernel_support`."""
+"""Report precisions that operators of a plan cannot have; reasons are in `records/kernel_support`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from qsync.records.record_json import Record
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedPrecision(Record):
-    """One precision that an operator cannot have on a class, the one it runs in instead, and why.
+    """One unsupported precision of an operator on a class, its actual precision, and the reason.
 
-    For an operator that its tensors fix, class and precision are None: it is fixed on all classes.
+    If the operator's tensors fix its type, on all classes, `device_class` and `precision` are None.
     """
 
     op: str
@@ -34,8 +34,8 @@ def unsupported_precisions(
 ) -> list[UnsupportedPrecision]:
     """Return the unsupported precisions of every operator, in the order of the model, class by class.
 
-    Only precisions in which a class was profiled count. Records alone decide: shapes, the kind of device, and
-    the precisions that failed while the profile was measured.
+    Only precisions in which a class was profiled count. The result depends only on records: on shapes, the
+    kind of device, and the precisions that failed during profiling.
 
     >>> for entry in unsupported_precisions(graph, plan, profiles, cluster):
     ...     print(entry.op, entry.precision, entry.why)

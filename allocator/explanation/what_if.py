@@ -1,4 +1,4 @@
-"""What-ifs: inputs of a step changed one at a time and replayed, ranked by the seconds that each wins."""
+"""What-ifs: replays with one changed input each, ranked by the seconds that the change saves."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from qsync.replayer.explanation.critical_path import find_critical_path
 from qsync.replayer.slowdown import slowed
 from qsync.replayer.synchronous_step import GradientExchange, step_time
 
-# A gain of less than this part of the step is rounding.
+# Gains below this fraction of the step count as rounding.
 _MEANINGFUL = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf(Record):
-    """One changed input, everything else as planned. Simulated.
+    """One changed input with all else as planned. Simulated.
 
-    `kind` is link, card, precision, buckets, kernel, loading, host, loss or optimizer; `device_class` is None
-    where the change is not of one class. `won_s` are the seconds of a step that the change wins, for as many
-    samples: one more card makes no step shorter, but takes samples. `variance` is what the change adds to the
-    gradient's variance, `beyond_bytes` by how much it exceeds the memory budget.
+    `kind` is link, card, precision, buckets, kernel, loading, host, loss or optimizer. `device_class` is None
+    if the change concerns no single class. `won_s` are the seconds saved for a step's samples: one more card
+    does not shorten the step, but takes further samples. `variance` is the added gradient variance, and
+    `beyond_bytes` the excess over the memory budget.
     """
 
     kind: str
@@ -52,11 +52,11 @@ def what_ifs(
     sensitivity: Sensitivity,
     cluster: Cluster,
 ) -> list[WhatIf]:
-    """Return the changes that win time, the most seconds first; arguments as for `shadow_prices`.
+    """Return the changes that save time, largest saving first; arguments as for `shadow_prices`.
 
-    Links of twice the bandwidth or half the latency; one more card of each class; buckets of twice or half
-    the size; every kind of kernel and every other part of a class's step twice as fast; and every other
-    precision of the operators of the classes on the critical path, unless an operator is pinned.
+    The changes are links of twice the bandwidth or half the latency, one more card of each class, buckets of
+    twice or half the size, every kind of kernel and every other part of a class's step at twice the speed,
+    and every other precision of unpinned operators of the classes on the critical path.
 
     >>> what_ifs(graph, plan, profiles, sensitivity, cluster)[0].what
     """
@@ -113,7 +113,7 @@ def _buckets(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) ->
 
 
 def _faster_parts(state: State, name: str) -> Iterator[WhatIf]:
-    """Yield every kind of kernel of a class, and what stands beside its graph, at twice the speed."""
+    """Yield what-ifs with one part of a class's step (a kind of kernel, the loss, ...) twice as fast."""
     costs, profile = state.classes[name].costs, state.classes[name].part.profile
     trials: list[tuple[str, str, ClassCosts]] = []
     for kind, (forward_s, backward_s) in _by_kind(costs).items():
@@ -143,7 +143,7 @@ def _faster_parts(state: State, name: str) -> Iterator[WhatIf]:
 
 
 def _by_kind(costs: ClassCosts) -> dict[str, tuple[FloatArray, FloatArray]]:
-    """Return the seconds forward and backward of every operator's nodes, by kind of node."""
+    """Return forward and backward seconds per operator, by kind of node (operator or cast)."""
     lowering = costs.lowering
     found: dict[str, tuple[FloatArray, FloatArray]] = {}
     for i, op in enumerate(lowering.graph.ops):

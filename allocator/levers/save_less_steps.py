@@ -1,4 +1,4 @@
-"""Steps of saving less: which operators of a class save less for backward, block by block."""
+"""Steps of saving less: growing sets of operators that save less for backward, block by block."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Patterns = tuple[str, ...]
 
 
 def save_less_steps(graph: OpGraph, profile: Profile) -> tuple[Patterns, ...]:
-    """Return patterns of operators that save less: none, then one block more at a time, then all.
+    """Return growing patterns of operators that save less: none, one more block at a time, all.
 
-    Only operators that the profile has timed saving less count; without any there is one empty step. A model
-    without blocks has two steps, none and all. The first blocks come first: their saved tensors live longest.
+    Only operators with measured times of saving less count; without any there is one empty step. A model
+    without blocks has two steps, none and all. Early blocks come first: their saved tensors live longest.
 
     >>> save_less_steps(graph, profile)
     ((), ('layer.0.*',), ('layer.0.*', 'layer.1.*'), ('*',))

@@ -1,12 +1,12 @@
-"""Search over levers by optuna, with the precisions of each trial by the solver: one plan of both.
+"""Joint search: optuna chooses levers, and the solver chooses the precisions of each trial.
 
 The objective of a trial is the least variance added at the target step. A trial in which no precisions reach
-the target has its least step time as objective, and counts as worse than every trial that reaches the target.
-A trial that does not fit in memory is worst. If there is no target, and no plan without levers to take one
-from, the objective of every trial is its least step time.
+the target has its least step time as objective, and ranks below every trial that reaches the target. A trial
+that does not fit in memory ranks last. If there is no target, and no plan without levers that would give one,
+the objective of every trial is its least step time.
 
-If shares may change, the target is the least step of shares and precisions together (`shares`), and that plan
-is the first one known. If nothing else may change but passes, it is the plan: nothing is left to try.
+If shares may change, the target is the least step over shares and precisions together (`shares`), whose plan
+is the first candidate. If only shares and passes may change, that plan is the result without any trial.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from qsync.records.record_json import as_json
 from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Recapture, check_other
 
-# Objectives beyond any variance (given as a multiple of the plan's without levers): too slow, and infeasible.
+# Objectives of trials too slow, and infeasible: above any relative variance (1 is the plan without levers).
 _TOO_SLOW, _INFEASIBLE = 1e6, 1e12
 _NOT_TIMED = "no profile has times of operators that save less; profile with save_less=True"
 
@@ -55,7 +55,7 @@ _NOT_TIMED = "no profile has times of operators that save less; profile with sav
 class Search:
     """A problem, the levers to use, and the profiles computed so far in this process.
 
-    `options` are those of `allocate`, without the bucket cap where that is a lever.
+    `options` are those of `allocate`, without the bucket cap if that is a lever.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Search:
         self._profiles: dict[tuple[str, ClassLevers], Profile] = {}
         self.plain: Plan | None = None
         self.target_s: float | None = options.get("target_s")
-        # The setting that the target is from, and the most that its objective can be.
+        # The setting whose plan gave the target, and an upper bound of its objective.
         self.known, self.known_value = LeverSetting(Levers({})), math.inf
         with suppress(InfeasibleError):
             self.plain = self.solve(self.known)
@@ -84,24 +84,24 @@ class Search:
             self._share(other, least_samples)
 
     def _share(self, other: Recapture, least_samples: int) -> None:
-        """Take the target from the best shares, and these as the first setting known."""
+        """Set the target to the step of the best shares, and these shares as the known setting."""
         shares = BatchShares(
             self.basis, other, self.levers, self.options, least_samples, known=self._profiles
         )
-        with suppress(InfeasibleError):  # as where recomputation alone makes the model fit
+        with suppress(InfeasibleError):  # e.g. if only recomputation makes the model fit
             plan = shares.plan()
             self.target_s, self.known_value = plan.target_s, self._relative(plan)
             self.known = LeverSetting(replace(plan.levers or Levers({}), without={}))
 
     @property
     def is_settled(self) -> bool:
-        """Return whether shares, chosen at once, are all that may change beside passes for memory."""
+        """Return whether only shares and passes may change, which `BatchShares` solves without trials."""
         return SHARE in self.levers and {SHARE, ACCUMULATE}.issuperset(self.levers)
 
     def _relative(self, plan: Plan) -> float:
-        """Return the added variance of a plan, as a multiple of that of the plan without levers.
+        """Return a plan's added variance relative to that of the plan without levers.
 
-        If that plan adds none, or does not exist, it is a part of the most that precisions can add.
+        If that plan adds none, or does not exist, divide by the sum of the largest sensitivities instead.
         """
         omega = self.basis.sensitivity.omega.values()
         most = sum(max(modes.values(), default=0.0) for modes in omega) or 1.0
@@ -109,7 +109,7 @@ class Search:
 
     @property
     def key(self) -> str:
-        """Identity of the problem, which keeps trials of different problems apart."""
+        """Return the hash of the problem, which separates trials of different problems in one file."""
         basis = self.basis
         parts: list[Any] = [basis.graph.hash, basis.graph.shapes_hash]
         parts += [basis.sensitivity.to_json(), basis.cluster.to_json()]
@@ -120,7 +120,7 @@ class Search:
         return digest([*parts, f"{self.target_s or 0.0:.9g}"])
 
     def solve(self, setting: LeverSetting, **changes: Any) -> Plan:
-        """Return the best plan at one setting. Raises as `profiles_under_levers` and `allocate` do."""
+        """Return the best plan at one setting; pass errors of `profiles_under_levers` and `allocate`."""
         basis = self.basis
         profiles = profiles_under_levers(
             basis.graph, basis.profiles, basis.cluster, setting.levers, self.other, known=self._profiles
@@ -133,7 +133,7 @@ class Search:
         return allocate(basis.graph, profiles, basis.sensitivity, basis.cluster, **options)
 
     def evaluate(self, setting: LeverSetting) -> tuple[float, Plan | None]:
-        """Return the objective of a setting (see the module docstring) and its plan."""
+        """Return the objective of a setting (defined in the module docstring) and its plan."""
         if self.target_s is None:
             try:
                 plan = self.solve(setting)
@@ -147,7 +147,7 @@ class Search:
         return self._relative(plan), plan
 
     def _late(self, setting: LeverSetting) -> tuple[float, Plan | None]:
-        """Return the objective and plan of the least step, for a setting that misses the target."""
+        """Return the objective and fastest plan of a setting that misses the target."""
         try:
             plan = self.solve(setting, target_s=None, slack=0.0)
         except InfeasibleError:
@@ -157,10 +157,10 @@ class Search:
 
 
 def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
-    """Raise FormatError for options of `qsync.plan` that do not exist or are out of their range.
+    """Raise FormatError for unknown options of `qsync.plan`, and for options out of their range.
 
-    `also` are more names that the caller has, to suggest for a misspelt one. Without `levers` there is no
-    search to have options.
+    `also` are further option names of the caller, as suggestions for a misspelt name. Options of the search
+    need `levers`.
     """
     own = [p.name for p in inspect.signature(search).parameters.values() if p.kind is p.KEYWORD_ONLY]
     of_planner = [field.name for field in fields(Options)]
@@ -207,8 +207,8 @@ def search(
 ) -> Plan:
     """Return the plan of least variance at the target step over levers and precisions.
 
-    For each lever that the plan uses, `Levers.without` states the figures without this lever: the other
-    levers as they are, precisions chosen anew.
+    For each lever that the plan uses, `Levers.without` states the figures without this lever, with the other
+    levers unchanged and precisions solved again.
 
     Args:
         graph: The operators of one step of the model.
@@ -216,17 +216,17 @@ def search(
         sensitivity: Added gradient variance (squared gradient norm) by operator and precision.
         cluster: The device classes, their ranks and links.
         levers: Levers to use, of "share", "accumulate", "buckets", "recompute" and "save_less"; others stay
-            off. None means all. "save_less" needs profiles measured with `save_less=True`; without them it is
-            left out if `levers` is None, and the plan says so (`Levers.untried`).
+            off. None means all. "save_less" needs profiles measured with `save_less=True`. If these are
+            missing and `levers` is None, "save_less" is left out and reported in `Levers.untried`.
         other: The model captured with another number of samples (see `profiles_under_levers`), for
             "share" and "accumulate".
-        trials: Number of trials in all.
+        trials: Total number of trials.
         storage: A file of trials. The same search continues from it, and several processes may share it.
         seed: Seed of the sampler.
-        least_samples: Fewest samples of a pass that a share leaves a rank, as BatchNorm wants them.
+        least_samples: Fewest samples of a pass on any rank, for instance for BatchNorm.
         progress: Called with a line of text before each trial.
-        **options: Those of `allocate`. The default target is that of the plan without levers, or with "share"
-            the least step that shares and precisions reach together.
+        **options: Those of `allocate`. The default target is that of the plan without levers. With "share" it
+            is the least step that shares and precisions reach together.
 
     Returns:
         The best plan.
@@ -245,7 +245,7 @@ def search(
     named = levers if levers is not None else LEVERS if timed else [x for x in LEVERS if x != SAVE_LESS]
     problem = Search(basis, named, other, options, least_samples)
     best = None if problem.is_settled else _searched(problem, trials, storage, seed, progress)
-    # What the target is from may be as good, though its trial was killed.
+    # The setting that gave the target may be as good: its own trial may have been killed.
     setting = problem.known
     if best is not None and _rounded(best.value) <= _rounded(problem.known_value):
         setting = _setting(best.user_attrs)
@@ -253,7 +253,7 @@ def search(
     if plan is None or value >= _TOO_SLOW:
         return problem.solve(
             setting, target_s=problem.target_s, slack=None
-        )  # raises the error that says what is missing
+        )  # raises the error that names the violated constraint
     setting, plan = _fewest_saving(problem, setting, value, plan)
     plan = _with_lever_gains(problem, setting, plan)
     if timed:
@@ -264,10 +264,10 @@ def search(
 def _searched(
     problem: Search, trials: int, storage: str | Path | None, seed: int, progress: Callable[[str], None]
 ) -> Any | None:
-    """Return the best of so many trials; None if none fits in memory."""
+    """Return the best of `trials` trials; None if none fits in memory."""
     with _quiet() as optuna:
         study = _study(optuna, problem.key, Path(storage) if storage is not None else None)
-        # Another process, or a continued search, draws other settings.
+        # The seed differs in another process and in a continued search, so that they draw new settings.
         study.sampler = optuna.samplers.TPESampler(
             seed=seed + len(study.trials), multivariate=True, constant_liar=True
         )
@@ -282,9 +282,9 @@ def _searched(
 def _fewest_saving(
     problem: Search, setting: LeverSetting, value: float, plan: Plan
 ) -> tuple[LeverSetting, Plan]:
-    """Find by bisection, on each class, the fewest operators that save less at the same variance.
+    """Minimise by bisection, on each class, the operators that save less at the same variance.
 
-    If more operators saved less, they would cost time for nothing.
+    Any further operator that saves less would cost time without a benefit.
     """
     for name, chosen in setting.saving_less.items():
         steps = problem.space.save_less_steps(name)
@@ -301,7 +301,7 @@ def _fewest_saving(
 
 
 def _with_lever_gains(problem: Search, setting: LeverSetting, plan: Plan) -> Plan:
-    """Add to a plan its figures without each of its levers."""
+    """Add to a plan the figures of the best plan without each of its levers (`Levers.without`)."""
     without = {}
     for lever in setting.used(plan):
         try:
@@ -324,7 +324,7 @@ def _trial(problem: Search, trial: Any, study: Any) -> float:
     setting = problem.space.suggest(trial)
     if setting is None:
         return math.inf
-    levers = as_json(setting.levers)["classes"]  # as a file of trials returns them: tuples become lists
+    levers = as_json(setting.levers)["classes"]  # as read back from a file of trials: lists, not tuples
     saving = as_json(setting.saving_less)
     attributes = {"levers": levers, "cap": setting.bucket_cap_bytes, "saving_less": saving}
     for key, value in attributes.items():
@@ -344,12 +344,12 @@ def _trial(problem: Search, trial: Any, study: Any) -> float:
 
 
 def _finished(study: Any) -> list[Any]:
-    """Return the trials that any process completed; a killed process leaves an incomplete one."""
+    """Return the completed trials of all processes; a killed process leaves an incomplete one."""
     return [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
 
 
 def _best(trials: Sequence[Any]) -> Any | None:
-    """Return the trial of least value, then of fewest levers, then of the shortest step, then the first."""
+    """Return the trial of least value; ties go to fewer levers, a shorter step, an earlier trial."""
     able = [trial for trial in trials if trial.value is not None and trial.value < _INFEASIBLE]
     return min(
         able,
@@ -359,7 +359,7 @@ def _best(trials: Sequence[Any]) -> Any | None:
 
 
 def _rounded(objective: float) -> float:
-    """Return an objective without the digits that the order of a sum decides."""
+    """Round an objective to 9 digits, to drop differences due to the order of summation."""
     return float(f"{objective:.9g}")
 
 
@@ -371,7 +371,7 @@ def _setting(attributes: Mapping[str, Any]) -> LeverSetting:
 def _check_levers(
     basis: Basis, levers: Sequence[str], other: Recapture | None, options: Mapping[str, Any]
 ) -> None:
-    """Raise FormatError for unknown levers, MismatchError for levers that lack what they need."""
+    """Raise FormatError for unknown levers, MismatchError for levers without their required records."""
     _check_names(levers)
     if not levers:
         raise FormatError(f"no lever to search with: choose from {', '.join(LEVERS)}")
@@ -395,7 +395,7 @@ def _check_levers(
 
 
 def _check_names(levers: object) -> None:
-    """Raise FormatError for what is no list of levers."""
+    """Raise FormatError unless `levers` is a sequence of known lever names."""
     if isinstance(levers, str) or not isinstance(levers, Sequence):
         raise FormatError(
             f"levers must be a list of names, found {shortened(levers)}; choose from {', '.join(LEVERS)}"
@@ -406,18 +406,18 @@ def _check_names(levers: object) -> None:
 
 
 def _saving_is_timed(basis: Basis) -> bool:
-    """Return whether some class's profile has times of operators that save less."""
+    """Return whether any class's profile has times of operators that save less."""
     return any(len(save_less_steps(basis.graph, basis.profiles[c.name])) > 1 for c in basis.cluster.classes)
 
 
 def _study(optuna: Any, key: str, path: Path | None) -> Any:
-    """Return the trials of one problem, in a file that several processes may write to, or in memory.
+    """Open the optuna study of one problem, in a file that processes may share, or in memory.
 
-    Raises FormatError if the file holds something else.
+    Raises FormatError if the file is not a log of trials.
     """
     if path is None:
         return optuna.create_study(study_name=key)
-    path.parent.resolve(strict=True)  # else optuna waits for a lock that it cannot make
+    path.parent.resolve(strict=True)  # else optuna waits forever for an impossible lock file
     lock = optuna.storages.journal.JournalFileSymlinkLock(str(path))
     if lock.acquire():
         try:
@@ -433,13 +433,13 @@ def _study(optuna: Any, key: str, path: Path | None) -> Any:
 
 
 def _drop_torn_record(path: Path) -> None:
-    """Cut the last line of a log of trials if it was not written to its end: optuna would refuse the log."""
+    """Cut an incomplete last line off a log of trials, which optuna would refuse to read."""
     if not path.is_file():
         return
     with path.open("r+b") as file:
         content = file.read()
         whole = content.rfind(b"\n") + 1
-        if 0 < whole < len(content):  # of one line it may be no log
+        if 0 < whole < len(content):  # a file without a whole line may not be a log
             file.truncate(whole)
 
 

@@ -1,4 +1,4 @@
-"""The settings of a search over levers, and those tried first. The caller draws the numbers."""
+"""The space of lever settings, and the settings tried first. The caller's trial draws the numbers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from qsync.replayer.levers.recomputation import blocks
 
 @dataclass(frozen=True, slots=True)
 class LeverSetting:
-    """One setting of all levers: those of the classes, DDP's bucket cap, and what saves less for backward.
+    """One setting of all levers: per class, DDP's bucket cap, and operators that save less.
 
-    `saving_less` maps classes to patterns of operators.
+    `saving_less` maps classes to patterns of operators that save less for backward.
     """
 
     levers: Levers
@@ -55,7 +55,7 @@ class LeverSetting:
         return replace(self, levers=Levers(classes))
 
     def used(self, plan: Plan) -> tuple[str, ...]:
-        """Return the levers that a plan made at this setting uses."""
+        """Return the levers that are on in this setting and its plan."""
         saves = any(self.saving_less.values())
         here = [*([BUCKETS] if self.bucket_cap_bytes else []), *([SAVE_LESS] if saves else [])]
         return (*(plan.levers.used if plan.levers else ()), *here)
@@ -63,7 +63,7 @@ class LeverSetting:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All settings of one problem with these levers."""
+    """All lever settings of one problem; levers outside `levers` stay off."""
 
     graph: OpGraph
     profiles: Mapping[str, Profile]
@@ -73,9 +73,9 @@ class Space:
     base: str | None = None
 
     def suggest(self, trial: Any) -> LeverSetting | None:
-        """Draw a setting; None where the shares or passes are impossible.
+        """Draw a setting; return None if its shares or passes are impossible.
 
-        `trial` gives numbers by name as an optuna trial does (`suggest_float`, `suggest_int`,
+        `trial` draws numbers by name, with the methods of an optuna trial (`suggest_float`, `suggest_int`,
         `suggest_categorical`).
         """
         samples: dict[str, int] = {}
@@ -100,20 +100,20 @@ class Space:
         return LeverSetting(Levers(classes), cap, saving)
 
     def save_less_steps(self, name: str) -> tuple[Patterns, ...]:
-        """Return the steps of saving less on a class; one empty step if that lever is off."""
+        """Return the steps of saving less (`save_less_steps`) on a class; one empty step if off."""
         return save_less_steps(self.graph, self.profiles[name]) if SAVE_LESS in self.levers else ((),)
 
     def _passes(self, name: str, samples: int) -> list[int]:
-        """Return the numbers of passes in which a class may take so many samples."""
+        """Return the numbers of passes in which a class may take `samples` samples."""
         least, most = reach(self.profiles[name], self.graph, self.other)
         passes = PASSES if ACCUMULATE in self.levers else PASSES[:1]
         return [k for k in passes if samples % k == 0 and least <= samples // k <= most]
 
     def _shared(self, part: Callable[[str, int, int], float]) -> dict[str, int]:
-        """Return samples by class that keep the batch, classes of many ranks first.
+        """Return samples by class that add up to the batch, chosen for the largest classes first.
 
-        `part` of a class is its place in the range of samples that earlier classes have left over and later
-        classes can complete. The last class takes the rest.
+        `part` (0 to 1) places a class within its possible range of samples, from which the later classes can
+        still complete the batch. The last class takes the rest.
         """
         order = sorted(self.cluster.classes, key=lambda c: -c.count)
         most_passes = max(PASSES) if ACCUMULATE in self.levers else 1
@@ -137,12 +137,12 @@ class Space:
         return least, most * most_passes
 
     def starts(self, relieving: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the settings tried first, as parameters.
+        """Yield the parameters of the settings tried first.
 
-        First no levers. Then every operator that is able to saves less, then half of these. Then shares half
-        way to equal compute times in the base (precisions do the rest), and shares of equal compute times.
-        With `relieving` shares follow that relieve the strongest class: lower precisions make the others as
-        fast.
+        The first has no levers. In the next two, all operators that can, and half of them, save less. Then
+        follow shares half way to equal compute times in the base (precisions do the rest), and shares of
+        equal compute times. With `relieving`, shares follow that give the strongest class less work, since
+        lower precisions make the others as fast.
         """
         equal = dict.fromkeys(self.profiles, float(samples_of(self.graph)))
         yield self._start(equal)
@@ -153,7 +153,7 @@ class Space:
             yield from (self._start(self._towards_equal_times(part)) for part in parts)
 
     def _towards_equal_times(self, part: float) -> dict[str, float]:
-        """Return samples by class: at 0 equally many, at 1 those of equal compute times in the base."""
+        """Return samples by class between equal shares (`part` 0) and equal base times (`part` 1)."""
         captured = samples_of(self.graph)
         plain = uniform(self.graph, self.profiles, self.cluster, {}, base=self.base)
         rate = {
@@ -163,7 +163,7 @@ class Space:
         return {name: captured + part * (each * own - captured) for name, own in rate.items()}
 
     def _start(self, samples: Mapping[str, float], saving: float = 0.0) -> dict[str, Any]:
-        """Return parameters for these shares, this part of the steps of saving less, and no other lever."""
+        """Return parameters with these samples, a fraction `saving` of its steps, and other levers off."""
         found: dict[str, Any] = {"bucket cap": None} if BUCKETS in self.levers else {}
         for c in self.cluster.classes:
             if ACCUMULATE in self.levers:
@@ -183,7 +183,7 @@ class Space:
         return found
 
     def _caps(self) -> list[int | None]:
-        """Return DDP's own caps, then powers of two of a MiB, up to one bucket for all."""
+        """Return candidate bucket caps: DDP's own, then 1, 2, 4, ... MiB up to one bucket for all."""
         total, caps, cap = sum(gradient_bytes(self.graph).values()), [], 2**20
         while cap < total:
             caps.append(cap)

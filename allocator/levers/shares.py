@@ -1,11 +1,11 @@
 """Shares of the batch, chosen together with precisions: least step first, then least variance.
 
-A class takes a_c + b_c s seconds for s samples, at the precisions that make it fastest. Shares of equal times
+A class takes a_c + b_c s seconds for s samples, at its fastest precisions. Equal times make the least step:
 
     a_c + b_c s_c = T,   sum over classes of n_c s_c = B
 
-make the least step. The lines come from the shares tried so far, until no new ones are found. Of the shares
-that reach the step, or come as near to it as profiles can tell, those of the least variance are taken.
+The lines are fitted to the shares tried so far, until these give no new shares. Among the shares that reach
+the least step within the error of the profiles, those of least variance win.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Recapture, reach
 
 PASSES = (1, 2, 4, 8)
-_MAX_TRIED = 12  # shares that are replayed for one step
-_ROUNDING = 1e-9
-_LEAST_APART = 0.25  # of the first profile's samples, between the two that make a line
-_HALVINGS = 60  # of the interval in which the step of equal times lies
+_MAX_TRIED = 12  # shares replayed in the search for one least step
+_ROUNDING = 1e-9  # relative
+_LEAST_APART = 0.25  # distance between the samples of two profiles / samples of the first
+_HALVINGS = 60  # bisection steps in the search for equal times
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Samples and passes by class, with the least step that they reach and each class's own seconds in it.
+    """Samples and passes by class, with their least step and each class's own seconds in it.
 
-    The step is infinite where a class is `crowded`: it has more samples than fit in its memory.
+    The step is infinite if any class is `crowded`: its samples do not fit in its memory.
     """
 
     levers: Levers
@@ -51,15 +51,15 @@ class Shared:
 
     @property
     def samples(self) -> dict[str, int]:
-        """Return the samples of a step that each rank of a class takes."""
+        """Return the samples per step of one rank of each class."""
         return {name: entry.samples or 0 for name, entry in self.levers.classes.items()}
 
 
 class BatchShares:
-    """The shares of one problem: which of them make the least step, and with which the variance is least.
+    """The search for shares of the batch with the least step, and with the least variance at it.
 
-    `options` are those of `allocate`. No rank takes fewer than `least_samples` in a pass, unless equal shares
-    are smaller. With "accumulate" among the levers a class that does not fit takes several passes.
+    `options` are those of `allocate`. No rank takes fewer than `least_samples` samples, unless equal shares
+    are smaller. With "accumulate" among the levers, a class that does not fit takes several passes.
 
     >>> shares = BatchShares(basis, other, ["share"], {"base": "bf16"})
     >>> plan = shares.plan()
@@ -82,21 +82,21 @@ class BatchShares:
         self._least = min(least_samples, self.equal)
         self._profiles = {} if known is None else known
         self._best: dict[bool, Shared] = {}
-        self._strongest: list[str] | None = None  # what stays in the base with equal shares, tried first
+        self._strongest: list[str] | None = None  # classes not lowered in the first trial (equal shares)
 
     def best(self, lower: bool = True) -> Shared:
-        """Return the shares of the least step: with the fastest precisions, or with none lowered (LB-BSP).
+        """Return the shares of the least step, with the fastest precisions or with none lowered (LB-BSP).
 
-        Raises InfeasibleError where no shares fit in memory.
+        Raises InfeasibleError if no shares fit in memory.
         """
         if lower not in self._best:
             self._best[lower] = self._search(lower)
         return self._best[lower]
 
     def guess(self) -> dict[str, int]:
-        """Return the shares to profile next, from one profile: those near which the best ones will lie.
+        """Return the samples by class to profile next, predicted near the best shares from one profile.
 
-        A line through two profiles needs them apart, and a batch that is to be measured must fit in memory.
+        They keep a distance from the first profile, for a line through both, and must fit in memory.
         """
         equal = self._timed(dict.fromkeys(self.basis.profiles, self.equal), True)
         ideal = _equal_times(self.basis, [equal], self._ends, {})
@@ -112,17 +112,17 @@ class BatchShares:
         return found
 
     def about(self) -> float:
-        """Return about how many samples per second the best shares make, from one profile alone.
+        """Estimate the samples per second of the best shares from one profile.
 
-        Every class is taken to be as fast by the sample as with equal shares, and nobody to wait.
+        The estimate assumes that every class keeps its rate of equal shares, and that no class waits.
         """
         equal = self._timed(dict.fromkeys(self.basis.profiles, self.equal), True)
         return sum(c.count * self.equal / equal.own_s[c.name] for c in self.basis.cluster.classes)
 
     def plan(self) -> Plan:
-        """Return the plan of the least step over shares and precisions, and of the least variance at it.
+        """Return the plan of least variance at the least step over shares and precisions.
 
-        With a target, that of the least variance at the target. Raises as `allocate` does.
+        A given target replaces the least step. Errors of `allocate` pass.
         """
         best, target_s = self.best(), self.options.get("target_s")
         if target_s is None:
@@ -142,7 +142,7 @@ class BatchShares:
         return self._unless_hidden(min(found, key=lambda plan: (plan.added_variance, plan.step_s)))
 
     def _unless_hidden(self, plan: Plan) -> Plan:
-        """Return the plan, or shares by speed in the base where profiles cannot tell their steps apart."""
+        """Return the plan, or one with shares by speed and nothing lowered if noise hides its gain."""
         try:
             plain = self.best(lower=False)
         except InfeasibleError:
@@ -158,13 +158,13 @@ class BatchShares:
         return replace(found, kept_base=kept_base(hidden, found))
 
     def allocate(self, levers: Levers, target_s: float) -> Plan:
-        """Return the plan of least variance at these shares. Raises as `allocate` does."""
+        """Return the plan of least variance at these shares; pass errors of `allocate`."""
         basis, options = self.basis, {**self.options, "slack": None, "target_s": target_s * (1 + _ROUNDING)}
         plan = allocate(basis.graph, self._at(levers), basis.sensitivity, basis.cluster, **options)
         return replace(plan, target_s=target_s)
 
     def _error(self, shared: Shared) -> float:
-        """Return how far the profiles of lowered classes may be wrong, as a part of the step."""
+        """Return the largest relative error of the profiles of lowered classes."""
         profiles = self.basis.profiles
         return max(
             (profiles[name].error for name, is_free in shared.is_lowered.items() if is_free), default=0
@@ -177,14 +177,14 @@ class BatchShares:
         )
 
     def _search(self, lower: bool) -> Shared:
-        """Return the shares of the least step, of those that were tried.
+        """Search for the shares of the least step, by trials.
 
-        A class that is crowded takes fewer samples. When nothing new is found so, its samples become
-        a multiple of 2, 4 or 8, which it takes in as many passes.
+        A crowded class takes fewer samples in the next trial. Once this finds no new shares, its samples
+        become a multiple of 2, 4 or 8, which it takes in as many passes.
         """
         tried: dict[tuple[int, ...], Shared] = {}
         following: dict[str, int] | None = dict.fromkeys(self.basis.profiles, self.equal)
-        crowded: dict[str, int] = {}  # by class the fewest samples that did not fit
+        crowded: dict[str, int] = {}  # class -> fewest samples that did not fit
         units, limit = dict.fromkeys(self.basis.profiles, 1), _MAX_TRIED
         while following is not None and len(tried) < limit:
             one = tried[tuple(following.values())] = self._timed(following, lower)
@@ -210,25 +210,25 @@ class BatchShares:
     def _following(
         self, tried: Sequence[Shared], crowded: Mapping[str, int], units: Mapping[str, int]
     ) -> dict[str, int] | None:
-        """Return the shares to try next; None where nothing new is left."""
+        """Return the shares to try next; None if no new shares are left."""
         best = min(tried, key=lambda each: each.step_s)
         known = [each.samples for each in tried]
         fitting = {name: self._fitting(name, tried) for name in crowded}
         most = {name: (fitting[name] + own) // 2 for name, own in crowded.items()}
         found = self._exact(_equal_times(self.basis, tried, self._ends, most), most, units=units)
         if found is None or found in known:
-            # Sizes are whole: relieve the slowest class by one sample.
+            # Samples are whole: take one sample from the slowest class.
             slowest = max(best.own_s, key=lambda name: best.own_s[name])
             ideal = {name: float(own) for name, own in best.samples.items()}
             found = self._exact(ideal, {**most, slowest: best.samples[slowest] - 1}, units=units)
         return None if found in known else found
 
     def _fitting(self, name: str, tried: Iterable[Shared]) -> int:
-        """Return the most samples of a class that were tried and fit; its fewest where none did."""
+        """Return the most samples of a class that fit in a trial; its fewest allowed if none did."""
         return max([self._ends(name)[0], *(one.samples[name] for one in tried if name not in one.crowded)])
 
     def _relieving(self, best: Shared, target_s: float) -> list[Shared]:
-        """Return shares that give classes in the base as much as the target allows, or half of that more."""
+        """Return shares with more samples on unlowered classes: all that the target allows, and half."""
         spare = {
             name: best.samples[name] * (target_s / own_s - 1.0)
             for name, own_s in best.own_s.items()
@@ -244,7 +244,7 @@ class BatchShares:
         return found
 
     def _timed(self, samples: Mapping[str, int], lower: bool) -> Shared:
-        """Return the least step at these shares; infinite where they do not fit in memory."""
+        """Return the least step at these shares; infinite if they do not fit in memory."""
         levers = Levers({name: ClassLevers(own) for name, own in samples.items()})
         while True:
             basis, profiles = self.basis, self._at(levers)
@@ -261,18 +261,18 @@ class BatchShares:
                 lowerable = fastest_state(state, self._given)
                 is_lowered = {name: name in lowerable for name in state.classes}
         except InfeasibleError:
-            pass  # some class does not fit below
+            pass  # some class does not fit, and is added to `crowded` below
         crowded = [name for name, one in state.classes.items() if not one.fits()]
         if lower:
             if self._strongest is None:
                 self._strongest = [name for name, is_free in is_lowered.items() if not is_free]
-            # It is lowered for its memory's sake only where equal shares are too large, too.
+            # A strongest class may be lowered to save memory only if equal shares do not fit either.
             crowded += [name for name in tight if name in self._strongest and name not in crowded]
         own_s = {name: one.work.total_s for name, one in state.classes.items()}
         return Shared(levers, math.inf if crowded else state.step_s(), own_s, is_lowered, crowded)
 
     def _in_more_passes(self, name: str, entry: ClassLevers) -> ClassLevers | None:
-        """Return the same samples of a class in the next number of passes; None where there is none."""
+        """Return the lever entry of a class with the next possible number of passes; None without one."""
         samples, least = entry.samples or 0, self._ends(name)[0]
         for passes in self._passes:
             if passes > entry.passes and samples % passes == 0 and samples // passes >= least:
@@ -291,7 +291,7 @@ class BatchShares:
         least: Mapping[str, int] | None = None,
         units: Mapping[str, int] | None = None,
     ) -> dict[str, int] | None:
-        """Return whole samples by class, nearest to the ideal, that make up the batch; None if none do.
+        """Return integer samples by class nearest to the ideal that add up to the batch, or None.
 
         minimise    sum over classes c of n_c d_c
         such that   d_c >= |s_c - ideal_c|,  sum over classes of n_c s_c = B,  s_c a multiple of its unit
@@ -334,7 +334,7 @@ class BatchShares:
 def _equal_times(
     basis: Basis, tried: Sequence[Shared], ends: Any, most: Mapping[str, int]
 ) -> dict[str, float]:
-    """Return the samples by class, not yet whole, at which all classes take equally long."""
+    """Return the fractional samples by class at which all classes take equally long."""
     lines = {name: _line(name, tried) for name in basis.profiles}
     bounds = {name: (ends(name)[0], most.get(name, ends(name)[1])) for name in lines}
     batch = basis.cluster.num_ranks * samples_of(basis.graph)
@@ -357,7 +357,7 @@ def _equal_times(
 
 
 def _line(name: str, tried: Sequence[Shared]) -> tuple[float, float]:
-    """Return a class's seconds at no sample, and for each more: through the last two shares that differ."""
+    """Return a class's fixed seconds and seconds per sample, from its last two different trials."""
     last = tried[-1]
     samples, own_s = last.samples[name], last.own_s[name]
     for one in reversed(tried[:-1]):

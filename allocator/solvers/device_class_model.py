@@ -1,11 +1,11 @@
-"""The model of one class: its step as sums over choices of precision, before anything is chosen.
+"""The linear model of one class: its step's seconds as sums over binary variables of precisions.
 
     seconds = sum over alternatives of running a node of (its price) x (its binary variable)
 
-The sums are exact: at every whole choice they equal replay's result for that assignment. Lowering's functions
-say, case by case, how a node runs and which casts exist; no part of the rule is repeated here. The
-other binary variables are conjunctions of choices: that a value is carried in some type, that its readers
-want 16 bits, that it is in channels_last order.
+The sums are exact: at every integer solution they equal replay's result for that assignment. The functions of
+lowering (`cast_rules`) decide how a node runs and which casts exist; no rule is repeated here. Further binary
+variables are conjunctions of choices: a value is carried in some type, its readers want 16 bits, or it is in
+channels_last order.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer.costs.class_costs import cast_cost, run_cost
 
-Binaries = dict[str, Sum]  # type -> binary variable that a value or mode is of this type; they add up to 1
+Binaries = dict[str, Sum]  # type -> binary variable: 1 if a value or mode has this type; the sum is 1
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One alternative of running an operator, as lowering says, with its binary variable.
+    """One way in which lowering may run an operator, with its binary variable.
 
-    `taken` are the types in which it takes its inputs, None for inputs that are no floats.
+    `taken` are the types to which its inputs are cast, None for inputs that are not floats.
     """
 
     mode: str
@@ -54,9 +54,9 @@ class Alternative:
 class ClassModel:
     """The choices of one class, and the seconds of every operator with its casts.
 
-    `chosen[op][p]` is the binary variable that `op` runs in `p`. `forward_s[i]` and `backward_s[i]` are the
-    seconds of operator i with its casts, as in `ClassCosts`. `weight` scales the variances of the choices to
-    costs; a choice that alone costs more than `most` is left out.
+    `chosen[op][p]` is 1 if `op` runs in `p`. `forward_s[i]` and `backward_s[i]` are the seconds of operator i
+    with its casts, as in `ClassCosts`. `weight` scales the variances of the choices to costs of the program.
+    A choice whose cost exceeds `most` is left out.
     """
 
     def __init__(self, graph: OpGraph, part: ClassProblem, weight: float, most: float) -> None:
@@ -67,7 +67,7 @@ class ClassModel:
         self._saves_less = [op.name in part.saving_less for op in graph.ops]
         self.chosen: dict[str, dict[Precision, Sum]] = {}
         for op, options in part.choices.items():
-            # A choice that alone adds more than a known plan is in no better plan.
+            # A choice that adds more variance than a whole known plan cannot be in a better plan.
             able = [p for p in options if weight * part.variance[op][p] <= most] or [options[-1]]
             binaries = self.program.choice([weight * part.variance[op][p] for p in able])
             self.chosen[op] = dict(zip(able, binaries, strict=True))
@@ -99,13 +99,13 @@ class ClassModel:
             self._price_casts(value)
 
     def assignment(self, point: FloatArray) -> dict[str, Precision]:
-        """Return the precisions that a solution chooses."""
+        """Return the assignment of a solution of the program."""
         return {
             op: max(binaries, key=lambda p: binaries[p].at(point)) for op, binaries in self.chosen.items()
         }
 
     def _wanted_in_16_bit(self) -> dict[int, Sum]:
-        """Return, for values whose type depends on it, the variable that all readers want 16 bits."""
+        """Return by value a variable: 1 if all readers want 16 bits; only for values that depend on it."""
         wiring, ops = self._wiring, self._graph.ops
         asked = [False] * wiring.num_values
         for i, op in enumerate(ops):
@@ -143,7 +143,7 @@ class ClassModel:
         return rule.output_of(op, precision, str(precision), self._float16, wanted)
 
     def _lower(self, i: int) -> None:
-        """Add the modes of operator i, its output types and its channels_last order."""
+        """Add variables for the modes, output types and channels_last order of operator i."""
         op, operands = self._graph.ops[i], self._wiring.operands[i]
         first = self._channels_last[operands[0]] if operands else ZERO
         if op.role is Role.ADJUSTABLE:
@@ -170,7 +170,7 @@ class ClassModel:
         self._channels_last.append(channels_last)
 
     def _output_types(self, i: int, precision: Precision) -> Iterator[tuple[str, Sum]]:
-        """Yield the output types of an operator at one precision with their binary variables."""
+        """Yield (output type, binary variable) of an operator in one precision."""
         op = self._graph.ops[i]
         binary, output = self.chosen[op.name][precision], self._output(op, precision, False)
         if not self._depends(op, precision):
@@ -184,14 +184,14 @@ class ClassModel:
         yield self._output(op, precision, True), in_16_bit
 
     def _widest(self, op: Op, inputs: Sequence[Binaries]) -> Binaries:
-        """Return the binary variables of an operator's modes, from those of its inputs' types."""
+        """Return the binary variables of a following operator's modes, the widest type of its inputs."""
 
         def mode(types: Iterable[str]) -> str:
             return rule.mode_of(op, Precision.FP32, types)
 
         settled = [next(iter(binaries)) for binaries in inputs if len(binaries) == 1]
         open_ = [binaries for binaries in inputs if len(binaries) > 1]
-        # Choices carry a value in FP32 or BF16 (`cast_rules.output_of`).
+        # A value of undecided type is carried in FP32 or BF16 (`cast_rules.output_of`).
         wide, narrow = (mode([*settled, name]) for name in ("fp32", "bf16")) if open_ else [mode(settled)] * 2
         if wide == narrow:
             return {wide: ONE}
@@ -214,7 +214,7 @@ class ClassModel:
                     self._add(i, binary_so, partial(run_cost, self._part.profile, run_so, op))
 
     def _price_switch(self, i: int) -> None:
-        """Charge product i and the product after it for precisions that differ."""
+        """Add the switch cost between product i and the product after it if their precisions differ."""
         after, ops = self._wiring.after[i], self._graph.ops
         if after is None:
             return
@@ -265,7 +265,7 @@ class ClassModel:
                     )
 
     def _is_saved(self, value: int) -> Sum:
-        """Return the variable that some operator saves a value, or a view of it, as it is carried."""
+        """Return a variable: 1 if some operator saves the value, or a view of it, without a cast."""
         wiring, found = self._wiring, list[Sum]()
         for i, j, at in wiring.storage_readers(value):
             op = self._graph.ops[i]
@@ -286,14 +286,14 @@ class ClassModel:
         )
 
     def _split(self, binary: Sum, by: Sum) -> list[tuple[bool, Sum]]:
-        """Split a binary variable in two: where another variable is 0, and where that variable is 1."""
+        """Split a binary variable into two by another: conjunctions with its being 0, and 1."""
         if by.settled:
             return [(by.constant == 1.0, binary)]
         both = self.program.all_of([binary, by])
         return [(False, difference(binary, both)), (True, both)]
 
     def _add(self, i: int, binary: Sum, cost: Callable[[], Cost]) -> None:
-        """Charge operator i with a price where a variable is 1; forbid what has no price."""
+        """Add a price to operator i if a variable is 1; force the variable to 0 without a price."""
         if binary.settled and binary.constant == 0.0:
             return
         try:
@@ -339,7 +339,7 @@ class ClassModel:
                 self.program.at_most(needed, made)
 
     def takers(self, value: int) -> dict[str, list[Sum]]:
-        """Return by type the variables that a reader takes this value in it; `value` is a `Wiring` number."""
+        """Return by type the variables of readers that take this value in that type (`Wiring` number)."""
         found: dict[str, list[Sum]] = {}
         traced = self._wiring.traced[value]
         for i in self._wiring.consumers[value]:

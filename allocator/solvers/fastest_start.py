@@ -15,23 +15,23 @@ from qsync.predictor.memory.peak import Memory
 from qsync.records.precision import Precision
 from qsync.replayer import step_time
 
-# A change must save this part of the class's time: less is rounding.
+# Savings below this fraction of the class's time count as rounding.
 _MEANINGFUL = 1e-9
-# No mixture needs less than this part of the memory of the smallest uniform assignment.
+# Assumption: no mixed assignment needs less than this fraction of the smallest uniform one's memory.
 _SMALLER = 0.5
 _MAX_SWEEPS = 20
-# No mixture takes less than this part of the time of the best uniform assignment.
+# Assumption: no mixed assignment takes less than this fraction of the best uniform one's time.
 _FASTER = 0.5
-# The time of the best uniform start is scaled to this number: HiGHS stops at differences of a millionth.
+# The best uniform start's time in the program, since HiGHS has an absolute tolerance of 1e-6; seconds.
 _SCALED, _TIME_LIMIT_S = 1e4, 5.0
-# Enumerating this many assignments of a class takes less time than a search.
+# Enumeration of up to this many assignments is faster than a search.
 _MAX_ENUMERATED = 1000
 
 
 def fastest_starts(state: State, names: Sequence[str]) -> None:
-    """Bring classes, the slowest first, to their fastest starts as far as that shortens the step.
+    """Move classes to their fastest starts, the slowest class first, if that may shorten the step.
 
-    A class that fits its memory and lengthens no step in its best uniform assignment stays there.
+    A class stays in its best uniform assignment if that fits in memory and a faster one shortens no step.
 
     >>> fastest_starts(state, ["infer"])
     """
@@ -48,11 +48,11 @@ def fastest_starts(state: State, names: Sequence[str]) -> None:
 
 
 def fastest_start(state: State, device_class: str) -> None:
-    """Bring one class to the assignment whose operators and casts take least time, within its memory budget.
+    """Move one class to the assignment of least compute time within its memory budget.
 
-    Times of operators and casts add up, so the least is the solution of a program. Where the device waits for
-    launches, coordinate descent from the best uniform start follows. Raises InfeasibleError, naming the
-    class, the missing bytes and the operator that holds most, if nothing fits.
+    Times of operators and casts add up, so an integer program finds the least. If the profile has kernel
+    launches, whose waits do not add up, coordinate descent from the best uniform start replaces it. Raises
+    InfeasibleError if nothing fits, naming the class, the missing bytes and the operator that saves most.
     """
     state.move(device_class, _fastest_uniform(state, device_class))
     if not _solve(state, device_class):
@@ -62,7 +62,7 @@ def fastest_start(state: State, device_class: str) -> None:
 
 
 def _fastest_uniform(state: State, device_class: str) -> dict[str, Precision]:
-    """Return the uniform start of least time; the first of equals, as sums may differ in the last digit."""
+    """Return the first uniform start whose time is least up to rounding."""
     starts = list(uniform_starts(state, device_class))
     totals = [state.classes[device_class].seconds_at(start) for start in starts]
     least = min(totals) * (1 + _MEANINGFUL)
@@ -70,7 +70,7 @@ def _fastest_uniform(state: State, device_class: str) -> dict[str, Precision]:
 
 
 def uniform_starts(state: State, device_class: str) -> Iterator[dict[str, Precision]]:
-    """Yield the highest assignment, then each precision wherever it may be chosen, the highest first."""
+    """Yield the highest assignment, then for each precision the one that uses it wherever possible."""
     part = state.classes[device_class].part
     yield part.highest
     for precision in Precision:  # declared from the highest to the lowest
@@ -82,7 +82,7 @@ def uniform_starts(state: State, device_class: str) -> Iterator[dict[str, Precis
 
 
 def _solve(state: State, device_class: str) -> bool:
-    """Move a class to the assignment of least time, by HiGHS; return whether it was found."""
+    """Move a class to the assignment of least time by HiGHS; return whether HiGHS found one."""
     one = state.classes[device_class]
     if one.costs.launches is not None:  # waits for launches do not add up
         return False
@@ -100,9 +100,9 @@ def _solve(state: State, device_class: str) -> bool:
 
 
 def _descend(state: State, device_class: str) -> None:
-    """Give each operator the precision that is cheapest given its neighbours, until none changes.
+    """Reduce a class's time by coordinate descent over operators, until no precision changes.
 
-    Operators that read one value also move together, since they share its cast.
+    Operators that read the same value also change together, since they share its cast.
     """
     one = state.classes[device_class]
     groups: list[tuple[str, ...]] = [(op,) for op, options in one.part.choices.items() if len(options) > 1]
@@ -113,7 +113,7 @@ def _descend(state: State, device_class: str) -> None:
 
 
 def _cheapest(state: State, device_class: str, group: Sequence[str]) -> bool:
-    """Give a group the precision that costs the class least; return whether it changed."""
+    """Assign to a group the precision of least class time; return whether it changed."""
     one = state.classes[device_class]
     now = best = one.own_s
     chosen: Precision | None = None
@@ -130,9 +130,9 @@ def _cheapest(state: State, device_class: str, group: Sequence[str]) -> bool:
 
 
 def shorten_step(state: State, names: Sequence[str], target_s: float) -> None:
-    """Change single operators of these classes until the step takes no longer than the target, if it can.
+    """Change single operators of these classes to shorten the step, until it reaches the target.
 
-    Where the exchange takes most of a step, a class that computes longer may hand over its gradients earlier.
+    If all-reduces take most of a step, a class with a longer compute time may still finish buckets earlier.
     """
     for _ in range(_MAX_SWEEPS):
         before_s = least_s = state.step_s()
@@ -171,9 +171,9 @@ def _fastest_that_fits(state: State, device_class: str) -> bool:
 
 
 def _fit(state: State, device_class: str) -> None:
-    """Trade as little time as possible for memory: from the present assignment, else from each start.
+    """Reduce memory at least cost in time, from the current assignment, then from each uniform start.
 
-    Where the smallest of the starts is far too large, none is changed.
+    If even the smallest start is far above the budget, raise InfeasibleError without a search.
     """
     one = state.classes[device_class]
     starts = [one.lowering.assignment(), *uniform_starts(state, device_class)]
@@ -202,7 +202,7 @@ def _fit(state: State, device_class: str) -> None:
 
 
 def _save_memory(state: State, device_class: str) -> None:
-    """Lower the peak until it fits or nothing lowers it; most bytes saved per second lost first."""
+    """Reduce the memory peak until it fits or no change helps; best bytes per second lost first."""
     one = state.classes[device_class]
     while not one.fits():
         before = reached = one.peak_bytes
@@ -219,7 +219,7 @@ def _save_memory(state: State, device_class: str) -> None:
 
 
 def _savings(state: State, device_class: str) -> Iterator[tuple[tuple[float, int], str, Precision]]:
-    """Yield single changes that save memory, keyed so that the best sorts first, ties in model order."""
+    """Yield (sort key, operator, precision) of changes that save memory; the best key is least."""
     one = state.classes[device_class]
     now, peak = one.own_s, one.peak_bytes
     for number, (op, options) in enumerate(one.part.choices.items()):

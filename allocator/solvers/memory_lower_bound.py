@@ -1,9 +1,9 @@
-"""A bound of memory: the bytes saved for backward when backward begins, as sums over choices.
+"""A lower bound of memory: the bytes saved for backward at its beginning, as linear sums over choices.
 
-The functions of the memory model say what each operator saves and in which type, for every alternative of
-running it. A storage that several operators save counts once. Workspaces and gradients are left out, so the
-sum is a lower bound of what an assignment needs. A row of the exact solver that holds the sum within the
-budget therefore cuts off no assignment that fits.
+The functions of the memory model give the tensors that each operator saves, and their types, for every
+alternative of running it. A storage saved by several operators counts once. Workspaces and gradients are left
+out, so the sum is a lower bound of an assignment's memory. A row of the exact solver that keeps the sum
+within the budget therefore excludes no assignment that fits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from qsync.records.precision import keeps_weight_casts
 
 
 def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
-    """Return the bytes certainly in use between forward and backward, beyond those in use throughout.
+    """Return a lower bound of the bytes in use only between forward and backward, as a linear sum.
 
-    The sum is 0 where blocks are recomputed in backward: nothing is then known to be saved.
+    Bytes in use throughout are excluded. The sum is 0 with recomputed blocks: no saved tensor is certain.
 
     >>> saved_bytes(linear, graph, "cpu").at(point)
     """
@@ -28,16 +28,16 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
     if graph.recomputed:
         return found
     known = layout(graph)
-    # By storage (value and type): its bytes, and for each operator the variable that the operator saves it.
+    # By storage (value, type): its bytes; and by operator the variable that is 1 if the operator saves it.
     size: dict[tuple[str, str], int] = {}
     savers: dict[tuple[str, str], dict[int, Sum]] = {}
 
     def storage(value: str, type_name: str) -> tuple[str, str] | None:
-        """Note the storage of a value in this type; None if it is in use throughout."""
+        """Record and return the storage of a value in a type; None if it is in use throughout the step."""
         root, num_bytes = known.root[value], storage_bytes(type_name, known.shape[value])
         is_kept = value in known.parameters and keeps_weight_casts(device)
         if root not in known.position and (is_kept or type_name == known.dtype[value]):
-            return None  # it enters the graph; casts of parameters that are kept are counted below
+            return None  # a graph input; kept casts of parameters are counted below
         key = (root, type_name)
         size[key] = min(num_bytes, size.get(key, num_bytes))
         return key
@@ -59,7 +59,7 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
         if value.kind != "parameter":
             continue
         for taken, binaries in linear.takers(number).items():
-            if taken != value.dtype:  # rounded once per optimizer step, and in use until its end
+            if taken != value.dtype:  # cast once per optimizer step, and kept until its end
                 copies = graph.num_calls * storage_bytes(taken, value.shape)
                 found.add(linear.program.at_least_any(binaries), copies)
     return found

@@ -1,4 +1,4 @@
-"""The exact solver: every class's assignment of least variance, as a mixed-integer program (HiGHS, by scipy).
+"""The exact solver: every class's assignment of least variance, by mixed-integer programs (HiGHS in scipy).
 
 A target for the step decouples the classes. For any class, and for any bucket k of gradients, a step is never
 shorter than
@@ -9,19 +9,18 @@ shorter than
     b    seconds of its whole backward
     r_k  seconds of its backward until bucket k is complete
     d_k  seconds of bucket k's all-reduce alone
-    e_k  its toll: compute seconds that the class loses to bucket k's all-reduce beside it
-    v    seconds by which the all-reduces from k's on are delayed by each second of backward beside them
+    e_k  toll of bucket k's all-reduce: compute seconds that the class loses if it computes beside it
+    v    delay of the all-reduces from k on, in seconds per second of backward that overlaps them
 
-Before bucket k starts, every earlier all-reduce has either taken its toll or been waited for. While the rest
-of backward runs, the all-reduces that follow are slower. These rows are linear in the choices
-(`device_class_model`), so the programs give a bound that no plan falls below.
+Before bucket k starts, every earlier all-reduce has either taken its toll or delayed the class by a wait.
+While the rest of backward runs, the following all-reduces are slower. These rows are linear in the choices
+(`device_class_model`), so the programs give a lower bound of the variance of all plans.
 
-The solutions of the programs are replayed. If a replayed step is longer than the rows say (a class waits for
-another), the programs are solved again for a target shorter by the difference. An assignment that needs too
-much memory is cut off. Every solution returned was replayed. One row counts the bytes certainly saved for
-backward (`memory_lower_bound`); other memory is in no row, so the bound is loose where memory binds. Where
-the best by the rows does not hold, a class of few assignments is solved by replaying them from the least
-variance up.
+The solutions of the programs are replayed. If a replayed step is longer than its rows (a class waits for
+another), the programs are solved again for a target shorter by the difference. A cut excludes an assignment
+that needs too much memory. Every returned solution was replayed. One row counts the bytes certainly saved for
+backward (`memory_lower_bound`). No row counts other memory, so the bound is loose if memory binds. If the
+best solution of the rows misses a limit, a class of few assignments is solved by replay in order of variance.
 """
 
 from __future__ import annotations
@@ -56,26 +55,26 @@ from qsync.replayer.synchronous_step import LEAST_RATE, least_losses_s
 Assignments = dict[str, dict[str, Precision]]
 Row = tuple[Sum, float, float]
 
-# Rows are scaled so that the target is this number: HiGHS's millionth is then 1e-9 of the target.
+# The target's value in scaled rows: HiGHS's tolerance of 1e-6 is then 1e-9 of the target.
 _TARGET_SCALED = 1e3
-# The known plan's variance is scaled to this number: HiGHS stops at differences of a millionth.
+# The known plan's variance in the scaled objective, since HiGHS has an absolute tolerance of 1e-6.
 _KNOWN_SCALED = 1e4
-# A program is solved again in the scale of its solution if that adds less than the known plan by this factor:
-# a millionth of a dear choice would count beside it.
+# A program is solved again in the scale of its own solution if the known plan's variance is higher by this
+# factor: else HiGHS's tolerance on a costly choice would matter beside so small an objective.
 _FAR = 30.0
-# A plan further above its bound than this part is repaired.
+# A plan whose variance exceeds its bound by more than this fraction is repaired.
 _LOOSE = 0.02
-# How often a class is solved again because replay or memory exceeds its rows.
+# The most solutions of a class's program after replay exceeds its rows in time or memory.
 _MAX_ROUNDS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A solution. `bound` is a variance that no plan within time and memory falls below.
+    """A solution; `bound` is a lower bound of the variance of all plans within time and memory.
 
-    `status` is "optimal" where `gap` is within the gap asked for, else "time-limited" or "unsolved" where
-    HiGHS says so of a program. It is "unproved" where more time would not help: the bound is loose, since it
-    counts memory only in part and does not know that classes wait for each other.
+    `status` is "optimal" if `gap` is within the requested gap. Else it is "time-limited" or "unsolved" if
+    HiGHS reports this of a program. It is "unproved" if more time would not help: the bound is loose, since
+    it counts memory only in part and ignores the waits of classes for each other.
     """
 
     assignments: Mapping[str, Mapping[str, Precision]]
@@ -86,16 +85,16 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The largest part of the variance that a better plan could save."""
+        """Return the largest fraction of the variance that a better plan could save."""
         return max(0.0, 1.0 - self.bound / self.variance) if self.variance > 0.0 else 0.0
 
 
 def solve(
     state: State, lowerable: Sequence[str], target_s: float, *, gap: float = 1e-4, time_limit_s: float = 20.0
 ) -> Solution:
-    """Minimise the variance from the assignment of `state`, which must hold; leave `state` at the solution.
+    """Minimise the variance and leave `state` at the solution; `state` must start within all limits.
 
-    Where the solution leaves time and memory, or none was found, operators are raised one by one (`recover`).
+    Afterwards operators are raised one by one while time and memory allow (`recover`).
 
     >>> solve(state, ["infer"], target_s=0.1).gap
     """
@@ -105,14 +104,14 @@ def solve(
     best, least = state.assignments(), state.variance
     settled = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
     bound, candidate = settled, {name: dict(found) for name, found in best.items()}
-    # A class that adds nothing has no better assignment.
+    # A class without added variance has no better assignment.
     open_ = [name for name in lowerable if state.classes[name].variance > 0.0]
     parts = list[_Class]()
     for number, name in enumerate(open_):
         until = time.perf_counter() + (end - time.perf_counter()) / (len(open_) - number)
         part = _Class(state, name, target_s, lowerable, state.classes[name].variance)
         least_here = part.solve(until - time.perf_counter(), gap)
-        if 0.0 < part.best_variance < state.classes[name].variance / _FAR:  # in other scales than the program
+        if 0.0 < part.best_variance < state.classes[name].variance / _FAR:  # far below the program's scale
             part = _Class(state, name, target_s, lowerable, part.best_variance, part.best)
             least_here = part.solve(until - time.perf_counter(), gap)
         parts.append(part)
@@ -135,7 +134,7 @@ def solve(
     recover(state, lowerable, target_s)
     if state.variance > least:
         state.restore(best)
-    # The bound leaves a better plan possible.
+    # The bound does not exclude a better plan.
     while bound < state.variance * (1 - _LOOSE) and time.perf_counter() < end:
         if not repair(state, lowerable, target_s):
             break
@@ -168,26 +167,26 @@ class _Class:
         self._one = state.classes[name]
         self.best = dict(best or {op: self._one.precision(op) for op in self._one.part.choices})
         self.status = OPTIMAL  # the worst status of HiGHS
-        # Above this variance nothing is looked for.
+        # Upper limit of the variance of useful solutions.
         self._variance = min(self._one.variance, _FAR * scale)
         self._weight = _KNOWN_SCALED / scale
         self._beside = [one.work for other, one in state.classes.items() if other not in lowerable]
-        self._is_partial = len(lowerable) > 1  # classes whose choices are open are not replayed beside it
-        # If buffers are broadcast first, all classes start together, at a time that no choice changes.
+        self._is_partial = len(lowerable) > 1  # other lowerable classes are left out of its replays
+        # If buffers are broadcast first, all classes start together, at a time independent of choices.
         _, self._start_s = state.late_starts(least=True)[name]
         self._model = ClassModel(
             self._one.part.graph, self._one.part, self._weight, self._weight * self._variance
         )
         self._cuts: list[Row] = [self._memory_row()] if self._one.is_tight else []
         self._forward = total(self._model.forward_s)
-        # Row 0 counts all of backward; row k in full until this operator's backward completes a bucket.
+        # Row 0 counts all of backward. Row k counts it in full until the operator that completes bucket k-1.
         self._ready = [0, *(bucket.ready for bucket in state.problem.exchange.buckets)]
         self._rows: dict[int, Sum] = {}
         self._add_row(0)
         self._replayed: ReplayedAssignments | None = None
 
     def solve(self, time_limit_s: float, gap: float) -> float:
-        """Find the best assignment; return the variance that none falls below."""
+        """Find the best assignment; return a lower bound of the variance of all assignments."""
         if self._is_settled:
             return self._variance
         end = time.perf_counter() + time_limit_s
@@ -215,9 +214,10 @@ class _Class:
         return bound
 
     def _replay_all(self, bound: float, end: float) -> float:
-        """Replay the assignments of no less variance than `bound`; keep the best, and return its variance.
+        """Replay the assignments from variance `bound` up; keep the best, and return a lower bound.
 
-        Where rows know little, as of memory, cutting off one assignment after the other takes a program each.
+        This is faster than cuts, each of which excludes one assignment and takes another program, if rows
+        count little of the memory.
         """
         self._replayed = ReplayedAssignments(
             self._one.part, self._step_s_where_it_fits, bound, self._variance
@@ -230,7 +230,7 @@ class _Class:
         return min(least, self._variance)
 
     def within(self, target_s: float, time_limit_s: float, gap: float) -> dict[str, Precision] | None:
-        """Return the best assignment for another target, None if none is found in time."""
+        """Return the best assignment for another target; None if none is found in time."""
         if self._is_settled:
             return None
         if self._replayed is not None:
@@ -239,18 +239,18 @@ class _Class:
 
     @property
     def best_variance(self) -> float:
-        """The variance of the best assignment."""
+        """Return the variance of the best assignment so far."""
         return sum(self._one.part.variance[op][self.best[op]] for op in self._one.part.choices)
 
     @property
     def _is_settled(self) -> bool:
-        """Return whether there is nothing to choose or nothing to gain."""
+        """Return whether the class has no open choice or no variance to save."""
         return self._variance == 0.0 or self._model.program.num_columns == 0
 
     def _solved(
         self, target_s: float, time_limit_s: float, gap: float
     ) -> tuple[dict[str, Precision] | None, float]:
-        """Return an assignment that satisfies the rows, and the least variance of any."""
+        """Return an assignment that satisfies all rows, and a lower bound of the variance of any."""
         end, bound = time.perf_counter() + time_limit_s, 0.0
         while True:
             most = _TARGET_SCALED * target_s / self._target_s * (1 + TOLERANCE)
@@ -264,7 +264,7 @@ class _Class:
             least = result.mip_dual_bound
             if least is not None and np.isfinite(least):
                 bound = max(bound, (least + self._model.settled_cost) / self._weight)
-            elif status == INFEASIBLE:  # no plan is better than the known one
+            elif status == INFEASIBLE:  # no assignment is better than the known one
                 bound = self._variance
             if result.x is None:
                 return None, bound
@@ -274,7 +274,7 @@ class _Class:
             self._add_row(broken)
 
     def _most_broken_row(self, point: FloatArray, target_s: float) -> int | None:
-        """Return the bucket whose row, not added yet, a point breaks most."""
+        """Return the number of the missing row that a solution violates most; None if it violates none."""
         forward, backward = self._forward.at(point), np.array([s.at(point) for s in self._model.backward_s])
         worst, most = None, target_s * (1 + 1e-8)
         for k in range(len(self._ready)):
@@ -284,21 +284,21 @@ class _Class:
         return worst
 
     def _shares(self, k: int) -> FloatArray:
-        """Return the part of each operator's backward that row k counts: 1 until its bucket is complete."""
+        """Return the coefficient of each operator's backward in row k: 1 until the bucket is complete."""
         shares = np.ones(len(self._model.backward_s))
         if k > 0:
             shares[: max(self._ready[k], 0)] = self._toll_share(k)
         return shares
 
     def _toll_share(self, k: int) -> float:
-        """Return the seconds by which a second of backward delays the all-reduces from row k's on."""
+        """Return the delay of row k's and later all-reduces per second of overlapping backward."""
         exchange = self._state.problem.exchange
         tolls, alone, rate = self._one.work.tolls_s, exchange.durations_s, exchange.link.overlap_rate
         losses = [toll * rate / d if d > 0.0 else 0.0 for toll, d in zip(tolls, alone, strict=True)][k - 1 :]
         return (1.0 - rate) / (1.0 - min(rate, *losses, 1.0 - LEAST_RATE))
 
     def _add_row(self, k: int) -> None:
-        """Add the row of the whole step (0), or of a bucket (from 1)."""
+        """Add row `k`: of the whole step (0), or of bucket k - 1 (from 1)."""
         seconds = Sum()
         seconds.add(self._forward)
         for part, share in zip(self._model.backward_s, self._shares(k).tolist(), strict=True):
@@ -310,7 +310,7 @@ class _Class:
         self._rows[k] = row
 
     def _seconds(self, k: int, forward_s: float, backward_s: float) -> float:
-        """Return the least seconds of a step by row k, given the backward seconds that the row counts."""
+        """Return row k's lower bound of the step, from forward seconds and weighted backward seconds."""
         exchange, profile = self._state.problem.exchange, self._one.part.profile
         copied = float(self._shares(k) @ exchange.copied_bytes)
         if k == 0 or self._ready[k] < 0:
@@ -324,7 +324,7 @@ class _Class:
         return seconds + lost + sum(exchange.durations_s[k - 1 :])
 
     def _misses(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
-        """Return the part by which an assignment is late, and a row if it misses memory; None if it holds."""
+        """Return an assignment's relative lateness and a cut if it misses memory; None if it holds."""
         move = self._state.move(self.name, assignment)
         late, fits = self._step_s() / self._target_s - 1.0, self._one.fits()
         row = None if fits else self._less_memory_row(assignment)
@@ -332,7 +332,7 @@ class _Class:
         return (max(late, 0.0), row) if late > TOLERANCE or not fits else None
 
     def _step_s_where_it_fits(self, assignment: Mapping[str, Precision]) -> float:
-        """Return the seconds of the step under an assignment; infinite if it is in time and misses memory."""
+        """Return the step's seconds under an assignment; infinite if it is in time but misses memory."""
         move = self._state.move(self.name, assignment)
         step_s = self._step_s()
         if step_s <= self._target_s * (1 + TOLERANCE) and not self._one.fits():
@@ -341,10 +341,10 @@ class _Class:
         return step_s
 
     def _step_s(self) -> float:
-        """Return the seconds of the step as the class stands, beside the classes that are not lowered.
+        """Return the step's seconds of this class with the classes that are not lowered.
 
-        Where other classes are, none of these is taken to be the last that computes, which costs more: no
-        step of all classes is shorter.
+        If other classes are lowered too, leave out the waiting toll (`Work.is_one`), so that the result is a
+        lower bound of the step of all classes.
         """
         works = [self._one.work.slower(self._state.late_factor(self.name)), *self._beside]
         if self._is_partial:
@@ -352,7 +352,7 @@ class _Class:
         return step_time(works, self._state.problem.exchange)
 
     def _memory_row(self) -> Row:
-        """Return the row that bytes certainly saved for backward fit in the budget."""
+        """Return the row that keeps the bytes certainly saved for backward within the budget."""
         part = self._one.part
         device, budget = part.device_class.device, part.budget_bytes
         throughout = part.profile.optimizer_bytes + bytes_throughout(part.graph)
@@ -362,9 +362,9 @@ class _Class:
         return row, -np.inf, 0.0
 
     def _less_memory_row(self, assignment: Mapping[str, Precision]) -> Row:
-        """Return the row that memory suffices at the time when `assignment` has its peak.
+        """Return the row that keeps memory within the budget at the time of `assignment`'s peak.
 
-        Bytes are estimated as sums over single changes, so the row is right for assignments near this one.
+        The row adds up the bytes of single changes, so it is accurate only near this assignment.
         """
         state, one = self._state, self._one
         (when, peak), budget = one.bytes_at(), one.part.budget_bytes

@@ -1,7 +1,7 @@
 """A mixed-integer linear program, written in sums of binary variables and solved by HiGHS.
 
-The logic of binary variables is linear: z = a and b is z <= a, z <= b, z >= a + b - 1, and z need not be
-declared whole where a and b are (Glover and Woolsey, 1974).
+Conjunctions of binary variables are linear: z = a and b becomes z <= a, z <= b, z >= a + b - 1. If a and b
+are integer, z need not be declared integer (Glover and Woolsey, 1974).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # half a second to import, which only solving needs
+if TYPE_CHECKING:  # its import takes half a second, and only solving needs it
     from scipy.optimize import LinearConstraint, OptimizeResult
 
 FloatArray = npt.NDArray[np.float64]
 
-# The status codes of scipy.optimize.milp; "unsolved" is numerical trouble, after which nothing is known.
+# Names of scipy.optimize.milp's status codes; "unsolved" means numerical trouble without a result.
 OPTIMAL, TIME_LIMITED, INFEASIBLE, UNSOLVED = "optimal", "time-limited", "infeasible", "unsolved"
 STATUSES = {0: OPTIMAL, 1: TIME_LIMITED, 2: INFEASIBLE, 3: UNSOLVED, 4: UNSOLVED}
 
 
 @dataclass(slots=True)
 class Sum:
-    """constant + sum of coefficient x column."""
+    """A linear expression: constant + sum of coefficient x column."""
 
     terms: dict[int, float] = field(default_factory=dict)
     constant: float = 0.0
@@ -41,12 +41,12 @@ class Sum:
             self.terms[column] = self.terms.get(column, 0.0) + times * coefficient
 
     def at(self, point: FloatArray) -> float:
-        """Return the value where the columns have these values."""
+        """Return the value of the expression at `point`, the values of all columns."""
         return self.constant + sum(c * float(point[column]) for column, c in self.terms.items())
 
     @property
     def settled(self) -> bool:
-        """Return whether the sum is a constant."""
+        """Return whether the expression is a constant."""
         return not self.terms
 
 
@@ -54,7 +54,7 @@ ZERO, ONE = Sum(), Sum(constant=1.0)
 
 
 def total(parts: Iterable[Sum]) -> Sum:
-    """Return the sum of some sums."""
+    """Return the sum of all parts."""
     found = Sum()
     for part in parts:
         found.add(part)
@@ -62,7 +62,7 @@ def total(parts: Iterable[Sum]) -> Sum:
 
 
 def difference(one: Sum, other: Sum) -> Sum:
-    """Return one sum minus another."""
+    """Return `one` minus `other`."""
     found = total([one])
     found.add(other, -1.0)
     return found
@@ -74,7 +74,7 @@ def negated(binary: Sum) -> Sum:
 
 
 class IntegerProgram:
-    """Columns in [0, 1], rows, and the cost to minimise."""
+    """An integer program: columns in [0, 1], rows, and the cost to minimise."""
 
     def __init__(self) -> None:
         self._cost: list[float] = []
@@ -83,11 +83,11 @@ class IntegerProgram:
 
     @property
     def num_columns(self) -> int:
-        """Number of variables."""
+        """Return the number of variables."""
         return len(self._cost)
 
     def choice(self, costs: Sequence[float]) -> list[Sum]:
-        """Add a binary variable for each of some alternatives, of which exactly one is taken."""
+        """Add one binary variable per alternative, with the row that exactly one of them is 1."""
         if len(costs) == 1:
             return [ONE]
         binaries = [self._column(cost, True) for cost in costs]
@@ -95,7 +95,7 @@ class IntegerProgram:
         return binaries
 
     def binary(self) -> Sum:
-        """Add a variable that other rows hold at 0 or 1."""
+        """Add a continuous variable in [0, 1], which further rows must force to 0 or 1."""
         return self._column(0.0, False)
 
     def row(self, what: Sum, least: float = -np.inf, most: float = np.inf) -> None:
@@ -107,7 +107,7 @@ class IntegerProgram:
         self.row(difference(large, small), least=0.0)
 
     def all_of(self, binaries: Iterable[Sum]) -> Sum:
-        """Return the binary variable that is 1 where all of these are."""
+        """Return a variable that is 1 if all binaries are 1, else 0."""
         open_ = [binary for binary in binaries if not (binary.settled and binary.constant == 1.0)]
         if any(binary.settled for binary in open_):
             return ZERO
@@ -120,11 +120,11 @@ class IntegerProgram:
         return found
 
     def any_of(self, binaries: Iterable[Sum]) -> Sum:
-        """Return the binary variable that is 1 where any of these is."""
+        """Return a variable that is 1 if any binary is 1, else 0."""
         return negated(self.all_of([negated(binary) for binary in binaries]))
 
     def at_least_any(self, binaries: Sequence[Sum]) -> Sum:
-        """Return a variable no less than any of these; its least value is 1 where any of them is 1."""
+        """Return a variable that is at least each binary, so that its minimum is 1 if any of them is 1."""
         if any(binary.settled and binary.constant == 1.0 for binary in binaries):
             return ONE
         open_ = [binary for binary in binaries if not binary.settled]
@@ -143,7 +143,7 @@ class IntegerProgram:
         gap: float = 1e-9,
         time_limit_s: float | None = None,
     ) -> OptimizeResult:
-        """Minimise `cost` (that of the choices, if None) under all rows and those in `also`, by scipy."""
+        """Minimise `cost` (None: the cost of the choices) under all rows and the rows `also`, by scipy."""
         from scipy.optimize import Bounds, milp
 
         rows = [*self._rows, *also]
@@ -185,9 +185,9 @@ class IntegerProgram:
 
 @contextmanager
 def _without_c_output() -> Iterator[None]:
-    """Discard what C code prints to standard output.
+    """Discard C code's output to standard output.
 
-    HiGHS prints a line there now and then, whatever its options, which would break the output of `--json`.
+    HiGHS occasionally prints a line despite its options, which would break the output of `--json`.
     """
     sys.stdout.flush()
     try:

@@ -1,4 +1,4 @@
-"""Stage 2: raise operators while the step and the memory hold (QSync, arXiv:2407.02327, second stage)."""
+"""Stage 2: raise operators within target step and memory (QSync, arXiv:2407.02327, second stage)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.search_state import State
 from qsync.records.precision import PRECISION_ORDER, Precision
 
-# Operators of one class that are raised together, with their precisions.
+# Operators of one class that are raised together -> their new precisions.
 Raise = Mapping[str, Precision]
 
-# Replay sums floats, so two orders of the same sum may differ in the last bits.
+# Relative tolerance of step times: the order of floating-point sums changes the last bits.
 TOLERANCE = 1e-9
-# A repair must lessen the variance by this part. Numbers of raises tried, and of lowerings tried for each.
+# The least relative gain of a repair; the most raises tried per repair; the most lowerings tried per raise.
 _MIN_GAIN, _MAX_REPAIRED, _MAX_LOWERED = 1e-3, 24, 64
 
 
 def recover(state: State, classes: Sequence[str], target_s: float) -> None:
-    """Raise operators of these classes while the step is within `target_s` and memory holds.
+    """Raise operators of these classes while step and memory stay within target and budgets.
 
-    The raise that regains most variance per second comes first. Every raise is tried, so an operator that
-    cannot afford FP32 may still be raised half way. A raise that does not hold is undone exactly. Operators
-    that read one value are also raised together: the first one raised alone would pay for a cast that the
-    others still need. A raised neighbour can remove a cast and make a rejected raise affordable, so passes
-    are repeated until one changes nothing.
+    The raise that regains most variance per second comes first. All precisions are tried, so an operator that
+    cannot afford FP32 may still reach a middle precision. A raise that exceeds a limit is undone exactly.
+    Operators that read the same value are also raised together: if the first was raised alone, it would pay
+    for a cast that the others still need. A raised neighbour can remove a cast and make a rejected raise
+    affordable, so passes over all raises repeat until one pass changes nothing.
 
     >>> recover(state, ["infer"], target_s=0.1)
     """
@@ -34,7 +34,7 @@ def recover(state: State, classes: Sequence[str], target_s: float) -> None:
 
 
 def raise_classes(state: State, classes: Sequence[str], target_s: float) -> None:
-    """Raise each of these classes as a whole if that holds: such a class need not be lowered.
+    """Raise each of these classes to its highest assignment, if the limits allow it.
 
     >>> raise_classes(state, ["infer"], target_s=0.1)
     """
@@ -54,21 +54,21 @@ def holds(state: State, target_s: float) -> bool:
 
 
 def is_raise(state: State, device_class: str, op: str, precision: Precision) -> bool:
-    """Return whether a precision adds less variance than the present one, or as much and ranks higher."""
+    """Return whether a precision adds less variance than the current one, or as much and is higher."""
     one = state.classes[device_class]
     variance, now = one.part.variance[op], one.precision(op)
     return (variance[precision], -PRECISION_ORDER[precision]) < (variance[now], -PRECISION_ORDER[now])
 
 
 def _pass(state: State, classes: Sequence[str], target_s: float) -> bool:
-    """Try every raise once; return whether any held."""
+    """Try every raise once; return whether any was kept."""
     raises = list(_raises(state, classes))
     raises.sort(key=lambda each: _worth(state, *each))  # stable: ties keep their order
     return any([_raised(state, name, raised, target_s) for name, raised in raises])
 
 
 def _worth(state: State, name: str, raised: Raise) -> float:
-    """Return the variance that a raise adds per second; the least is the best."""
+    """Return the variance change of a raise per second lost; the most negative is best."""
     one = state.classes[name]
     added, before_s = one.added_by(raised), one.own_s
     move = state.move(name, raised)
@@ -78,7 +78,7 @@ def _worth(state: State, name: str, raised: Raise) -> float:
 
 
 def _raised(state: State, name: str, raised: Raise, target_s: float) -> bool:
-    """Raise the operators that still stand lower; return whether that changed anything and holds."""
+    """Raise those of the operators that are lower, within the limits; return whether any changed."""
     still = {op: precision for op, precision in raised.items() if is_raise(state, name, op, precision)}
     move = state.move(name, still)
     if move.changes and not holds(state, target_s):
@@ -88,7 +88,7 @@ def _raised(state: State, name: str, raised: Raise, target_s: float) -> bool:
 
 
 def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]:
-    """Yield every raise of one operator, the highest first, and of operators that read one value."""
+    """Yield every raise, highest precision first: of single operators, and of all readers of a value."""
     for name in classes:
         choices = state.classes[name].part.choices
         for op, options in choices.items():
@@ -105,9 +105,9 @@ def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]
 
 
 def repair(state: State, classes: Sequence[str], target_s: float) -> bool:
-    """Raise operators that do not hold alone, and lower others until all hold; return whether any was raised.
+    """Exchange raises beyond the limits for lowerings elsewhere; return whether any was kept.
 
-    Each is kept only if the variance falls. `state` holds, and still holds afterwards.
+    An exchange is kept only if the variance falls. `state` is within all limits before and afterwards.
 
     >>> repair(state, ["infer"], target_s=0.1)
     """
@@ -116,7 +116,7 @@ def repair(state: State, classes: Sequence[str], target_s: float) -> bool:
 
 
 def _exchanged(state: State, classes: Sequence[str], name: str, raised: Raise, target_s: float) -> bool:
-    """Make one raise, and lowerings that make up for it; return whether all hold at less variance."""
+    """Make one raise and compensating lowerings; return whether these were kept (less variance)."""
     before, moves = state.variance * (1 - _MIN_GAIN), [state.move(name, raised)]
     excess = _excess(state, target_s)
     priced: list[tuple[float, int, str, Raise]] = []
@@ -144,14 +144,14 @@ def _exchanged(state: State, classes: Sequence[str], name: str, raised: Raise, t
 
 
 def _excess(state: State, target_s: float) -> float:
-    """Return how far the step and every class's memory exceed their limits, as parts of these."""
+    """Return the summed relative excess of the step and of every class's memory over their limits."""
     memory = (one.peak_bytes / one.part.budget_bytes - 1.0 for one in state.classes.values())
     late = state.late_step_s() / (target_s * (1 + TOLERANCE)) - 1.0
     return max(late, 0.0) + sum(max(part, 0.0) for part in memory)
 
 
 def _lowerings(state: State, classes: Sequence[str], raised: Raise) -> list[tuple[str, str, Precision]]:
-    """Return every lowering of another operator, that of least variance first."""
+    """Return every lowering of operators outside `raised`, least added variance first."""
     found: list[tuple[float, int, str, str, Precision]] = []
     for name in classes:
         one = state.classes[name]

@@ -1,4 +1,4 @@
-"""All assignments of a class that has few, replayed one by one from the least variance up."""
+"""All assignments of a class with few choices, replayed in order of variance."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from qsync.allocator.problem import ClassProblem
 from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.records.precision import Precision
 
-MAX_REPLAYED = 20_000  # they take seconds
-_ROUNDING = 1e-9  # of a variance
+MAX_REPLAYED = 20_000  # assignments; their replay takes seconds
+_ROUNDING = 1e-9  # relative error of a variance
 
 
 def num_assignments(part: ClassProblem) -> int:
-    """Return how many assignments a class has."""
+    """Return the number of possible assignments of a class."""
     return math.prod(map(len, part.choices.values()))
 
 
 class ReplayedAssignments:
-    """The assignments of a class whose variance lies between two, ordered by it.
+    """The assignments of a class with variance from `least` to `known`, in order of variance.
 
-    `step_s` replays one: infinite where it may not be. Each is replayed once, whatever the target.
+    `step_s` replays one, to infinite seconds if it is not allowed. Replays are cached, so targets share them.
 
     >>> ReplayedAssignments(part, step_s, least, known).best_within(target_s=0.1, end=time.perf_counter() + 9)
     """
@@ -43,13 +43,13 @@ class ReplayedAssignments:
         low, high = least * (1 - _ROUNDING), known * (1 + _ROUNDING)
         between = [each for each in every if low <= each[0] <= high]
         self._by_variance = sorted(between, key=lambda each: each[0])  # stable: ties keep their order
-        self._step_s: list[float] = []  # of those replayed so far
+        self._step_s: list[float] = []  # of the assignments replayed so far, in order
 
     def best_within(self, target_s: float, end: float) -> tuple[dict[str, Precision] | None, float]:
-        """Return the assignment of least variance that holds, and the variance that none falls below.
+        """Return the assignment of least variance that reaches the target, and a lower bound.
 
-        No assignment is returned where none holds, or where `end` (of time.perf_counter) came before one was
-        found; then none falls below the last that was replayed.
+        The assignment is None if none reaches the target, or if the time `end` (of time.perf_counter) passed
+        first. In that case the bound is the variance of the next assignment to replay.
         """
         for k, (variance, chosen) in enumerate(self._by_variance):
             assignment = dict(zip(self._ops, chosen, strict=True))
