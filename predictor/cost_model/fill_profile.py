@@ -1,4 +1,4 @@
-"""Profiles without measurement: of an operator, another batch shape, a grown model, an absent device.
+"""Profiles without measurement: of single operators, other batch shapes, grown models, absent devices.
 
 Filled costs are marked (`Profile.origin`, `Profile.filled`), so that every output can say so. Replay reads
 them like any other cost. No model prices launches (`Profile.launches`): a filled profile has none, as if the
@@ -24,7 +24,7 @@ from qsync.records.profiles import CARRIED, DEVICE_MEASURED, LEARNED, Cost, Prof
 
 T = TypeVar("T")
 Casts = Mapping[tuple[str, str, str], Cost]
-# The casts of a pair of types are priced by the line between these numbers of elements.
+# The two numbers of elements whose predicted costs define the line that prices casts of a pair of types.
 _FEW_ELEMENTS, _MANY_ELEMENTS = 2**12, 2**20
 _CARRIED_TYPES = ("fp32", "bf16")
 
@@ -36,16 +36,16 @@ def fill(
     measured_on: OpGraph | None = None,
     sheet: DataSheet | None = None,
 ) -> Profile:
-    """Return the profile for `graph` at its batch shape, with learned costs where nothing was measured.
+    """Return the profile for `graph` at its batch shape, with learned costs for unmeasured operators.
 
     At the profiled shape only missing operators and precisions are filled in. At another shape of the same
     model every cost is the measured one times the cost model's ratio,
 
         t_new = t_measured model(new) / model(old),
 
-    for which `measured_on` must be the graph that was profiled. Without a `model` one is learned from the
-    profile itself; `sheet` is the device as the model knows it. Raises MismatchError for another model, or
-    another shape without `measured_on`.
+    for which `measured_on` must be the profiled graph. Without a `model` one is learned from the profile
+    itself. `sheet` has the device's peaks, relative to which the model prices. Raises MismatchError for
+    another model, or for another shape without `measured_on`.
 
     >>> larger = fill(profile, qsync.capture(model, larger_batch), measured_on=graph)
     """
@@ -84,11 +84,11 @@ def carry(
     sources: Mapping[str, str],
     model: CostModel | None = None,
 ) -> Profile:
-    """Return the profile of one model carried over to another that was made from it.
+    """Carry the profile of one model over to a model that was grown from it.
 
-    `sources` maps operators and values of `graph` to those of `before`, the profiled graph, from which they
-    come; several may come from one. Costs are scaled by the same ratio as in `fill`, with the model's stated
-    error; operators without a source get the model's cost. All of it is marked.
+    `sources` maps operators and values of `graph` to their sources in `before`, the profiled graph; several
+    may share one source. Costs are scaled by the same ratio as in `fill`, with the model's stated error.
+    Operators without a source get the model's cost. All costs are marked.
 
     >>> carry(profile, deeper, graph, {"blocks.1.fc": "blocks.0.fc", ...}).origin
     'carried'
@@ -123,20 +123,20 @@ def carry(
 
 
 def _renamed(found: Mapping[str, T], sources: Mapping[str, str]) -> dict[str, T]:
-    """Return what operators or values come from, by their own names."""
+    """Return the entries of `found` under new names; `sources` maps new names to names in `found`."""
     return {name: found[source] for name, source in sources.items() if source in found}
 
 
 def simulate(
     profile: Profile, graph: OpGraph, sheet: DataSheet, device_class: str, model: CostModel | None = None
 ) -> Profile:
-    """Simulate the profile of an absent device, at the shares of its peaks that a measured device reaches.
+    """Simulate the profile of an absent device that reaches a measured device's fractions of peak.
 
-    Those shares come from the measured `profile` of any device, or from a `model`; a profile that was filled
-    in for another shape needs one, learned at the shape that was measured. Of the work outside the graph,
-    loss and optimizer scale by bandwidth; the host's part and data loading stay. Nobody measured that another
-    device reaches the same shares of its own peaks: the result is labelled simulated. Raises CalibrationError
-    if no product was measured and no model is given.
+    The fractions come from the measured `profile` of any device, or from a `model`. A profile that was filled
+    in for another shape needs a model learned at the measured shape. Loss and optimizer scale with bandwidth;
+    the host's part and data loading stay. No measurement shows that another device reaches the same fractions
+    of its own peaks, so the result is labelled simulated. Raises CalibrationError if no product was measured
+    and no model is given.
 
     >>> simulate(profile, graph, datasheet("T4"), "infer").origin
     'simulated'
@@ -161,7 +161,7 @@ def simulate(
 def priced_on(
     graph: OpGraph, model: Priced, sheet: DataSheet
 ) -> tuple[dict[str, dict[str, Cost]], dict[tuple[str, str], tuple[Cost, Cost]]]:
-    """Return a model's costs of all operators and lines of all casts on a device, as profiles hold them."""
+    """Return a model's costs of all operators, and cost lines of all casts, in a profile's form."""
     asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
     ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
     found = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
@@ -172,12 +172,12 @@ def priced_on(
 
 
 def _origin(profile: Profile, origin: str) -> str:
-    """Return the origin of costs made from a profile's: a device that was not measured stays so."""
+    """Return the origin of costs derived from a profile: `origin`, unless its device was not measured."""
     return origin if profile.origin in DEVICE_MEASURED else profile.origin
 
 
 def _where_from(sheet: DataSheet, profile: Profile, model: CostModel) -> dict[str, str]:
-    """Return what a simulated profile stands on, and which of its costs nothing like was measured."""
+    """Return the sources of a simulated profile, and a note if the model's samples contain no cast."""
     found = {"data sheet": sheet.name, "source": sheet.source, "shares of": profile.device_class}
     if not any(sample.call.kind == "cast" for sample in model.samples):
         found["casts"] = "not measured; as other passes over memory"
@@ -185,9 +185,9 @@ def _where_from(sheet: DataSheet, profile: Profile, model: CostModel) -> dict[st
 
 
 def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> CostModel:
-    """Learn a cost model from one profile alone: the operators and casts that were measured.
+    """Learn a cost model from the measured operators and casts of one profile.
 
-    Raises CalibrationError where products are in the graph and none was measured, as in a filled profile.
+    Raises CalibrationError if the graph has products and none was measured, as in a filled profile.
 
     >>> model = learned_from(graph, profile)
     """
@@ -195,7 +195,7 @@ def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = Non
 
 
 def _measured(graph: OpGraph, profile: Profile, sheet: DataSheet | None) -> list[Sample]:
-    """Return the samples of a profile, in which some product was measured if there is any."""
+    """Return the samples of a profile; raise CalibrationError if they lack all products of the graph."""
     samples = samples_of(graph, profile, sheet)
     if any(call.is_product for _, call in calls(graph)) and not any(s.call.is_product for s in samples):
         raise CalibrationError(
@@ -206,7 +206,7 @@ def _measured(graph: OpGraph, profile: Profile, sheet: DataSheet | None) -> list
 
 
 def possible_casts(graph: OpGraph, precisions: tuple[Precision, ...]) -> Iterator[tuple[str, str, str]]:
-    """Yield (value, source, target) of every cast that some lowering of the graph may contain, once."""
+    """Yield (value, source, target) of every possible cast in lowerings of the graph, each once."""
     dtypes = {value.name: value.dtype for value in graph.inputs} | {op.name: op.dtype for op in graph.ops}
     carried = [name for name in _CARRIED_TYPES if name == "fp32" or Precision.BF16 in precisions]
     seen = set()
@@ -223,7 +223,7 @@ def possible_casts(graph: OpGraph, precisions: tuple[Precision, ...]) -> Iterato
 
 
 def _taken(op: Op, index: int, precisions: tuple[Precision, ...], carried: list[str]) -> list[str]:
-    """List the types in which an operator may take its input."""
+    """List the types to which an operator's input may be cast."""
     if op.role is Role.ADJUSTABLE:
         chosen = [p for p in PRECISIONS_BY_KIND[op.kind] if p in precisions]
         return list(dict.fromkeys(operand_type(op.kind, index, p) for p in chosen))
@@ -233,9 +233,9 @@ def _taken(op: Op, index: int, precisions: tuple[Precision, ...], carried: list[
 def _filled_ops(
     profile: Profile, graph: OpGraph, old: Mapping[str, Call], model: CostModel, sheet: DataSheet
 ) -> tuple[dict[str, dict[str, Cost]], dict[str, float]]:
-    """Return the costs of every operator, and the stated error of each that has costs of the model.
+    """Return the costs of all operators, and the stated errors of operators with predicted costs.
 
-    `old` are the measured calls, by the operators' names in `graph`.
+    `old` maps operators of `graph` to their measured calls.
     """
     asked = [
         (op, call, mode)
@@ -257,7 +257,7 @@ def _filled_ops(
 def _scaled_casts(
     profile: Profile, graph: OpGraph, old: Mapping[str, Call], model: CostModel, sheet: DataSheet
 ) -> Casts:
-    """Return the measured casts at their new sizes; `old` are their measured calls."""
+    """Return the costs of measured casts at new sizes; `old` maps values to their measured calls."""
     values = value_call(graph)
     keys = [key for key in profile.casts if key[0] in values and key[0] in old]
     both = [(values[v], old[v], f"{source.partition(' ')[0]} {target}") for v, source, target in keys]
@@ -268,14 +268,14 @@ def _scaled_casts(
 def _new_and_old(
     model: CostModel, asked: Sequence[tuple[Call, Call, str]], sheet: DataSheet
 ) -> Iterator[tuple[Cost, Cost]]:
-    """Yield the model's costs of two calls in one mode."""
+    """Yield the model's costs of (new call, old call, mode) triples: (new cost, old cost)."""
     new = costs_of(model, [(call, mode) for call, _, mode in asked], sheet)
     old = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
     return zip(new, old, strict=True)
 
 
 def _modes_of(profile: Profile, graph: OpGraph, op: Op) -> list[str]:
-    """List the modes measured for an operator, and those that it lacks but others of its role have."""
+    """List an operator's measured modes, and the modes that only other operators of its role have."""
     own = list(profile.ops.get(op.name, {}))
     if op.role is not Role.ADJUSTABLE:
         return own or list(modes(op, (Precision.FP32, Precision.BF16)))
@@ -297,7 +297,7 @@ def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:
 def cast_lines(
     pairs: list[tuple[str, str]], model: Priced, sheet: DataSheet
 ) -> dict[tuple[str, str], tuple[Cost, Cost]]:
-    """Fit for each pair of types the line through a small and a large cast, as profiles store it."""
+    """Return the cost line of each pair of types, through a small and a large predicted cast."""
     fits = {}
     for source, target in pairs:
         gradient, sizes = not is_encoded(target), (_FEW_ELEMENTS, _MANY_ELEMENTS)
@@ -310,14 +310,14 @@ def cast_lines(
 
 
 def _error(profile: Profile, model: CostModel) -> float:
-    """Return the relative deviation to expect of a step: the profile's own, and the model's of steps."""
+    """Return the expected relative error of a step: of profile and model, added in quadrature."""
     if model.error is None:
         return profile.error
     return math.hypot(profile.error, model.error.overall[0] if model.error.step is None else model.error.step)
 
 
 def _size(graph: OpGraph) -> int:
-    """Count the elements of the graph's outputs, which a loss outside of it reads."""
+    """Count the elements of the graph's outputs, which a loss outside the graph reads."""
     sizes = {value.name: value.num_elements for value in graph.inputs}
     sizes |= {op.name: op.num_elements for op in graph.ops}
     last = graph.ops[-1:]

@@ -2,13 +2,12 @@
 
     t = law(kind, mode, direction) + sums
 
-The law is a linear fit: a launch, products at a share of their peak, bytes at a share of the bandwidth
-(`roofline_law`). Sums of gradients, which autograd adds, are separate. All costs are relative to the
-roofline. The model prices an unmeasured device by assuming that it reaches the same shares of its peaks as
-the device that the model was learned on. Such a price is an assumption, not a measurement, and is called
-simulated.
+The law is a linear fit: a launch, products at a fraction of their peak, bytes at a fraction of the bandwidth
+(`roofline_law`). Sums are the additions of gradients by autograd. All costs are relative to the roofline. The
+model assumes that an unmeasured device reaches the same fractions of its peaks as the device of its samples.
+Such a price is an assumption, not a measurement, and is called simulated.
 
-The model states its own error: of samples held out by shape, and of whole profiles held out.
+The model states its own error, on held-out shapes and on held-out profiles.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from qsync.records.json_files import read_json, write_json
 from qsync.records.profiles import Cost
 from qsync.records.record_json import Count, FileRecord, Number
 
-FOLDS = 5
-# The measured mode that stands for an unmeasured one: its shares of the peak are used.
+FOLDS = 5  # of cross-validation by shape
+# Unmeasured mode -> measured mode whose fractions of peak replace it.
 _SUBSTITUTE = {"fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
 
 Key = tuple[str, str, Direction]
@@ -41,10 +40,10 @@ Key = tuple[str, str, Direction]
 
 @dataclass(frozen=True, slots=True)
 class StatedError:
-    """Relative errors |predicted / measured - 1| of data held out: median and 95th percentile.
+    """Relative errors |predicted / measured - 1| on held-out data: median and 95th percentile.
 
-    `by_kind` and `overall` are of single operators, forward or backward, at shapes held out. `step` is of the
-    sum of all operators and casts of a profile held out; None where there was only one profile.
+    `by_kind` and `overall` are errors of single operators, forward or backward, at held-out shapes. `step` is
+    the error of the summed time of a held-out profile; None if there was only one profile.
     """
 
     by_kind: Mapping[str, tuple[Number, Number]]
@@ -52,13 +51,13 @@ class StatedError:
     step: Number | None = None
 
     def of(self, kind: str) -> float:
-        """Return the median error of one kind; of all kinds, where that kind was not held out."""
+        """Return the median error of one kind, or of all kinds if that kind has no samples."""
         return self.by_kind.get(kind, self.overall)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _File(FileRecord):
-    """The file of a cost model: the fields of each sample, with the place of its data sheet for the sheet."""
+    """The file of a cost model: error, data sheets, and samples that refer to sheets by index."""
 
     FILE_KIND = "cost model"
     FILE_VERSION = 2
@@ -92,11 +91,11 @@ class CostModel:
 
     @classmethod
     def learn(cls, samples: Sequence[Sample]) -> CostModel:
-        """Fit a model, and state its error from fits without the samples they predict."""
+        """Fit a model, and state its error by cross-validation."""
         return cls(samples, held_out_error(samples, cls))
 
     def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
-        """Return the seconds (N,) of calls in a mode and direction on a device, all at once.
+        """Return the seconds (N,) of N calls, each in a mode and direction on a device.
 
         Raises KeyError for a product in a type that the device does not multiply.
         """
@@ -109,7 +108,7 @@ class CostModel:
         return by_law + sums
 
     def _mode(self, call: Call, mode: str, direction: Direction) -> str:
-        """Return the mode whose law is used: this one, or the measured one most like it."""
+        """Return the mode whose law prices a call: its own, or the most similar measured mode."""
         name = family(call.kind)
         source, _, target = mode.partition(" ")
         for candidate in (
@@ -124,7 +123,7 @@ class CostModel:
         return same[0] if same else mode
 
     def _law_of(self, call: Call, mode: str, direction: Direction) -> Law:
-        """Return the law of a kind, else of its family; where neither was measured, of memory passes."""
+        """Return the law of a kind, else of its family, else of memory-bound operators."""
         for laws, name, of in (
             (self._kinds, call.kind, mode),
             (self._families, family(call.kind), mode),
@@ -135,7 +134,7 @@ class CostModel:
         return Law()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the samples and the stated error: a fit of the same samples gives the same model."""
+        """Return the samples and the stated error; a fit of the same samples gives the same model."""
         sheets = tuple({sample.sheet.name: sample.sheet for sample in self.samples}.values())
         places = {sheet.name: i for i, sheet in enumerate(sheets)}
         rows = tuple(
@@ -153,7 +152,7 @@ class CostModel:
                 for call, mode, direction, seconds, place, source in file.samples
             ]
             return cls(samples, file.error)
-        except (IndexError, KeyError) as error:  # a shape, a type or a data sheet that is not there
+        except (IndexError, KeyError) as error:  # an unknown shape, type or data sheet
             raise FormatError(f"the samples of a cost model do not fit ({error!r}); learn it anew") from error
 
     def save(self, path: str | Path) -> Path:
@@ -162,12 +161,12 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """Read what `save` wrote."""
+        """Read a cost model from the file that `save` wrote."""
         return cls.from_json(read_json(path), str(path))
 
 
 def _folds(samples: Sequence[Sample]) -> dict[Call, int]:
-    """Assign calls to folds at random, the same way every time."""
+    """Assign calls to cross-validation folds at random, with a fixed seed."""
     distinct = list(dict.fromkeys(sample.call for sample in samples))
     random.Random(0).shuffle(distinct)
     return {call: i % FOLDS for i, call in enumerate(distinct)}
@@ -182,7 +181,7 @@ class Priced(Protocol):
 
 
 def costs_of(model: Priced, asked: Sequence[tuple[Call, str]], sheet: DataSheet) -> list[Cost]:
-    """Price calls in a mode on one device, forward and backward; 0 where there is no work.
+    """Price calls, each in a mode, on one device; 0 for a direction without work.
 
     >>> costs_of(model, [(call, "int8")], datasheet("T4"))
     """
@@ -200,9 +199,9 @@ Fit = Callable[[Sequence[Sample]], Priced]
 
 
 def held_out_error(samples: Sequence[Sample], fit: Fit) -> StatedError | None:
-    """Measure the errors of held-out predictions: of shapes held out in turn, then of whole profiles.
+    """Return the errors of held-out predictions, of shapes and of whole profiles.
 
-    Returns None if there are fewer than two shapes.
+    Returns None if the samples have fewer than two calls.
     """
     predicted = held_out_shapes(samples, fit)
     if predicted is None:
@@ -221,7 +220,7 @@ def held_out_error(samples: Sequence[Sample], fit: Fit) -> StatedError | None:
 
 
 def held_out_shapes(samples: Sequence[Sample], fit: Fit) -> Array | None:
-    """Predict every sample (N,) by a model without any sample of its call; None for a single call."""
+    """Predict all samples (N,) by models fitted without their calls; None for a single call."""
     fold = _folds(samples)
     if len(fold) < 2:
         return None
@@ -234,7 +233,7 @@ def held_out_shapes(samples: Sequence[Sample], fit: Fit) -> Array | None:
 
 
 def step_error(samples: Sequence[Sample], source: str, fit: Fit) -> float:
-    """Return the error of the summed time of a source's samples, by a model of all other sources."""
+    """Return the relative error of a source's summed time, predicted by a model of the other sources."""
     model = fit([sample for sample in samples if sample.source != source])
     mine = [sample for sample in samples if sample.source == source]
     return abs(float(model.seconds([asked(s) for s in mine]).sum()) / sum(s.seconds for s in mine) - 1)
@@ -246,13 +245,13 @@ def asked(sample: Sample) -> tuple[Call, str, Direction, DataSheet]:
 
 
 def spread(errors: Iterable[float]) -> tuple[float, float]:
-    """Return the median and the 95th percentile."""
+    """Return the median and the 95th percentile of errors."""
     found = np.array(list(errors))
     return float(np.median(found)), float(np.quantile(found, 0.95))
 
 
 def _rows(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[Key, npt.NDArray[np.intp]]:
-    """Return the indices of each kind's or family's samples, by mode and direction."""
+    """Return the sample indices by (name, mode, direction); `name` maps a sample to kind or family."""
     groups: dict[Key, list[int]] = defaultdict(list)
     for i, sample in enumerate(samples):
         groups[name(sample), sample.mode, sample.direction].append(i)
@@ -260,9 +259,9 @@ def _rows(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[Key,
 
 
 def _points(samples: Sequence[Sample]) -> tuple[Array, Array]:
-    """Return the seconds of each part at full speed (N, 3) and the seconds measured (N,).
+    """Return each sample's seconds of each part at peak speed (N, 3), and its measured seconds (N,).
 
-    Both are without the sums of gradients: laws are fitted to them.
+    Both exclude the additions of gradients. Laws are fitted to these points.
     """
     at_best = np.array([parts(*asked(sample)) for sample in samples])
     return at_best, np.array([without_sums(sample) for sample in samples])

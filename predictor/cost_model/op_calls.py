@@ -1,4 +1,4 @@
-"""An operator as a call: its kind and shapes, whatever the model; its operations, bytes and roofline.
+"""An operator as a call: kind and shapes, independent of its model; its operations, bytes and roofline.
 
 The roofline of one direction of a call on a device is (Williams et al., CACM 2009; with a launch added)
 
@@ -28,15 +28,15 @@ from qsync.records.record_json import Count
 Direction = Literal["forward", "backward"]
 Shape = tuple[Count, ...]
 
-# Kinds that return a view of their input: no bytes move.
+# Kinds that return a view of their input, and move no bytes.
 _MOVE_NOTHING = ("view", "input", "output")
 _PRECISIONS = frozenset(map(str, Precision))
-# Backward over forward where it is not the number of gradients. Attention: five products against two, as
-# probabilities are recomputed (Dao et al. 2022). A recurrence: the gradients of both factors of each product.
+# Operations of backward / operations of forward, for kinds for which it is not the number of gradients.
+# Attention: five products / two, as probabilities are recomputed (Dao et al. 2022). RNN: two per product.
 _BACKWARD = {"attention": 2.5, "rnn": 2.0}
 
 
-# Kinds of one algorithm, learned together. All other kinds are "rest".
+# Kind -> family: kinds of one algorithm, whose laws are fitted together. All other kinds are "rest".
 _FAMILIES = {
     "linear": "product", "addmm": "product", "matmul": "matmul", "conv2d": "convolution",
     "conv1d": "convolution", "conv3d": "convolution", "conv_transpose": "convolution",
@@ -45,16 +45,16 @@ _FAMILIES = {
 
 
 def family(kind: str) -> str:
-    """Return the name of the group of kinds that are learned together with this one."""
+    """Return the family of a kind: the name of the kinds that are fitted together."""
     return _FAMILIES.get(kind, "rest")
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An operand of a call; a `parameter` lies in memory since the step before, not in a cache.
+    """An operand of a call; a `parameter` is read from memory, since no cache holds it.
 
-    `gradient` says whether backward makes a gradient for it, and `summed` whether that gradient is added to
-    one that a later operator made.
+    `gradient` says whether backward computes its gradient, and `summed` whether autograd adds this gradient
+    to that of a later operator.
     """
 
     shape: Shape
@@ -64,13 +64,13 @@ class Argument:
 
     @property
     def num_elements(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return num_elements(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator or cast.
+    """One operator or cast, by kind and shapes.
 
     `kept` has the shapes of operands that are never cast. `flops` counts a multiply-add as two, forward only.
     """
@@ -83,17 +83,17 @@ class Call:
 
     @property
     def is_product(self) -> bool:
-        """Return whether its kind multiplies matrices."""
+        """Return whether the call multiplies matrices."""
         return self.kind in PRECISIONS_BY_KIND
 
     @property
     def num_gradients(self) -> int:
-        """The number of operands that get a gradient."""
+        """Return the number of operands that get a gradient."""
         return sum(argument.gradient for argument in self.inputs)
 
 
 def cast_call(shape: Shape, gradient: bool, parameter: bool) -> Call:
-    """Return a cast as a call."""
+    """Return the call of a cast of a tensor of this shape."""
     return Call("cast", (Argument(shape, gradient, parameter),), shape)
 
 
@@ -119,7 +119,7 @@ def calls_by_name(graph: OpGraph) -> dict[str, Call]:
 
 
 def value_call(graph: OpGraph) -> dict[str, Call]:
-    """Map each value of a graph to the call of its cast."""
+    """Map each value of a graph to the call that casts it."""
     found: dict[str, Call] = {}
     for value in graph.inputs:
         found[value.name] = cast_call(value.shape, value.requires_grad, value.kind == "parameter")
@@ -138,7 +138,7 @@ def modes(op: Op, precisions: tuple[Precision, ...]) -> tuple[str, ...]:
 
 
 def operations(call: Call, mode: str, direction: Direction, float_16bit: str) -> dict[str, float]:
-    """Count the operations by the type that multiplies them. Only products count: other kinds move bytes."""
+    """Count the operations of a product by the type that multiplies them; {} for other kinds."""
     if not call.is_product or not call.flops:
         return {}
     total = float(call.flops)
@@ -150,14 +150,14 @@ def operations(call: Call, mode: str, direction: Direction, float_16bit: str) ->
         return {mode: total}
     if direction == "backward":
         return {float_16bit: total}
-    # Of attention's two products only the scores are in INT8.
+    # Attention has two products, of which only q k' is in INT8.
     return {"int8": total / 2, float_16bit: total / 2} if call.kind == "attention" else {"int8": total}
 
 
 def moved_bytes(call: Call, mode: str, direction: Direction) -> float:
-    """Count the bytes of every operand and every result, once each.
+    """Count the bytes that a call moves: of every operand and every result, once each.
 
-    Backward reads the gradient and the operands and writes gradients. Adding those up counts in `sum_s`.
+    Backward reads the gradient and the operands and writes gradients. Their addition counts in `sum_s`.
     """
     if call.kind in _MOVE_NOTHING:
         return 0.0
@@ -175,9 +175,9 @@ def moved_bytes(call: Call, mode: str, direction: Direction) -> float:
 
 
 def sum_s(call: Call, direction: Direction, sheet: DataSheet) -> float:
-    """Return the seconds of adding the gradients of a call to those of other calls, at full bandwidth.
+    """Return the seconds in which autograd adds a call's gradients to others, at full bandwidth.
 
-    Two are read and one is written. Autograd adds them, at the same speed for every kind.
+    An addition reads two gradients and writes one, at the same speed for every kind.
     """
     if direction == "forward":
         return 0.0
@@ -185,14 +185,14 @@ def sum_s(call: Call, direction: Direction, sheet: DataSheet) -> float:
 
 
 def has_direction(call: Call, mode: str, direction: Direction) -> bool:
-    """Return whether the direction has any work: encodings and calls without gradients have no backward."""
+    """Return whether a direction has work; encodings and calls without gradients have no backward."""
     if direction == "forward":
         return True
     return call.num_gradients > 0 and not (call.kind == "cast" and is_encoded(mode.partition(" ")[2]))
 
 
 def parts(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> tuple[float, float, float]:
-    """Return the seconds of the launch, the products and the bytes at full speed, all without `sum_s`.
+    """Return the seconds of launch, products and bytes at peak speed, without gradient additions.
 
     Raises KeyError for a product in a type that the device does not multiply.
     """
@@ -211,6 +211,6 @@ def least_s(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> fl
 
 
 def _operand(call: Call, index: int, mode: str) -> str:
-    """Return the type of an input: of a product by its precision, else the type it runs in."""
+    """Return the type of an input: a product's by its precision, else the operator's mode."""
     known = call.is_product and mode in _PRECISIONS  # a product that is fixed may run in another type
     return operand_type(call.kind, index, Precision(mode)) if known else mode

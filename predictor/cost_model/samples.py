@@ -27,13 +27,13 @@ from qsync.records.save_less import FORMS
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 _FORMS = {form for forms in FORMS.values() for form in forms} - {"plain"}
-# The resolution of clocks: no sample is shorter.
+# The least seconds of a sample: the resolution of clocks.
 MIN_SAMPLE_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One direction of a call in a mode, and the seconds it took on the device of `sheet`."""
+    """One direction of a call in a mode, with its measured seconds on the device of `sheet`."""
 
     call: Call
     mode: str
@@ -44,11 +44,11 @@ class Sample:
 
 
 def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> list[Sample]:
-    """List the measured operators and casts of a profile. Equal calls are one sample, their median.
+    """List the measured operators and casts of a profile; equal calls give one median sample.
 
-    Without a `sheet` the device is taken to be as fast as its fastest operators (`sheet_of`). Left out are
-    costs that were filled in, and those of operators that save less or run in another's epilogue. An 8-bit
-    product includes the activation in its epilogue. Raises MismatchError for a profile of another graph.
+    Without a `sheet`, the peaks are those of the profile's fastest operators (`sheet_of`). Filled-in costs
+    are left out, and so are operators that save less or run in another operator's epilogue. An 8-bit product
+    includes the activation in its epilogue. Raises MismatchError for a profile of another graph.
 
     >>> samples_of(graph, profile)
     """
@@ -59,7 +59,7 @@ def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None)
     seconds: dict[tuple[Call, str, Direction], list[float]] = defaultdict(list)
     for op, call in calls(graph):
         if op.name in profile.filled or (call.is_product and all(a.parameter for a in call.inputs)):
-            continue  # products of parameters alone stand beside measured calls, not in models
+            continue  # a product of parameters only: part of graphs that time single calls
         for mode, cost in profile.ops.get(op.name, {}).items():
             if saves_plainly(mode) and FUSED not in mode.split() and not mode.endswith(AS_TRACED):
                 _record(seconds, call, mode.partition(" ")[0], cost.forward_s, cost.backward_s)
@@ -75,15 +75,15 @@ def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None)
 
 
 def without_sums(sample: Sample) -> float:
-    """Return the seconds of a sample less those of adding its gradients to others (`sum_s`).
+    """Return a sample's seconds without the additions of its gradients (`sum_s`).
 
-    At least half of its seconds remain, as these bytes may still lie in a cache.
+    At least half of the seconds remain, as the added bytes may still be in a cache.
     """
     return max(sample.seconds - sum_s(sample.call, sample.direction, sample.sheet), sample.seconds / 2)
 
 
 def saves_plainly(timed_as: str) -> bool:
-    """Return whether a mode of a profile saves for backward the same as torch."""
+    """Return whether a mode of a profile saves the same tensors for backward as torch."""
     return not set(timed_as.split()[1:]) & _FORMS
 
 
@@ -96,13 +96,13 @@ def _record(
 
 
 def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
-    """Return a device as fast as the fastest operators of a profile: the peaks that were reached.
+    """Estimate a device's data sheet from the highest rates among a profile's operators.
 
-    `launch_s` is the median of operators that move no bytes. Measured peaks are better
+    `launch_s` is the median time of operators that move no bytes. Measured peaks are better
     (`qsync.cost_learning.measure_sheet`).
     """
     rates: dict[str, float] = {}
-    rough: dict[str, float] = {}  # of types that ran in nothing long enough to measure
+    rough: dict[str, float] = {}  # rates of types whose products were all too short to time
     bandwidth, idle = 0.0, []
     for op, call in calls(graph):
         for mode, cost in profile.ops.get(op.name, {}).items():
@@ -127,9 +127,10 @@ def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
 
 
 def choose(wanted: Iterable[Call], num: int, sheet: DataSheet) -> list[Call]:
-    """Choose about `num` calls, of each kind from its smallest to its largest: they show its law.
+    """Choose about `num` calls to measure, spread over each kind from smallest to largest.
 
-    A law has a launch, products and bytes (`roofline_law`). Every kind gets its share, and at least one.
+    The spread determines a kind's law of launch, products and bytes (`roofline_law`). Every kind gets its
+    proportional number, and at least one.
 
     >>> choose(pool(2000), 120, sheet)
     """

@@ -15,10 +15,10 @@ _FOLLOWING = (
 
 
 def pool(num: int, seed: int = 0) -> list[Call]:
-    """Draw `num` calls of the kinds in models; no tensor has more than 2^22 elements.
+    """Draw `num` random calls of kinds common in models, with at most 2^22 elements per tensor.
 
-    A third each are matrix products, convolutions with attention, and following operators. Sizes are drawn
-    evenly on a logarithmic scale; widths are mostly multiples of 16, as in models.
+    About a third each are matrix products, convolutions and attention, and following operators. Sizes are
+    uniform on a logarithmic scale; widths are mostly multiples of 16, as in models.
 
     >>> pool(300)
     """

@@ -1,4 +1,4 @@
-"""The profile of a device of which nothing was measured: a roofline at usual parts of its peaks."""
+"""The profile of an unmeasured device: a roofline at typical fractions of its peaks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from qsync.records.graph import OpGraph
 from qsync.records.precision import MANTISSA_BITS, PRECISIONS_BY_KIND
 from qsync.records.profiles import SIMULATED, Cost, Profile, Sensitivity
 
-# Parts of the peaks that training steps reach (an assumption; docs/results/gpu.md has steps of an H100).
-# Products in FP32 keep their ordinary cores busier than those on tensor cores can be fed.
-# Of 8 bits its kernels reached 0.2 to 0.28, casts aside: they were no faster than BF16's.
+# Fractions of the peaks that training steps reach (an assumption; docs/results/gpu.md has steps of an H100).
+# FP32 products keep CUDA cores busier than memory can keep tensor cores.
+# 8-bit kernels of the H100 reached 0.2 to 0.28 without casts, and were no faster than BF16 kernels.
 PART_OF_BANDWIDTH = 0.8
 PART_OF_FLOPS = {"fp32": 0.85, "tf32": 0.55, "bf16": 0.55, "fp16": 0.55, "int8": 0.3, "fp8": 0.3}
-# Seconds of the host, forward and backward, for one operator of eager steps: a product with its casts, and
-# any other. Two steps that waited for the host (H100: BERT-base and GPT-2 medium in BF16) gave them.
+# Host seconds (forward, backward) for one operator of an eager step: a product with its casts, and any other.
+# From two host-bound steps on an H100: BERT-base and GPT-2 medium in BF16.
 HOST_OF_PRODUCT, HOST_OF_OTHER = Cost(160e-6, 230e-6), Cost(22e-6, 32e-6)
-# Bytes of an AdamW step for a parameter in FP32: four numbers are read, three written.
+# Bytes that AdamW moves per FP32 parameter (reads four numbers, writes three), and keeps as state.
 _OPTIMIZER_BYTES, _STATE_BYTES = 28, 8
-_INT8_BITS = 6  # of a mantissa that rounds as INT8 rounds rows of normal numbers
+_INT8_BITS = 6  # mantissa bits whose rounding error is that of INT8 on rows of Gaussian values
 
 
 class PartsOfPeaks:
-    """The cost of calls at usual parts of a device's peaks, as `CostModel` prices them.
+    """A model that prices calls at typical fractions of a device's peaks, with `CostModel`'s interface.
 
     >>> costs_of(PartsOfPeaks(), [(call, "int8")], datasheet("T4"))
     """
@@ -40,15 +40,15 @@ class PartsOfPeaks:
 
 
 def _usual(sheet: DataSheet) -> DataSheet:
-    """Return a data sheet of the rates that steps reach."""
+    """Return a data sheet with peaks reduced to the rates that steps reach."""
     rates = {name: rate * PART_OF_FLOPS[name] for name, rate in sheet.flops_per_s.items()}
     return replace(sheet, flops_per_s=rates, bytes_per_s=sheet.bytes_per_s * PART_OF_BANDWIDTH)
 
 
 def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profile:
-    """Return the profile of a class from its data sheet alone, with AdamW as optimizer. Simulated.
+    """Return the simulated profile of a class from its data sheet alone, with AdamW.
 
-    The host launches every kernel of an eager step, and a GPU that is done sooner waits for it.
+    The host launches every kernel of an eager step, and a faster GPU waits for the launches.
 
     >>> sheet_profile(graph, datasheet("T4"), "T4").origin
     'simulated'
@@ -65,12 +65,12 @@ def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profil
     if not is_gpu:
         return found
     launches = {op.name: {mode: _launch(call, mode) for mode in ops[op.name]} for op, call in calls(graph)}
-    nothing = dict.fromkeys(casts, (Cost(0.0), Cost(0.0)))  # a product's casts are in its own time
+    nothing = dict.fromkeys(casts, (Cost(0.0), Cost(0.0)))  # HOST_OF_PRODUCT includes a product's casts
     return replace(found, launches=replace(found, ops=launches, cast_fit=nothing))
 
 
 def _launch(call: Call, mode: str) -> Cost:
-    """Return the seconds in which the host launches a call; a view is none."""
+    """Return the host's seconds of launching a call; a view takes none."""
     if moved_bytes(call, mode, "forward") == 0.0:
         return Cost(0.0)
     host = HOST_OF_PRODUCT if call.is_product else HOST_OF_OTHER
@@ -78,9 +78,9 @@ def _launch(call: Call, mode: str) -> Cost:
 
 
 def assumed_sensitivity(graph: OpGraph) -> Sensitivity:
-    """Return a sensitivity by operations and mantissa bits, for a model of which no data is here.
+    """Return a sensitivity assumed from operations and mantissa bits, for a model without data.
 
-    Its unit is no squared gradient norm: it only orders operators and precisions.
+    Its unit is not the squared gradient norm: it only orders operators and precisions.
     """
     total = sum(op.flops for op in graph.adjustable) or 1
     omega = {

@@ -1,8 +1,8 @@
 """The operands that torch.matmul expands to the batch of its result.
 
-torch expands both operands, makes their batch dimensions one by `reshape`, and calls `bmm` (`_matmul_impl` of
-ATen's LinearAlgebra.cpp). An operand stays a view if all of its batch dimensions are expanded. It is copied
-if it has others, too: autograd then saves the copy. The gradient has the expanded size until it is summed.
+torch expands both operands, merges their batch dimensions by `reshape`, and calls `bmm` (`_matmul_impl` of
+ATen's LinearAlgebra.cpp). An operand stays a view if all of its batch dimensions are expanded. If only some
+are, it is copied, and autograd saves the copy. The gradient has the expanded size until it is summed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qsync.records.graph import num_elements
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """An operand, by number, with its elements once it is expanded; whether a copy has them."""
+    """An operand (by index), its number of elements after expansion, and whether torch copies it."""
 
     operand: int
     num_elements: int
@@ -25,8 +25,8 @@ class Expanded:
 def expanded(left: Sequence[int], right: Sequence[int]) -> tuple[Expanded, ...]:
     """Return the operands of these shapes that torch.matmul expands.
 
-    A matrix for all, also one in a batch of 1 beside a batch of three dimensions, is no such operand: torch
-    multiplies two matrices where it has a gradient.
+    A single matrix for the whole batch is not expanded, also as a batch of 1 beside three dimensions: torch
+    multiplies two matrices if it has a gradient.
 
     >>> expanded((1, 32, 4, 8), (16, 32, 8, 1))
     (Expanded(operand=0, num_elements=16384, is_copied=True),)

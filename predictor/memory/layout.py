@@ -10,7 +10,7 @@ from qsync.records.identity_cache import IdentityCache
 
 
 class Layout:
-    """The shapes and types of a graph's values, their storages, and the operators that read these."""
+    """The shapes and types of a graph's values, their storages, and the operators that use the storages."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.ops = graph.ops
@@ -27,30 +27,30 @@ class Layout:
         self.root = _storage_roots(graph, self.dtype)
         self.users = self._list_users()
         self.product, self.followers = self._list_followers()
-        # The operator before which a value that an earlier traced graph made enters.
+        # Value computed by an earlier traced graph -> position of the operator before which it enters.
         self.entered = {v.name: self._entry(v.name) for v in graph.inputs if v.passed_on}
         self.loss_inside = any(op.kind in ("cross_entropy", "loss") for op in graph.ops)
         blocks = graph.recomputed
         self.recomputed = (
             RecomputedBlocks(blocks, len(graph.ops), self.position, self.users) if blocks else None
         )
-        # The last time of a step: later than `end` where something is computed twice.
+        # The last time of a step: later than `end` if blocks are recomputed.
         self.last = self.recomputed.end if self.recomputed else self.end
 
     def _entry(self, value: str) -> int:
-        """Return the first operator of the traced graph that first reads a value."""
+        """Return the position of the first operator of the traced graph that reads a value first."""
         first = self.users[value][0] if self.users[value] else 0
         return next((i + 1 for i in reversed(range(first)) if self.ops[i].kind == "output"), 0)
 
     def is_passed_on(self, value: str, i: int) -> bool:
-        """Return whether a later traced graph takes over a value that operator `i`, an output, returns."""
+        """Return whether a later traced graph enters an equal value to one that output `i` returns."""
         return self.has_gradient[value] and any(
             entry > i and (self.shape[name], self.dtype[name]) == (self.shape[value], self.dtype[value])
             for name, entry in self.entered.items()
         )
 
     def _list_followers(self) -> tuple[list[int], dict[int, list[int]]]:
-        """Return for each operator the product at or before it, else the first; and the other way round."""
+        """Return each operator's last product at or before it (else the first product), and the inverse."""
         product, followers = [], dict[int, list[int]]()
         products = [i for i, op in enumerate(self.ops) if op.role is Role.ADJUSTABLE]
         last = products[0] if products else 0
@@ -61,7 +61,7 @@ class Layout:
         return product, followers
 
     def _list_users(self) -> dict[str, list[int]]:
-        """List for every storage the operators that make it or read it or one of its views, in order."""
+        """List by storage the operators that compute or read it, views included, in order."""
         users: dict[str, list[int]] = {name: [] for name, root in self.root.items() if name == root}
         for i, op in enumerate(self.ops):
             for root in dict.fromkeys(self.root[name] for name in (op.name, *op.inputs, *op.kept)):
@@ -73,7 +73,7 @@ _LAYOUTS: IdentityCache[Layout] = IdentityCache()
 
 
 def layout(graph: OpGraph) -> Layout:
-    """Return the layout of a graph; computed once per graph."""
+    """Return the cached layout of a graph."""
     return _LAYOUTS.of(graph, lambda: Layout(graph))
 
 
@@ -87,14 +87,14 @@ def _is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:
 
 
 def _storage_roots(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Map every value to the one whose storage it uses: itself, or the value that it is a view of."""
+    """Map every value to the value that owns its storage: itself, or the base of a view."""
     root = {value.name: value.name for value in graph.inputs}
     attention = {op.name: op.shape for op in graph.ops if op.kind == "attention" and len(op.shape) == 4}
     for op in graph.ops:
         same = _is_alias(op, dtypes)
         if op.kind == "contiguous" and op.inputs[0] not in attention and root[op.inputs[0]] in attention:
-            # Fused attention (B, H, L, D) stores its result in the order (B, L, H, D). Models ask for that
-            # order, so heads and positions are swapped back without a copy.
+            # Fused attention (B, H, L, D) stores its result in the order (B, L, H, D). Models want that
+            # order, so their transpose and `contiguous` make no copy.
             batch, heads, length, width = attention[root[op.inputs[0]]]
             same = op.shape in ((batch, length, heads, width), (batch, length, heads * width))
         root[op.name] = root[op.inputs[0]] if same else op.name

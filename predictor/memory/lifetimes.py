@@ -1,8 +1,8 @@
-"""The lives of a step's tensors, each from the operator that makes it to the last one that reads it.
+"""The lifetimes of a step's tensors, each from the operator that allocates it to its last reader.
 
 Operator i of n runs forward at time i and backward at time 2n - i. An operator in a product's epilogue runs
-with the product. The tensors are those of values (storages in every type, those of views, and the gradient)
-and those that operators need besides.
+at the time of the product. Tensors belong to values (storages in every type, copies of views, and gradients)
+or to operators (workspaces, and further tensors saved for backward).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from qsync.records.graph import Op, num_elements
 from qsync.records.memory_residuals import MemoryResiduals, Residual
 from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
 
-# Kinds that pass their result's gradient on as that of their first so many inputs.
+# Kind -> number of its first inputs whose gradient is the gradient of its result, unchanged.
 PASSES_GRADIENT = {"add": 2, "sub": 1}
 
 
 class Lifetimes:
-    """The tensors of one lowered graph; with `in_buckets` parameters' gradients are copied to DDP's buckets.
+    """The lifetimes of one lowered graph's tensors.
 
-    `run` returns how an operator runs, by position, and `casts` the casts of a value, by name, each with the
-    time at which it runs. `saved` caches the tensors that operators save, by position, form and mode: it
-    holds for every assignment.
-    `residuals` are what operators were measured to need beyond these.
+    `run` returns the Run of an operator by position. `casts` returns a value's casts by name, each with the
+    time at which it runs. With `in_buckets`, parameters' gradients are copied to DDP's buckets. `saved`
+    caches saved tensors by position, form and mode, for all assignments. `residuals` are measured bytes of
+    operators beyond the predicted ones.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Lifetimes:
         self._residuals = residuals or None
 
     def spans_of(self, what: str | int) -> list[Span]:
-        """Return the tensors of a value (no view) by name, or those of an operator by position."""
+        """Return the tensors of a value that is no view (by name), or of an operator (by position)."""
         found = _ValueGroup(self, what).spans if isinstance(what, str) else list(self.op_spans(what))
         if self.layout.recomputed is not None:
             again = not keeps_weight_casts(self.device)
             found = [part for span in found for part in self.layout.recomputed.spans(what, span, again)]
-        if self.layout.num_calls > 1:  # the last call finds what all of them have saved
+        if self.layout.num_calls > 1:  # in the last call, the saved tensors of all calls are alive
             for span in found:
                 span.num_bytes *= 1 if span.part == "transient" else self.layout.num_calls
         if self.device == "cuda":
@@ -70,13 +70,13 @@ class Lifetimes:
         return found
 
     def op_spans(self, i: int) -> Iterator[Span]:
-        """Yield the tensors that operator `i` makes for backward besides its result, and its workspaces."""
+        """Yield the workspaces of operator `i`, and the further tensors that it saves for backward."""
         op, run, time = self.layout.ops[i], self.run(i), self.layout.end - i
         if residual := self.residual(i):
             yield Span(residual.saved, i, time, "saved", op.name)
             yield Span(residual.forward, i, i)
             yield Span(residual.backward, time, time)
-        if op.kind == "output" and not self.layout.loss_inside:  # the loss, outside, saves an FP32 copy
+        if op.kind == "output" and not self.layout.loss_inside:  # a loss outside the graph saves an FP32 copy
             copy = 0
             for value in op.inputs:
                 if self.layout.has_gradient[value]:
@@ -93,7 +93,7 @@ class Lifetimes:
             yield Span(backward, time, time)
 
     def residual(self, i: int) -> Residual | None:
-        """Return what operator `i` was measured to need beyond the prediction as it runs now, if anything."""
+        """Return the measured bytes of operator `i` beyond the prediction in its current mode, if any."""
         if self._residuals is None:
             return None
         found = self._residuals.of(self.layout.ops[i].name, self.run(self.layout.product[i]).mode)
@@ -126,7 +126,7 @@ class Lifetimes:
         return self.layout.position[self.layout.ops[i].inputs[0]] if self.run(i).form == FUSED else i
 
     def saved(self, i: int) -> Saved:
-        """Return what operator `i` saves for backward as it runs now."""
+        """Return the operands and result that operator `i` saves for backward in its current mode."""
         key = (i, self.run(i).form, self.run(i).mode)
         if key not in self._saved:
             self._saved[key] = saved_by_op(self.layout.ops[i], self.layout, *key[1:], self.device)
@@ -139,10 +139,10 @@ class Lifetimes:
         return same and j < PASSES_GRADIENT[op.kind] and run.operands[j] == run.output
 
     def takes_over_gradient(self, root: str, i: int, cast: bool) -> bool:
-        """Return whether this operand of a sum, operator `i`, takes over the tensor of the sum's gradient.
+        """Return whether operand `root` of the sum `i` reuses the tensor of the sum's gradient.
 
-        Of several operands the one made first does. An operand that is itself a sum passes the tensor on, so
-        it counts by itself (an overestimate), unless a cast stands between.
+        Among several operands, the one computed first reuses it. An operand that is itself a sum passes the
+        tensor on, so it always counts (an overestimate), unless it is read through a cast.
         """
         op = self.layout.ops[i]
         roots = [
@@ -155,23 +155,23 @@ class Lifetimes:
         return root == first or own < 0 or (not cast and self.layout.ops[own].kind in PASSES_GRADIENT)
 
     def is_cast(self, value: str, taken: str) -> bool:
-        """Return whether a reader of an activation in this type reads a cast that has a backward of its own.
+        """Return whether readers in type `taken` read a cast of an activation that has its own backward.
 
-        That backward runs just before the backward of the operator that made the value. An encoding has none.
+        A cast's backward runs just before that of the operator that computed the value. Encodings have none.
         """
         if value in self.layout.parameters or taken == self.carried(value) or is_encoded(taken):
             return False
         return self.cast_time(value, taken) >= 0
 
     def cast_time(self, value: str, target: str) -> int:
-        """Return when a value is cast to a type; -1 if it is not (yet, in the midst of an update)."""
+        """Return the time at which a value is cast to a type; -1 without a cast (or before an update)."""
         return next((time for time, cast in self.casts(value) if cast.target == target), -1)
 
     def must_copy(self, i: int) -> bool:
-        """Return whether operator `i`, taken for a view, has to copy.
+        """Return whether operator `i` copies its input although its kind is a view.
 
-        It takes rows of a channels_last image; or it takes the result of attention, which has the order of
-        its queries in FP32, in the order in which other kernels store it.
+        A view that flattens a channels_last image copies. So does `contiguous` after FP32 attention, whose
+        result has the memory order of its queries, not that of other kernels.
         """
         op = self.layout.ops[i]
         if op.kind == "contiguous" and op.copies:
@@ -181,7 +181,7 @@ class Lifetimes:
         return flattened and shape[1] > 1 and shape[2] * shape[3] > 1
 
     def is_partial_view(self, i: int) -> bool:
-        """Return whether operator `i` is a view of a part: its backward makes the gradient of the whole."""
+        """Return whether operator `i` is a view of a part, whose backward allocates the whole's gradient."""
         op = self.layout.ops[i]
         return op.kind == "view" and op.requires_grad and op.num_elements < self.layout.elements[op.inputs[0]]
 
@@ -200,11 +200,11 @@ class _ValueGroup:
         self.storages: dict[tuple[str, str], Span] = {}
         self.key: dict[str, tuple[str, str]] = {}  # value -> its storage
         self.workspaces: list[Span] = []
-        # (time, value, whether a sum passes it on): the terms that backward adds up to the gradient of the
-        # value, and to those of its casts.
+        # Terms (time, value, whether it is a sum's gradient passed on) of the gradient of the value, and of
+        # the gradients of its casts.
         self.contributions: list[tuple[int, str, bool]] = []
         self.cast_contributions: dict[tuple[str, str], list[tuple[int, str, bool]]] = {}
-        # A graph input is alive throughout; only its casts come and go. One that is passed on does, too.
+        # A graph input is alive throughout, so it has no span, unless an earlier graph computed it.
         if root not in lives.layout.position:
             if root in lives.layout.entered:
                 self._make((root, lives.layout.dtype[root]), lives.layout.entered[root])
@@ -224,7 +224,7 @@ class _ValueGroup:
                 if taken == "int8_channel" and lives.device == "cpu" and key in self.storages:
                     x, w = (lives.layout.shape[name] for name in op.inputs[:2])
                     self.storages[key].num_bytes += packed_bytes(x, w, op.shape)
-                if is_encoded(taken):  # its kernel gets the value and the codes
+                if is_encoded(taken):  # the kernel reads the value and its codes
                     self._use(self.key[value], last)
                 if j in saved.inputs or value in saved.indices:
                     self._save(key, time, op)
@@ -247,18 +247,18 @@ class _ValueGroup:
                 if value in saved.indices:
                     self._save(self.key[value], time, op)
         if op.name == self.root:
-            if op.kind != "output" and run.form != "relu":  # relu's result replaces the product's
+            if op.kind != "output" and run.form != "relu":  # relu overwrites the product's result
                 self._make((op.name, run.output), time)
             self._enter(op.name, (op.name, run.output))
         if saved.output and op.name in self.key:
             self._save(self.key[op.name], time, op)
 
     def _enter(self, value: str, key: tuple[str, str]) -> None:
-        """Add a value of this group with its storage and its casts."""
+        """Record a value of this group with its storage, and allocate its casts."""
         self.key[value] = key
         for time, cast in self.lives.casts(value):
             storage = self._make((value, cast.target), time)
-            # A view is made contiguous before it is rounded, and so are images in another order.
+            # Rounding first copies a view, or an image in another memory order, to a contiguous tensor.
             in_order = cast.channels_last or value in self.lives.layout.in_order
             if value != self.root or (cast.target == "int8_image" and not in_order):
                 self.workspaces.append(
@@ -266,7 +266,7 @@ class _ValueGroup:
                 )
             if cast.of_parameter and keeps_weight_casts(self.lives.device):
                 storage.part = "casts"
-                storage.death = self.lives.layout.end  # made once per optimizer step, and alive until its end
+                storage.death = self.lives.layout.end  # cast once per optimizer step, and alive until its end
 
     def _make(self, key: tuple[str, str], time: int) -> Span:
         storage = self.storages[key] = Span(
@@ -286,10 +286,10 @@ class _ValueGroup:
                 storage.part, storage.saver = "saved", op.name
 
     def _gradient(self) -> Iterator[Span]:
-        """Yield the gradient, alive from the first operator that adds to it to the one that made the value.
+        """Yield the gradient's spans, from its first term to the backward of the value's operator.
 
-        Casts have gradients too, in their own type, until the backward of the cast: an FP32 gradient of a
-        16-bit value stays in FP32 until then, however early it came.
+        A cast has a gradient of its own, in the cast's type, until the cast's backward. An FP32 gradient of a
+        16-bit value therefore stays in FP32 until then.
         """
         lives = self.lives
         position = lives.layout.position.get(self.root)
@@ -304,16 +304,16 @@ class _ValueGroup:
         if self.root in lives.layout.parameters:
             yield from self._shared_parameter(whole)
         made_at = lives.layout.entered.get(self.root) if position is None else lives.time(position)
-        if made_at is None:  # the gradients of other graph inputs are counted elsewhere
+        if made_at is None:  # `bytes_throughout` counts the gradients of parameters
             return
         yield from self._views_gradients()
         yield from self._accumulated(self.contributions, whole, lives.layout.end - made_at)
 
     def _views_gradients(self) -> Iterator[Span]:
-        """Yield the gradients of parts of the value; the contributions that are left are those to the whole.
+        """Yield the gradients of partial views; leave in `contributions` the terms of the whole value.
 
-        A part has a gradient of its own until the backward of the view makes one of the whole from it; all
-        parts of a split have theirs until the backward of the split.
+        A partial view has a gradient of its own until its backward allocates one of the whole. All parts of a
+        split have gradients until the backward of the split.
         """
         lives, end = self.lives, self.lives.layout.end
         to: dict[str, list[tuple[int, str, bool]]] = {value: [] for value in self.key}
@@ -337,13 +337,13 @@ class _ValueGroup:
         self.contributions = to[self.root]
 
     def _shared_parameter(self, num_bytes: int) -> Iterator[Span]:
-        """Yield the terms of a parameter's gradient that wait for those of its other readers.
+        """Yield the terms of a shared parameter's gradient that wait for terms of its other readers.
 
-        Without buckets the first term becomes the gradient, which is counted elsewhere. Terms of one cast are
-        summed in its type. Autograd adds in place, unless the first term is a view, as those of torch's FP32
-        products are.
+        Without buckets the first term becomes the gradient, which `bytes_throughout` counts. Terms of one
+        cast are summed in its type. Autograd adds in place unless the first term is a view, as the terms of
+        torch's FP32 products are.
         """
-        lives, terms = self.lives, dict[int, bool]()  # by time: whether it is a view
+        lives, terms = self.lives, dict[int, bool]()  # time of a term -> whether it is a view
         by_type: dict[str, list[int]] = {}
         for time, value, _ in self.contributions:
             i = lives.layout.end - time
@@ -367,10 +367,10 @@ class _ValueGroup:
     def _accumulated(
         self, contributions: Sequence[tuple[int, str, bool]], num_bytes: int, death: int, cast: bool = False
     ) -> Iterator[Span]:
-        """Yield a gradient of so many bytes, and the terms that are added to it.
+        """Yield the span of a gradient of `num_bytes` bytes, and of each term while it is added.
 
-        A sum passes on its own gradient, and one operand takes over that tensor. The term of a later operator
-        lives, as a workspace, while it is added. `cast`: the gradient is that of a cast.
+        A sum passes on its own gradient, and one operand reuses that tensor. The term of a later operator is
+        a workspace at the time of its addition. `cast`: the gradient is that of a cast.
         """
         lives = self.lives
         birth: int | None = None
@@ -387,7 +387,7 @@ class _ValueGroup:
 
 
 def storage_bytes(type_name: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor of this type, with the FP32 scales of an encoded one."""
+    """Return the bytes of a tensor of this type, including the FP32 scales of an encoded tensor."""
     size = type_bytes(type_name, num_elements(shape))
     if not is_encoded(type_name) or type_name == "fp16" or not shape:
         return size

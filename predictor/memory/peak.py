@@ -1,9 +1,9 @@
 """The memory peak of a step, from its lowered graph.
 
-The peak is the largest sum over time of the tensors that are alive. Forward runs operator by operator, then
-the loss, then backward in reverse. Every tensor lives from the operator that makes it to the last one that
-reads it; that one is in backward if the tensor was saved. One storage saved by several operators counts once,
-and a view has no storage of its own.
+The peak is the largest sum over time of the bytes of live tensors. Forward runs operator by operator, then
+the loss, then backward in reverse. Every tensor lives from the operator that allocates it to its last reader,
+which is in backward if the tensor was saved. A storage saved by several operators counts once, and a view has
+no storage of its own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from qsync.records.memory_residuals import MemoryResiduals
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The bytes on one rank when most are in use; the parts sum to `peak_bytes`.
+    """The bytes in use on one rank at the peak, by part; the parts sum to `peak_bytes`.
 
     `inputs` are buffers of the model and the batch, `casts` copies of parameters in other types, `saved` the
     tensors saved for backward, `transient` the rest. `margin` covers the error of the prediction
-    (`stated_error`). `saved_by` has for each operator the bytes it saves and no operator before it saves.
+    (`stated_error`). `saved_by` maps operators to bytes; a shared tensor counts for its first saver.
     """
 
     parameters: int
@@ -50,17 +50,17 @@ class Memory:
 
     @property
     def largest(self) -> str:
-        """The operator that saves most for backward."""
+        """Return the operator that saves most bytes for backward."""
         return max(self.saved_by, key=lambda op: self.saved_by[op], default="")
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes that a budget must hold."""
+        """Return the bytes that a memory budget must hold."""
         return self.estimate_bytes + self.margin
 
     @property
     def estimate_bytes(self) -> int:
-        """The peak without the margin, to be compared with measurements."""
+        """Return the peak in bytes without the margin, for comparison with measurements."""
         persistent = self.parameters + self.gradients + self.optimizer + self.inputs
         return persistent + self.casts + self.saved + self.transient
 
@@ -76,11 +76,11 @@ def peak_memory(lowered: LoweredGraph, **options: Any) -> Memory:
 
 
 class StepMemory:
-    """The life of every tensor of one step on one rank: see `lifetimes` for its times.
+    """The lifetime of every tensor of one step on one rank (`lifetimes` defines its times).
 
-    `optimizer_bytes` is the size of the optimizer's state. With several ranks DDP's buckets are the gradients
-    themselves. Gradients count in full throughout, as after the first step. `residuals` are what steps on
-    the device were measured to need beyond the prediction (`Profile.memory_residuals`).
+    `optimizer_bytes` is the size of the optimizer's state. With several ranks, the gradients are views of
+    DDP's buckets. Gradients count in full throughout, as after the first step. `residuals` are measured bytes
+    of operators beyond the prediction (`Profile.memory_residuals`).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StepMemory:
             if isinstance(node, Run):
                 runs.append(node)
             else:
-                # A cast of a result runs at its operator's time, one of a graph input at the next operator's.
+                # A result's cast runs at its operator's time, a graph input's cast at the next operator's.
                 casts[node.value].append((self.layout.position.get(node.value, len(runs)), node))
         self._lives = Lifetimes(
             self.layout, runs.__getitem__, casts.__getitem__, device, num_ranks > 1, residuals=residuals
@@ -114,7 +114,7 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in use at any time, margin included; DDP's buckets are the gradients."""
+        """Return the most bytes in use at any time, with the margin."""
         most = max(0, int(self.come_and_go().max()))
         return self._persistent + most + self._margin_bytes(most)
 
@@ -122,11 +122,11 @@ class StepMemory:
         return margin_bytes(self.device, num_bytes, bool(self.graph.recomputed), self._is_corrected)
 
     def come_and_go(self) -> npt.NDArray[np.int64]:
-        """Return the bytes at each time that come and go in the step, without the margin."""
+        """Return the bytes at each time of tensors that live for a part of the step, without margin."""
         return self._in_use(self.spans())
 
     def staying(self) -> npt.NDArray[np.int64]:
-        """Return the bytes that are alive at each time and at the next."""
+        """Return the bytes at each time of tensors that are still alive at the next time."""
         return self._in_use(self.spans(), after_death=0)
 
     def curve(self) -> dict[str, list[int]]:
@@ -170,44 +170,43 @@ class StepMemory:
         return chain.from_iterable(self._spans.values())
 
 
-# Factor on the largest measured error: of 360 plans not measured before, a few exceeded it, by half at most.
+# Factor on the largest measured error: a few of 360 new plans exceeded that error, by half at most.
 SAFETY = 2.0
 
 
 @cache
 def stated_error(device: str) -> float:
-    """Return the share by which bytes that come and go in a step may be predicted too small.
+    """Return the largest relative underprediction to expect of the bytes of temporary tensors.
 
     It is `SAFETY` times the largest underprediction in `memory_error.json` beside this file, which
-    `python -m qsync.experiments.memory.memory_error` writes. Devices never measured (GPUs) get the largest
-    error of those that were.
+    `python -m qsync.experiments.memory.memory_error` writes. Unmeasured devices (GPUs) get the largest error
+    of all measured devices.
     """
     stated = json.loads(Path(__file__).with_name("memory_error.json").read_text(encoding="utf-8"))
     worst = stated["worst_underprediction"]
     return SAFETY * float(worst.get(device, max(worst.values())))
 
 
-# The largest relative underprediction where blocks are recomputed: of 48 runs (GPT, BERT, ViT, BERT with
-# dropout; FP32, BF16, INT8; 0 to 4 blocks; torch 2.13 CPU) one, of INT8 with dropout, reached it.
+# The largest relative underprediction with recomputed blocks. Of 48 runs (GPT, BERT, ViT, BERT with dropout;
+# FP32, BF16, INT8; 0 to 4 blocks; torch 2.13 CPU) one, of INT8 with dropout, reached it.
 RECOMPUTATION_ERROR = 0.01
 
 
-# The largest underprediction with residuals, as a part of the bytes that come and go: of 32 mixed plans of
-# seven models one, of dilated convolutions, reached it (torch 2.13 on an EPYC with AVX2 alone).
+# The largest relative underprediction of temporary tensors with residuals. Of 32 mixed plans of seven models
+# one, of dilated convolutions, reached it (torch 2.13 on an EPYC with AVX2 only).
 RESIDUAL_ERROR = 0.105
 
 
 def margin_bytes(device: str, num_bytes: int, recomputed: bool = False, corrected: bool = False) -> int:
-    """Return the bytes by which a prediction of tensors that come and go may be too small."""
+    """Return the margin in bytes on a prediction of `num_bytes` bytes of temporary tensors."""
     share, constant = margin_parts(device, recomputed, corrected)
     return math.ceil(share * num_bytes) + constant
 
 
 def margin_parts(device: str, recomputed: bool, corrected: bool) -> tuple[float, int]:
-    """Return the margin as a share of the bytes that come and go, and a constant in bytes.
+    """Return the margin as a fraction of the bytes of temporary tensors, and a constant in bytes.
 
-    `corrected`: residuals of operators were added, because the model does not know the kernels of this
-    processor.
+    `corrected`: the prediction includes residuals, since the model does not know this processor's kernels.
     """
     again = SAFETY * RECOMPUTATION_ERROR * recomputed
     share = max(stated_error(device), again, RESIDUAL_ERROR * corrected)
@@ -215,7 +214,7 @@ def margin_parts(device: str, recomputed: bool, corrected: bool) -> tuple[float,
 
 
 def bytes_throughout(graph: OpGraph) -> int:
-    """Return the bytes of graph inputs and parameters' gradients, which are alive all the time."""
+    """Return the bytes of graph inputs and of parameters' gradients, which are alive all the time."""
     calls = {"batch": graph.num_calls, "alias": 0}
     entering = sum(
         calls.get(value.kind, 1) * value.num_bytes for value in graph.inputs if not value.passed_on

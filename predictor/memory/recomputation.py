@@ -1,8 +1,8 @@
-"""Lifetimes where blocks run forward again in backward (activation recomputation, checkpointing).
+"""Lifetimes with blocks that run forward again in backward (activation recomputation, checkpointing).
 
 Between forward and backward a block holds only its inputs. Just before the backward of its last operator it
-runs forward again, operator by operator, in time slots of its own. Its backward then finds the tensors that
-the block would have saved. The times of a step without recomputation are shifted to those of a step with it.
+runs forward again, operator by operator, in time slots of its own. The block's backward then reads tensors
+that a plain block would have saved. All times of a step without recomputation are shifted accordingly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qsync.predictor.memory.spans import Span
 
 
 class RecomputedBlocks:
-    """The blocks of one graph, each as its first and last operator; `users` as in `Layout`.
+    """The recomputed blocks of one graph, each as (first, last operator); `users` as in `Layout`.
 
     >>> list(RecomputedBlocks(blocks, num_ops, position, users).spans("fc1", span))
     """
@@ -30,7 +30,7 @@ class RecomputedBlocks:
         self._block: list[tuple[int, int] | None] = [None] * (num_ops + 1)
         for first, last in blocks:
             self._block[first : last + 1] = [(first, last)] * (last - first + 1)
-        # The slots by which the backward of each operator is later, its block's second forward included.
+        # The slots by which recomputation delays each operator's backward.
         self._delay = [0] * (num_ops + 1)
         for i in reversed(range(num_ops)):
             block = self._block[i]
@@ -45,26 +45,25 @@ class RecomputedBlocks:
         return time + self._delay[max(2 * self._num_ops - time, 0)]
 
     def second_time(self, i: int) -> int:
-        """Return when operator `i` of a block runs for the second time."""
+        """Return the time at which operator `i` of a block runs forward again."""
         block = self._block[i]
         assert block is not None, "only operators of a block run again"
         return self.shifted(2 * self._num_ops - block[1]) - (block[1] - i + 1)
 
     def spans(self, what: str | int, span: Span, casts_again: bool = False) -> Iterator[Span]:
-        """Yield the lives of a tensor of a value (by name) or operator (by position).
+        """Yield the lifetimes of a tensor of a value (by name) or operator (by position).
 
-        `span` is its life without recomputation. With `casts_again` a block makes its casts of weights again,
-        too.
+        `span` is its lifetime without recomputation. With `casts_again`, a block casts its weights again.
         """
         if span.birth > self._num_ops:
             yield replace(span, birth=self.shifted(span.birth), death=self.shifted(span.death))
             return
         block, readers = self._maker_and_readers(what)
         if casts_again and isinstance(what, str) and what not in self._position:
-            block = self._block[span.birth]  # of the first reader, which casts it
+            block = self._block[span.birth]  # of the first reader, at whose time it is cast
         if block is None:
             yield from self._across_blocks(span, readers)
-        elif readers and readers[-1] > block[1]:  # read after its block: saved, and made again in backward
+        elif readers and readers[-1] > block[1]:  # read after its block: saved, and recomputed
             yield from self._across_blocks(span, [i for i in readers if i > block[1]])
             if span.birth >= block[0]:
                 last = self.second_time(block[1])
@@ -83,14 +82,14 @@ class RecomputedBlocks:
             yield replace(span, birth=again, death=self.shifted(span.death), part="transient", saver="")
 
     def _maker_and_readers(self, what: str | int) -> tuple[tuple[int, int] | None, Sequence[int]]:
-        """Return the block that makes the tensor, and its readers."""
+        """Return the block that computes a tensor (None outside blocks), and the tensor's readers."""
         if isinstance(what, int):
             return self._block[what], ()
         place = self._position.get(what)
         return (self._block[place] if place is not None else None), self._users[what]
 
     def _across_blocks(self, span: Span, readers: Sequence[int]) -> Iterator[Span]:
-        """Yield the life of a tensor that may enter blocks: each needs it until the block has run again."""
+        """Yield the lifetime of a tensor extended to the second forward of every block that reads it."""
         death, saver = self.shifted(span.death), ""
         for i in readers:
             block = self._block[i]

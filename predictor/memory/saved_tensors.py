@@ -1,7 +1,7 @@
 """The tensors that operators save for backward.
 
-What torch's derivatives save was counted when the model was traced; products, norms and dropout save by the
-rules of their kernels. Source: torch's kernels and those of qsync.backend.
+Tracing counted the tensors that torch's derivatives save. For products, norms and dropout, rules follow their
+kernels. Source: torch's kernels and those of qsync.backend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qsync.predictor.memory.layout import Layout
 from qsync.records.graph import Derivative, Op, num_elements
 from qsync.records.precision import CONVOLUTIONS, LARGEST, Precision, type_bytes
 
-# Kinds that save nothing, where torch's derivative was not counted: in graphs without one.
+# Kinds that save nothing, for graphs in which torch's derivative was not counted.
 SAVES_NOTHING = ("view", "contiguous", "float", "input", "output", "dropout", "unsaved_function")
 # The two factors of a product: each is saved if the other one has a gradient.
 FACTORS = {
@@ -24,19 +24,19 @@ FACTORS = {
     "grouped_mm": (0, 1), "conv3d": (0, 1), "conv_transpose": (0, 1), "baddbmm": (1, 2),
 }  # fmt: skip
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
-# Modes in which a linear layer is torch's own, on values as they lie.
+# Modes in which torch's own linear kernel runs, on values in their given memory order.
 PLAIN = ("fp32", "bf16")
 INT8_MODES = (Precision.INT8, Precision.INT8_ALL)
 FP32_BYTES = 4
 _LSTM_GATES = 4
-# Forms in which an operator and the one in its epilogue save the same as apart: a product its operands, gelu
-# its input, relu its result.
+# Forms in which operators save the same tensors as in separate kernels: a product its operands, gelu its
+# input, relu its result.
 SAVES_AS_TORCH = ("plain", FUSED, *EPILOGUES)
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one operator saves: inputs (by number, in the type taken), its result, kept values (by name)."""
+    """The tensors that one operator saves: inputs (by index, as cast), its result, kept values (by name)."""
 
     inputs: tuple[int, ...] = ()
     output: bool = False
@@ -44,7 +44,7 @@ class Saved:
 
 
 def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", device: str = "cpu") -> Saved:
-    """Return what this operator of a graph saves for backward; `form` and `mode` are lowering's.
+    """Return the tensors that an operator saves for backward in a form and mode of lowering.
 
     >>> saved_by_op(graph.ops[0], layout(graph))
     Saved(inputs=(0, 1), output=False, indices=())
@@ -58,7 +58,7 @@ def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", dev
         return _as_counted(op, op.derivative)
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
-        # torch's convolutions save both in any case.
+        # torch's convolutions always save both factors.
         if op.kind in CONVOLUTIONS and mode not in INT8_MODES:
             return Saved(pair)
         if op.kind == "linear" and op.copies and mode in PLAIN:  # a copy of its input: `made_for_backward`
@@ -70,7 +70,7 @@ def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", dev
         return Saved((2,) if op.copies is False else ())
     if op.kind == "attention" and saves_weights_of(op, at, mode, device):
         return Saved((0, 1, 2))
-    if op.kind == "attention":  # of a mask of bools it saves its own copy in numbers, except in INT8
+    if op.kind == "attention":  # it saves a numeric copy of a Boolean mask, except in INT8
         bools = tuple(value for value in (*op.inputs, *op.kept) if at.dtype[value] == "bool")
         floats = tuple(j for j in everything if at.dtype[op.inputs[j]] in LARGEST)
         return Saved(floats, indices=bools) if mode == "int8" else Saved(floats, output=True)
@@ -80,11 +80,11 @@ def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", dev
         return Saved(indices=tuple(v for v in (*op.inputs, *op.kept) if at.dtype[v] not in LARGEST))
     if op.kind in SAVES_NOTHING or (op.kind == "rms_norm" and (device, mode) == ("cpu", "bf16")):
         return Saved()
-    return Saved(everything)  # too much rather than too little
+    return Saved(everything)  # an overestimate for unknown kinds
 
 
 def _as_counted(op: Op, derivative: Derivative) -> Saved:
-    """Return the operands and the result that torch's derivative saves."""
+    """Return the operands and the result that torch's counted derivative saves."""
     first_kept = len(op.inputs)
     operands = tuple(k for k in derivative.saved if k < first_kept)
     kept = tuple(v for k, v in enumerate(op.kept, first_kept) if k in derivative.saved)
@@ -92,7 +92,7 @@ def _as_counted(op: Op, derivative: Derivative) -> Saved:
 
 
 def made_for_backward(op: Op, at: Layout, form: str, mode: str, device: str) -> Iterator[int]:
-    """Yield the bytes that an operator makes for backward besides its result: masks, indices, statistics."""
+    """Yield the bytes of each further tensor saved for backward: masks, indices, statistics."""
     if form not in SAVES_AS_TORCH:
         yield from _made_saving_less(op, form)
     elif op.derivative is not None and op.kind not in NORMS:
@@ -112,8 +112,8 @@ def made_for_backward(op: Op, at: Layout, form: str, mode: str, device: str) -> 
     elif op.kind == "attention" and mode == "int8":  # backward recomputes everything else
         yield num_elements(scores_shape(op, at)) if op.dropout else 0
     elif op.kind == "attention" and writes_scores(op, at, mode, device):
-        # Probabilities, with dropout its mask and the probabilities after it; q and k, scaled; a copy of v
-        # with the heads in front, where it does not lie so. Each group of queries (GQA) has its own.
+        # Probabilities (with dropout also its mask and the probabilities after it), scaled q and k, and a
+        # copy of v with the heads in front, unless v has that order. Each query group (GQA) has its own.
         scores, width = scores_shape(op, at), at.shape[op.inputs[0]][-1]
         yield (3 if op.dropout else 1) * FP32_BYTES * num_elements(scores)
         rows = num_elements(scores[:-1]) * width, num_elements((*scores[:-2], scores[-1])) * width
@@ -128,14 +128,14 @@ def made_for_backward(op: Op, at: Layout, form: str, mode: str, device: str) -> 
         yield from _recurrent(mode, [at.shape[value] for value in op.inputs], device)
     elif op.kind == "rms_norm":
         yield FP32_BYTES * _rows(op)  # deviation
-        if device == "cpu":  # where it is written out in FP32: what the weight multiplies, and the input
+        if device == "cpu":  # composed of FP32 calls, which save the normalized values and the cast input
             yield FP32_BYTES * op.num_elements * (bool(op.kept) + (mode != "fp32"))
     elif op.kind in NORMS:
         yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
 
 
 def copied_operands(op: Op, at: Layout, mode: str) -> Iterator[tuple[int, int]]:
-    """Yield the operands of a product of which it saves expanded copies, by number, with their elements.
+    """Yield (operand index, elements) of each operand of which a product saves an expanded copy.
 
     INT8 saves codes, which are not expanded.
     """
@@ -146,11 +146,11 @@ def copied_operands(op: Op, at: Layout, mode: str) -> Iterator[tuple[int, int]]:
 
 
 def _recurrent(mode: str, shapes: list[tuple[int, ...]], device: str) -> Iterator[int]:
-    """Yield what the layers of a recurrence make for backward.
+    """Yield the bytes that the layers of a recurrent network save for backward.
 
-    Each but the last hands its result to the next. The workspace of oneDNN's LSTM holds gates, states and the
-    gradients of states of all steps (the bytes were measured with torch 2.13). Elsewhere a step saves its
-    gates, its states, and the factors of its products.
+    Each layer but the last passes its result to the next. The workspace of oneDNN's LSTM holds the gates,
+    states and state gradients of all steps (the bytes were measured with torch 2.13). Other kernels save the
+    gates, the states, and the factors of products of each step.
     """
     tokens, rows = num_elements(shapes[0][:-1]), shapes[1][1]
     weights = [shape for shape in shapes if len(shape) == 2]
@@ -161,7 +161,7 @@ def _recurrent(mode: str, shapes: list[tuple[int, ...]], device: str) -> Iterato
         if device == "cpu" and gates == _LSTM_GATES:
             per_hidden, per_width = (22, 20) if mode == "bf16" else (36, 24)
             yield (per_hidden * hidden + per_width * max(own[1], hidden)) * (tokens + rows)
-        elif device == "cpu" and gates == 1:  # its states; in BF16 also casts of those of the layer before
+        elif device == "cpu" and gates == 1:  # its states; in BF16 also a cast of the previous layer's states
             yield type_bytes(mode, hidden * tokens)
             if mode == "bf16" and last is not None:
                 yield type_bytes(mode, hidden * (tokens + 2 * rows))
@@ -173,10 +173,10 @@ def _recurrent(mode: str, shapes: list[tuple[int, ...]], device: str) -> Iterato
 
 
 def writes_scores(op: Op, at: Layout, mode: str, device: str) -> bool:
-    """Return whether attention is torch's plain kernel, which holds all scores in FP32.
+    """Return whether attention runs torch's plain kernel, which stores all scores in FP32.
 
-    On a CPU its fused one takes no heads that broadcast, and no other operands that `torch_fuses` refuses;
-    qsync's BF16 and INT8 kernels take all.
+    torch's fused CPU kernel supports no broadcast heads, and no operands that `torch_fuses` rejects. qsync's
+    BF16 and INT8 kernels support all of these.
     """
     if device != "cpu" or mode in ("int8", "bf16"):
         return False
@@ -185,18 +185,18 @@ def writes_scores(op: Op, at: Layout, mode: str, device: str) -> bool:
 
 
 def saves_weights_of(op: Op, at: Layout, mode: str, device: str) -> bool:
-    """Return whether attention is qsync's kernel for few keys, which saves its weights in BF16."""
+    """Return whether attention runs qsync's kernel for few keys, which saves its weights in BF16."""
     keys = at.shape[op.inputs[1]][-2]
     return device == "cpu" and mode in ("int8", "bf16") and saves_weights(keys, op.dropout)
 
 
 def scores_shape(op: Op, at: Layout) -> tuple[int, ...]:
-    """Return (..., heads, queries, keys)."""
+    """Return the shape of attention's scores: (..., heads, queries, keys)."""
     return (*op.shape[:-1], at.shape[op.inputs[1]][-2])
 
 
 def _made_saving_less(op: Op, form: str) -> Iterator[int]:
-    """Yield the bytes that an operator makes when it saves less: see compressed_saves.saved_ops."""
+    """Yield the bytes that an operator saves in a form that saves less (compressed_saves.saved_ops)."""
     elements = op.num_elements
     if form == "bits" or (form == "output" and op.kind == "gelu"):
         yield (elements + 7) // 8
@@ -209,7 +209,7 @@ def _made_saving_less(op: Op, form: str) -> Iterator[int]:
 
 
 def _rows(op: Op) -> int:
-    """Return the number of means (and of deviations) of a norm; of a group norm at the most."""
+    """Return the number of a norm's means (and deviations); for group norms an upper bound."""
     if op.kind == "group_norm":
         return num_elements(op.shape[:2])
     return op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])

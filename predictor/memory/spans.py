@@ -1,4 +1,4 @@
-"""The record of one tensor's life in a step."""
+"""The record of one tensor's lifetime in a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Span:
-    """Bytes alive from `birth` to `death`, both included; their purpose, and the operator that saves them.
+    """Bytes of a tensor alive from time `birth` to `death`, both included; their use and saver.
 
     `part` is one of "casts", "saved" and "transient".
     """

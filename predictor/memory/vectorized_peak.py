@@ -1,10 +1,10 @@
-"""The memory peak of a whole lowered graph at once, by lookups: the fast form of `peak`, equal to the byte.
+"""The memory peak of a whole lowered graph by array lookups: a fast form of `peak`, equal to the byte.
 
 The tensors of an operator and of a value depend on the neighbourhoods (`qsync.lowering.vectorized`) of the
-operators that make and read them. Each distinct case is computed once by `lifetimes`. It is stored as bytes
-that come and go at times relative to the value's first operator, and so holds wherever in the graph the case
-occurs again. Nothing of an assignment is stored. Where blocks are recomputed, tensors live twice, at times
-that depend on no base: each operator and value is then a case of its own.
+operators that compute and read them. `lifetimes` computes each distinct case once. A case is stored as
+allocated and freed bytes at times relative to the value's first operator, so it applies wherever it occurs in
+the graph. Nothing of an assignment is stored. With recomputed blocks, tensors live twice at absolute times,
+so each operator and value is a case of its own.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from qsync.records.precision import Precision
 
 Ints = npt.NDArray[np.int64]
 
-# The sign with which a time depends on a group's base, the position of the first operator that makes or reads
-# the value: none, forward (after the base), backward (before it).
+# The factor of a group's base in its times: none (absolute), forward (time = base + offset), backward (time =
+# offset - base). The base is the position of the first operator that computes or reads the value.
 _ABSOLUTE, _FORWARD, _BACKWARD = 0, 1, -1
 
 
 class VectorizedPeak:
-    """The tensors of one graph on one kind of device, by case; `in_buckets` as in `Lifetimes`."""
+    """The cached tensors of one graph on one kind of device; `in_buckets` as in `Lifetimes`."""
 
     def __init__(self, graph: OpGraph, device: str, in_buckets: bool) -> None:
         self.layout: Layout = layout(graph)
@@ -50,7 +50,7 @@ class VectorizedPeak:
         # By neighbourhood: bytes saved for backward, in forward, in backward, and between them.
         self._op_bytes: list[tuple[int, int, int, int] | None] = []
         self._list_groups()
-        # All cases one after the other: bytes that come (or go), and their times.
+        # All cases concatenated: allocated (negative: freed) bytes, with the sign and offset of their time.
         self._bytes: list[int] = []
         self._signs: list[int] = []
         self._offsets: list[int] = []
@@ -58,12 +58,12 @@ class VectorizedPeak:
         self._arrays: tuple[Ints, Ints, Ints, Ints] | None = None
 
     def _list_groups(self) -> None:
-        """List every value that is no view, with the operators that make or read it, and its kind."""
+        """List every value that is no view, with the operators that compute or read it, and its kind."""
         layout = self.layout
         kinds: dict[Any, dict[bytes, int]] = {}
         self._roots: list[str | int] = []
         self._cases: list[dict[bytes, int]] = []
-        # The aspect of an operator that matters to a group, by number of the view and of the neighbourhood.
+        # Numbers of the aspects of operators that matter to groups, by view number and neighbourhood number.
         self._aspects: Ints = np.zeros((0, 0), dtype=np.int64)
         self._aspect_numbers: dict[Any, int] = {}
         views: dict[tuple[int, ...], int] = {(): 0}
@@ -71,7 +71,7 @@ class VectorizedPeak:
         view_of: list[int] = []
         bounds, bases = [0], []
         groups: list[tuple[str | int, list[int]]] = [*layout.users.items()]
-        if layout.recomputed:  # residuals of an operator depend on the product before it
+        if layout.recomputed:  # an operator's residuals depend on the preceding product
             groups += [(i, [i, product]) for i, product in enumerate(layout.product)]
         for root, ops in groups:
             if ops:
@@ -86,11 +86,11 @@ class VectorizedPeak:
         self._views = list(views)
         self._users, self._view_of = np.array(users, dtype=np.int64), np.array(view_of, dtype=np.int64)
         self._bases = np.array(bases, dtype=np.int64)
-        # Slices of the bytes that the neighbourhoods of all users operators make.
+        # Byte ranges of each group's users in the concatenated aspect numbers (4 bytes each).
         self._slices = [slice(4 * a, 4 * b) for a, b in pairwise(bounds)]
 
     def _kind(self, root: str | int, users: list[int]) -> Any:
-        """Return all that `Lifetimes` reads of a value but the runs; positions are relative to the first."""
+        """Return a key of all that `Lifetimes` reads of a value except runs, with relative positions."""
         layout, base = self.layout, users[0]
         if layout.recomputed or isinstance(root, int):
             return root
@@ -101,13 +101,13 @@ class VectorizedPeak:
             entry = layout.entered.get(root)
             enters = None if entry is None else (entry, base)
             entered = (value.kind, value.dtype, value.shape, value.channels_last, enters)
-        # An activation runs in backward when its product does, which may be the first operator.
+        # The backward of an activation runs with its product's, whose position may be 0.
         starts = not base or any(self.tables.wiring.product[i] == 0 for i in users)
         ends = starts or any(layout.ops[i].kind == "output" for i in users)
         return entered, base if ends else None, tuple(self._part(root, i, base) for i in users)
 
     def _part(self, root: str, i: int, base: int) -> Any:
-        """Return what operator `i` is to a value, apart from how it runs."""
+        """Return a key of operator `i`'s relation to a value, independent of its run."""
         op, layout, product = self.layout.ops[i], self.layout, self.tables.wiring.product[i]
         own = [
             (j, layout.position.get(value, base - 1) - base)
@@ -123,22 +123,22 @@ class VectorizedPeak:
         return structure, i - base, layout.root[op.name] == root, tuple(own), order, epilogue_of
 
     def _view(self, root: str | int, i: int) -> tuple[int, ...]:
-        """List the operands (then `Op.kept`) that a group depends on; empty: on the whole operator."""
+        """List the operand indices that matter to a group (kept values follow); empty for all."""
         op, layout = self.layout.ops[i], self.layout
         if layout.root[op.name] == root or op.kind in PASSES_GRADIENT:
             return ()
         return tuple(j for j, v in enumerate((*op.inputs, *op.kept)) if layout.root[v] == root)
 
     def _aspect(self, i: int, view: tuple[int, ...], lives: Lifetimes) -> Any:
-        """Return what `Lifetimes` reads of an operator that reads a group's values but makes none."""
+        """Return a key of all that `Lifetimes` reads of an operator that only reads a group's values."""
         op, run, saved = self.layout.ops[i], lives.run(i), lives.saved(i)
         values = (*op.inputs, *op.kept)
         taken = tuple(run.operands[j] for j in view if j < len(op.inputs))
         saves = tuple((j in saved.inputs, values[j] in saved.indices) for j in view)
-        return taken, saves  # the product whose value it reads says whether it is its epilogue
+        return taken, saves  # the product's own neighbourhood shows epilogues
 
     def _aspects_now(self, lowered: Tabulated, lives: Lifetimes) -> Ints:
-        """Return a number for the aspect of every operator that matters to a group, over all groups."""
+        """Return the aspect numbers of the users of all groups, concatenated."""
         numbers = lowered.neighbourhood[self._users]
         missing = len(self.tables.runs) - self._aspects.shape[1]
         if missing > 0:
@@ -166,7 +166,7 @@ class VectorizedPeak:
         residuals: MemoryResiduals | None = None,
         when: int | None = None,
     ) -> tuple[int, int]:
-        """Return a time of the step (the peak's if `when` is None), and the bytes in use, margin included."""
+        """Return (time, bytes in use then, with margin); `when` None means the time of the peak."""
         in_use = self.in_use(lowered, residuals)
         when = int(in_use.argmax()) if when is None else when
         most, recomputed = max(0, int(in_use[when])), self.layout.recomputed is not None
@@ -175,7 +175,7 @@ class VectorizedPeak:
         return when, optimizer_bytes + self.throughout + most + margin
 
     def in_use(self, lowered: Tabulated, residuals: MemoryResiduals | None = None) -> Ints:
-        """Return the bytes that come and go, at each time of the step."""
+        """Return the bytes of temporary tensors at each time of the step."""
         change = np.zeros(self.layout.last + 2, dtype=np.int64)
         wiring, recomputed = self.tables.wiring, self.layout.recomputed is not None
 
@@ -212,7 +212,7 @@ class VectorizedPeak:
         self._add_rows(change, rows[numbers])
 
     def _add_rows(self, change: Ints, rows: Ints) -> None:
-        """Add what operators save, take in forward and in backward, and between these: a row for each."""
+        """Add rows of bytes per operator: saved for backward, in forward, in backward, at the loss."""
         saved, forward, backward, middle = rows.T
         n = self._num_ops
         end = 2 * n
@@ -246,7 +246,7 @@ class VectorizedPeak:
         np.add.at(change, offset[at] + sign[at] * self._bases[each], size[at])
 
     def _case(self, group: int, key: bytes, lives: Lifetimes) -> int:
-        """Return the number of a group's present case; a new case is computed and stored."""
+        """Return the number of the case with this key in a group; compute and store a new case."""
         known = self._cases[group]
         if key not in known:
             known[key] = len(self._bounds) - 1
@@ -269,8 +269,8 @@ class VectorizedPeak:
     def _relative(self, time: int, base: int) -> tuple[int, int]:
         """Return a time as sign and offset: time = offset + sign * base.
 
-        The times between forward and backward and at the end belong to the graph. A value at either end of
-        the graph reaches them relative to its base; it has a kind of its own (`_kind`).
+        The times of the loss and of the step's end are absolute. Values at either end of the graph, whose
+        relative times may coincide with these, have kinds of their own (`_kind`).
         """
         if self.layout.recomputed or time in (self._num_ops, 2 * self._num_ops):
             return _ABSOLUTE, time
@@ -287,7 +287,7 @@ class VectorizedPeak:
 
 
 class _ResidualRows:
-    """The residuals of one graph, a row for each operator by precision."""
+    """The residuals of one graph's operators, by precision and operator."""
 
     def __init__(self, layout: Layout, residuals: MemoryResiduals) -> None:
         self._rows: Ints = np.array(
@@ -297,7 +297,7 @@ class _ResidualRows:
         self._product = np.array(layout.product, dtype=np.int64)
 
     def of(self, lowered: Tabulated) -> Ints:
-        """Return (saved, forward, backward) of every operator."""
+        """Return the residual bytes (saved, forward, backward) of every operator under an assignment."""
         found: Ints = self._rows[lowered.precision[self._product], np.arange(len(self._product))]
         return found
 
@@ -314,14 +314,14 @@ def vectorized_bytes_at(
     residuals: MemoryResiduals | None = None,
     when: int | None = None,
 ) -> tuple[int, int]:
-    """Predict the bytes in use on one rank at a time of a training step, margin included, with that time.
+    """Predict (time, bytes in use then on one rank, with margin) of a training step.
 
-    The time is that of the peak if `when` is None; the bytes are then `peak_memory(...).peak_bytes`.
+    `when` None means the time of the peak, at which the bytes are `peak_memory(...).peak_bytes`.
 
     >>> vectorized_bytes_at(Tabulated(graph, assignment), optimizer_bytes=profile.optimizer_bytes)
     """
     graph, key = lowered.graph, (device, num_ranks > 1)
-    # Cases of recomputed graphs hold residuals.
+    # The cases of graphs with recomputed blocks include residuals.
     known = _PEAKS.of(graph, IdentityCache).of(residuals if graph.recomputed and residuals else graph, dict)
     if key not in known:
         known[key] = VectorizedPeak(graph, *key)

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 from torch.profiler import ProfilerActivity, profile
 
-ALLOCATOR = "[memory]"  # as the profiler names its events
-_NOISY = (b"ActivityProfiler", b"CPUAllocator.cpp")  # files of torch, in the lines that they write
+ALLOCATOR = "[memory]"  # the profiler's name of allocator events
+_NOISY = (b"ActivityProfiler", b"CPUAllocator.cpp")  # names of torch's files in unwanted log lines
 
 
 @contextlib.contextmanager
 def allocator_events(marks: str = "") -> Iterator[list[tuple[str, int]]]:
-    """Collect (name, bytes) of the allocations (negative: frees) inside, and of events that begin so."""
+    """Collect (name, bytes) of allocations (negative: frees) and of events whose names begin with `marks`."""
     found: list[tuple[str, int]] = []
     with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield found
@@ -32,7 +32,7 @@ def allocator_events(marks: str = "") -> Iterator[list[tuple[str, int]]]:
 
 @contextlib.contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Leave out what torch's profiler writes to file descriptor 2: start, stop, blocks from before."""
+    """Suppress log lines of torch's profiler on file descriptor 2 within the context."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as written:

@@ -11,13 +11,13 @@ import torch
 from qsync.backend.devices.gpu_state import gpu_states, why_held_down
 from qsync.backend.devices.kernel_timing import occupy_gpu
 
-_AHEAD = 32  # marks that the host stays ahead of the GPU, at least: they hide the launches of one operator
-_REGAINED = 3  # times as many marks that the host gets ahead while the GPU is occupied
-_LEAST_S, _MOST_S = 0.001, 0.01  # of occupation; by then the GPU's queue is full, and the host waits for it
+_AHEAD = 32  # least marks by which the host must lead the GPU, to hide the launches of one operator
+_REGAINED = 3  # lead to regain while the GPU is occupied / _AHEAD
+_LEAST_S, _MOST_S = 0.001, 0.01  # seconds to occupy the GPU; at the most its queue is full, so the host waits
 
 
 class Clock(Protocol):
-    """A clock that marks instants cheaply and tells the time between two of them once the step is over."""
+    """A clock that marks instants cheaply, and returns the time between two marks after the step."""
 
     def now(self) -> Any:
         """Mark this instant."""
@@ -27,40 +27,41 @@ class Clock(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until all marks have happened."""
+        """Wait until the device has passed all marks."""
 
     def held_down(self) -> str:
-        """Return why the device runs below its own clock now (heat); empty if it does not."""
+        """Return the reason why the device now runs below its nominal clock (heat), or an empty text."""
         ...
 
 
 class _HostClock:
-    """A clock that reads the host's time: a mark has happened once it is taken."""
+    """A clock that reads the host's time, so marks need no wait."""
 
     def settle(self) -> None:
-        """Do nothing."""
+        """Do nothing, since marks of the host are immediate."""
 
     def held_down(self) -> str:
-        """Return nothing: what slows a host shows as drift."""
+        """Return an empty text, since a slower host shows as drift."""
         return ""
 
 
 class WallClock(_HostClock):
-    """Wall time: for devices on which a call returns when its work is done."""
+    """Wall time, for devices on which a call returns after its work is done."""
 
     def now(self) -> float:
         """Read `time.perf_counter`."""
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the difference."""
+        """Return the difference of two marks."""
         return end - start
 
 
 class ShareClock(_HostClock):
-    """Time of an emulated device, which is paused and resumed: CPU time of this thread over its `share`.
+    """Time of an emulated slow device: this thread's CPU time divided by the device's `share` of a core.
 
-    Wall time would charge a whole pause to one operator. CPU time does not pass during a pause.
+    Emulation pauses and resumes the process. Wall time would charge a whole pause to one operator; CPU time
+    does not pass during a pause.
     """
 
     def __init__(self, share: float) -> None:
@@ -71,15 +72,15 @@ class ShareClock(_HostClock):
         return time.thread_time()
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the difference over the share."""
+        """Return the difference of two marks divided by the share."""
         return (end - start) / self.share
 
 
 class CudaClock:
-    """CUDA events on the current stream: for devices on which a call returns before its work is done."""
+    """CUDA events on the current stream, for devices on which a call returns before its work is done."""
 
     def now(self) -> torch.cuda.Event:
-        """Record an event."""
+        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -89,34 +90,34 @@ class CudaClock:
         return float(start.elapsed_time(end)) / 1e3
 
     def settle(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has done all work."""
         torch.cuda.synchronize()
 
     def held_down(self) -> str:
-        """Ask nvidia-smi: some tens of milliseconds."""
+        """Return nvidia-smi's reason for a reduced clock; takes some tens of milliseconds."""
         states = gpu_states(torch.device("cuda", torch.cuda.current_device()))
         return why_held_down(states[0]) if states else ""
 
 
 class _Mark(NamedTuple):
-    """An instant, and the instant from which the next interval counts."""
+    """A mark: the end of the interval before it, and the start of the interval after it."""
 
     arrived: Any
     left: Any
 
 
 class KernelClock(CudaClock):
-    """CUDA events behind work that was launched long before: what kernels take, not their launches.
+    """CUDA events in a full queue, which time kernels without their launches.
 
-    Where the host has little lead left, the GPU is given something to do until the lead is back. No interval
-    counts it.
+    If the host's lead over the GPU gets small, filler work occupies the GPU until the lead is back. Intervals
+    exclude the filler work.
     """
 
     def __init__(self) -> None:
         self._last: deque[tuple[torch.cuda.Event, float]] = deque(maxlen=_AHEAD)
 
     def now(self) -> Any:
-        """Record an event, and another one once the GPU is occupied."""
+        """Record an event, and a second one after filler work if the host's lead is small."""
         arrived = left = super().now()
         now_s = time.perf_counter()
         if not self._last:
@@ -130,26 +131,26 @@ class KernelClock(CudaClock):
         return _Mark(arrived, left)
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds from one mark to another, without what occupied the GPU."""
+        """Return the seconds between two marks without filler work at the first."""
         return super().seconds(start.left, end.arrived)
 
     def settle(self) -> None:
-        """Wait for the device, which then has nothing to do."""
+        """Wait for the device, and forget the host's lead, since the queue is then empty."""
         super().settle()
         self._last.clear()
 
 
 class LaunchClock(_HostClock):
-    """Wall time of the host, which waits for the GPU at every mark: what launches take, not the kernels."""
+    """Wall time of a host that waits for the GPU at every mark, which times launches without kernels."""
 
     def now(self) -> _Mark:
-        """Read the time, wait for the GPU, and read it again."""
+        """Read the time, wait for the GPU, and read the time again."""
         arrived = time.perf_counter()
         torch.cuda.synchronize()
         return _Mark(arrived, time.perf_counter())
 
     def seconds(self, start: _Mark, end: _Mark) -> float:
-        """Return the seconds from one mark to another, without the waits at both."""
+        """Return the seconds between two marks without the waits at both."""
         return float(end.arrived - start.left)
 
 

@@ -1,4 +1,4 @@
-"""The launches of kernels on a GPU: what they take of the host's time, from steps that wait at every node."""
+"""The host's seconds of launching kernels on a GPU, from steps that wait for the GPU at every node."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from qsync.records.profiles import Profile
 class Launches:
     """The measured launches of one model's steps, by assignment.
 
-    `samples` and `optimizer_s` are of steps in which the host waits for the GPU at every node. `free` are
-    steps without a timer: seconds until all was launched, and until all was done.
+    `samples` and `optimizer_s` come from steps in which the host waits for the GPU at every node. `free` maps
+    labels to steps without a timer: seconds until all kernels were launched, and until all were done.
     """
 
     def __init__(self, clock: LaunchClock) -> None:
@@ -25,10 +25,10 @@ class Launches:
         self.free: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def part_without_waits(self) -> float:
-        """Return what launches take where the host waits at no node, as a part of what they took.
+        """Return the launch time without waits at nodes, as a fraction of the time with waits.
 
-        Where the GPU is slower than the host, its queue is full and the host waits for that: of all
-        assignments the least part counts.
+        If the GPU is slower than the host, its queue fills up and lengthens the host's time. Therefore the
+        least fraction over all assignments counts.
         """
         took: dict[str, list[float]] = defaultdict(list)
         for (label, step), optimizer_s in zip(self.samples, self.optimizer_s, strict=True):
@@ -40,11 +40,11 @@ class Launches:
         return min(1.0, *parts)
 
     def whole_s(self, optimizer_s: float) -> dict[str, list[float]]:
-        """Return the seconds of whole steps by assignment, without the optimizer's."""
+        """Return the seconds of untimed steps without the optimizer, by assignment."""
         return {label: [max(0.0, s - optimizer_s) for _, s in free] for label, free in self.free.items()}
 
     def profile(self, device_class: str, graph: OpGraph) -> Profile:
-        """Return the prices of launches (`Profile.launches`)."""
+        """Return the host's seconds of launches as a profile (`Profile.launches`)."""
         part = self.part_without_waits()
         prices = node_costs(self.samples, [1.0 / part] * len(self.samples))
         steps = [step for _, step in self.samples]

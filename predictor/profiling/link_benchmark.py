@@ -1,8 +1,8 @@
-"""The link between the real ranks: the time of an all-reduce, and the time it takes from compute.
+"""The link between the real ranks: seconds of an all-reduce, and its toll on overlapping compute.
 
 On a CPU the all-reduce runs on the cores that compute, so both slow down while they overlap. Work is
-conserved: compute loses the CPU time that an all-reduce beside it needs. On a GPU an all-reduce takes
-multiprocessors: products that fill the card are timed alone and with an all-reduce beside them, by events.
+conserved: compute loses the CPU time of an overlapping all-reduce. On a GPU an all-reduce occupies
+multiprocessors, so events time products that fill the GPU, with and without an overlapping all-reduce.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from qsync.records.cluster import Link
 _NUM_ELEMENTS = (2**18, 2**20, 2**21, 2**22)  # 1 to 16 MiB of FP32
 _OVERLAPPED_ELEMENTS = 2**22
 _MAX_CHUNKS = 1000
-_GPU_SIDE = 2048  # of products that fill a GPU
+_GPU_SIDE = 2048  # rows and columns of matrices whose product fills a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """One rank's measurement: the link (equal on all ranks), and the compute seconds it costs the rank."""
+    """One rank's measurement: the link (equal on all ranks), and its toll on the rank's compute."""
 
     link: Link
     toll_s_per_call: float
@@ -39,10 +39,10 @@ def measure_link(
     rounds: int = 6,
     progress: Callable[[str], None] = lambda text: None,
 ) -> LinkMeasurement:
-    """Measure the link of the default process group and its toll on this rank. Every rank must call this.
+    """Measure the link of the default process group and its toll on this rank; all ranks must call it.
 
-    The seconds of an all-reduce are fitted as latency + bytes / bandwidth. Means over rounds are fitted:
-    a rank that is paused now and then makes the seconds vary, and training pays their mean.
+    The seconds of an all-reduce are fitted as latency + bytes / bandwidth, to means over rounds. Occasional
+    pauses of a rank make the seconds vary, and training pays their mean.
     """
     buffers = {size: torch.ones(size, device=device) for size in _NUM_ELEMENTS}
     for buffer in buffers.values():
@@ -58,7 +58,7 @@ def measure_link(
     latency, slope = _line({size: statistics.fmean(values) for size, values in walls.items()})
     per_call, per_byte = _line({size: statistics.median(values) for size, values in tolls.items()})
     alone_s = latency + 4 * _OVERLAPPED_ELEMENTS * slope
-    if device.type == "cuda":  # the host's CPU time says nothing of the GPU's
+    if device.type == "cuda":  # the host's CPU time does not measure the GPU's toll
         overlap_rate, lost_s = _measure_overlap_on_gpu(device, alone_s, rounds, progress)
         per_call, per_byte = 0.0, lost_s / (4 * _OVERLAPPED_ELEMENTS)
     else:
@@ -76,7 +76,7 @@ def _line(seconds: Mapping[int, float]) -> tuple[float, float]:
 
 
 def median_measurement(found: Sequence[LinkMeasurement]) -> LinkMeasurement:
-    """Return the median of each number of several measurements of a link."""
+    """Return the measurement whose numbers are medians over several measurements of a link."""
     links, tolls = [one.link for one in found], [(one.toll_s_per_call, one.toll_s_per_byte) for one in found]
     rates = [(one.latency_s, one.bytes_per_s, one.overlap_rate) for one in links]
     latency_s, bytes_per_s, overlap_rate = map(statistics.median, zip(*rates, strict=True))
@@ -85,7 +85,7 @@ def median_measurement(found: Sequence[LinkMeasurement]) -> LinkMeasurement:
 
 
 def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> tuple[float, float]:
-    """Return the wall time of one all-reduce, and the CPU time of this process's threads in it."""
+    """Return the wall seconds of one all-reduce, and this process's CPU seconds during it."""
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     dist.all_reduce(buffer)
@@ -96,7 +96,7 @@ def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> tuple[float
 def _measure_overlap(
     device: torch.device, alone_s: float, rounds: int, progress: Callable[[str], None]
 ) -> float:
-    """Measure the speed of an all-reduce beside compute, as a share of its speed without."""
+    """Measure the speed of an all-reduce beside compute, relative to its speed alone."""
     operand = torch.ones(256, 256, device=device)
     buffer = torch.ones(_OVERLAPPED_ELEMENTS, device=device)
     chunk = _repeats_for(operand, device, 0.1 * alone_s)
@@ -119,9 +119,9 @@ def _measure_overlap(
 def _measure_overlap_on_gpu(
     device: torch.device, alone_s: float, rounds: int, progress: Callable[[str], None]
 ) -> tuple[float, float]:
-    """Measure the speed of an all-reduce beside compute, and the seconds of compute lost to it.
+    """Measure the relative speed of an all-reduce beside compute, and the compute seconds lost to it.
 
-    The products last three times as long as the all-reduce, so that all of it lies beside them.
+    The products last three times as long as the all-reduce, so that they overlap all of it.
     """
     operand = torch.ones(_GPU_SIDE, _GPU_SIDE, device=device)
     buffer = torch.ones(_OVERLAPPED_ELEMENTS, device=device)
@@ -129,7 +129,7 @@ def _measure_overlap_on_gpu(
     clock, beside = CudaClock(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def products(reduced: bool) -> tuple[float, float]:
-        """Return the seconds of the products, and of the all-reduce beside them."""
+        """Return the seconds of the products, and of the all-reduce beside them if `reduced`."""
         dist.barrier()
         _wait(device)
         start = clock.now()
@@ -155,7 +155,7 @@ def _measure_overlap_on_gpu(
 
 
 def _repeats_for(operand: torch.Tensor, device: torch.device, seconds: float) -> int:
-    """Return how many products take so many seconds."""
+    """Return the number of products that take `seconds` seconds."""
     start = time.perf_counter()
     _compute(operand, 8, device)
     return max(1, int(seconds / max((time.perf_counter() - start) / 8, 1e-7)))

@@ -1,4 +1,4 @@
-"""The wait of a step for its next batch, from a loader that is asked once a step, as in training."""
+"""The wait of a step for its next batch, with one fetch per step as in training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from qsync.predictor.profiling.clocks import Clock
 
 
 class TimedLoader:
-    """A loader whose every batch is timed.
+    """A loader that times the fetch of every batch.
 
-    Without workers a step waits for the whole preparation of a batch; with workers only for what they have
-    not prepared yet. Call `fetch` between real steps, so that workers prepare batches meanwhile. Waiting for
-    workers takes no CPU time, so the clock of an emulated device (`ShareClock`) does not count it.
+    Without workers, a step waits for the whole preparation of a batch; with workers, only for the rest of it.
+    Call `fetch` between real steps, so that workers prepare batches during the steps. Waiting for workers
+    takes no CPU time, so the clock of an emulated device (`ShareClock`) does not count it.
 
     >>> timed = TimedLoader(loader, clock)
     >>> for _ in range(8): step(timed.fetch())
@@ -30,7 +30,7 @@ class TimedLoader:
         self._marks: list[tuple[Any, Any]] = []
 
     def fetch(self) -> Any:
-        """Return the next batch. Raises what `endless` raises."""
+        """Return the next batch, and time the fetch; pass errors of `endless`."""
         start = self._clock.now()
         batch = next(self._batches)
         self._marks.append((start, self._clock.now()))
@@ -38,7 +38,7 @@ class TimedLoader:
 
     @property
     def wait_s(self) -> float:
-        """Median seconds of a fetch, over the later half of all fetches.
+        """Return the median seconds of a fetch, over the later half of all fetches.
 
         Workers start with the first fetch and prepare batches ahead until training begins.
         """
@@ -48,9 +48,9 @@ class TimedLoader:
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the loader's batches, pass after pass.
+    """Yield the loader's batches without end, epoch after epoch.
 
-    Raises CalibrationError for a loader that cannot be iterated, is empty, or ends and cannot begin again.
+    Raises CalibrationError for a loader that cannot be iterated, is empty, or cannot be iterated twice.
 
     >>> batches = endless(DataLoader(dataset, batch_size=8))
     """
@@ -77,10 +77,10 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def first_batch(loader: Iterable[Any]) -> Any:
-    """Return the first batch that a loop would get; inside `undrawn` the loop gets it all the same.
+    """Return the first batch of a loader; within `undrawn`, a later loop still gets this batch.
 
-    Raises CalibrationError for a loader that can be read once (a generator), which would lose that batch, and
-    what `endless` raises.
+    Raises CalibrationError for a loader that can be iterated only once (a generator), which would lose the
+    batch. Errors of `endless` pass.
     """
     if isinstance(loader, Iterator):
         raise CalibrationError(
@@ -92,7 +92,7 @@ def first_batch(loader: Iterable[Any]) -> Any:
 
 @contextmanager
 def undrawn(loader: object) -> Iterator[None]:
-    """Fetch from a loader inside; afterwards its generators and its samplers are as before."""
+    """Restore the states of a loader's random generators and samplers after the context."""
     batches = getattr(loader, "batch_sampler", None)
     inside = [getattr(batches, name, None) for name in ("sampler", "batch_sampler")]
     places = (loader, getattr(loader, "sampler", None), batches, *inside)

@@ -1,8 +1,8 @@
-"""How slow a machine was at each moment, from the times of work that took turns on it. Pure.
+"""The slowness of a machine at each moment, estimated from the times of interleaved work. Pure.
 
 Clock rates, other processes and heat make a machine's speed drift by some per cent within seconds. Times of
-different moments are comparable only without that drift. The model is a mixed model (Harville, 1977): the
-logarithm of a sample is
+different moments are comparable only without that drift. The estimate uses a mixed model (Harville, 1977), in
+which the logarithm of a sample is
 
     a constant of its label  +  a random walk over time  +  noise
 
@@ -21,15 +21,15 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-# Grid of the variance that the walk gains from one sample to the next, as multiples of the noise's variance.
-# A walk of more would follow the noise itself: no machine repeats a step that well.
+# Candidates for the variance that the walk gains per sample / the noise's variance. A larger ratio would let
+# the walk follow the noise itself: no machine repeats a step that exactly.
 _GAINS = (0.0, *np.geomspace(1e-4, 1.0, 13))
-# Residuals are clipped to so many standard deviations.
+# Residuals are clipped to this number of standard deviations.
 _CLIP_DEVIATIONS = 3.0
 
 
 class _Fit(NamedTuple):
-    """The walk's level at each sample, the covariance of the labels' constants, and what the walk gains.
+    """A fitted model: the walk's level at each sample, and the covariance of the labels' constants.
 
     `gained` is the variance that the walk gains from the first sample to the last.
     """
@@ -40,10 +40,10 @@ class _Fit(NamedTuple):
 
 
 def drift_factors(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> list[float]:
-    """Return for each sample the factor by which the machine was slow; their geometric mean is 1.
+    """Return the slowness factor of the machine at each sample; their geometric mean is 1.
 
-    Samples of one label did the same work; each took `seconds`, and ended `at_s` (in any order). All factors
-    are 1 where no label has two samples.
+    Samples with the same label did the same work. Each took `seconds` and ended at time `at_s` (in any
+    order). All factors are 1 if no label has two samples.
 
     >>> drift_factors(["a", "b", "a", "b"], [1.0, 2.0, 1.1, 2.2], [0.0, 1.0, 2.0, 3.0])
     """
@@ -54,9 +54,9 @@ def drift_factors(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Se
 
 
 def label_error(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> float:
-    """Return the relative standard error of what a label takes against the others: root mean square.
+    """Return the relative standard error of labels' times against each other, as root mean square.
 
-    Infinite where no label has two samples.
+    Infinite if no label has two samples.
     """
     fit = _fit(labels, seconds, at_s)
     if fit is None:
@@ -66,10 +66,10 @@ def label_error(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequ
 
 
 def walk_rate(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> float:
-    """Return the variance that the logarithm of the machine's slowness gains in a second.
+    """Return the variance that the logarithm of the machine's slowness gains per second.
 
-    It is the mean over the likelihood of the grid. The deviation of the one path that was seen says less: of
-    a walk it is as uncertain as that of three numbers. 0 where no label has two samples.
+    It is the likelihood-weighted mean over the grid. The deviation of the observed path would be less
+    certain: for a random walk, it is as uncertain as that of three numbers. 0 if no label has two samples.
 
     >>> walk_rate(["a", "b", "a", "b"], [1.0, 2.0, 1.1, 2.2], [0.0, 1.0, 2.0, 3.0])
     """
@@ -78,7 +78,7 @@ def walk_rate(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequen
 
 
 def _fit(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> _Fit | None:
-    """Fit labels, walk and noise; None where no label has two samples."""
+    """Fit labels, walk and noise; return None if no label has two samples."""
     names = list(dict.fromkeys(labels))
     num = len(seconds)
     if num == len(names):
@@ -89,7 +89,7 @@ def _fit(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[fl
     when = np.asarray(at_s, dtype=np.float64)
     when = when - when.min()
     span = float(when.max()) or 1.0
-    walk = np.minimum.outer(when, when) * (num / span)  # covariance of a walk that gains 1 a sample
+    walk = np.minimum.outer(when, when) * (num / span)  # covariance of a walk with variance 1 per sample
     rest = log - _walk(log, design, walk).level
     rest -= design @ np.linalg.lstsq(design, rest, rcond=None)[0]
     limit = _CLIP_DEVIATIONS * 1.4826 * float(np.median(np.abs(rest)))
@@ -97,7 +97,7 @@ def _fit(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[fl
 
 
 def _walk(log: FloatArray, design: FloatArray, walk: FloatArray) -> _Fit:
-    """Return level and covariance at the gain of greatest likelihood, and the mean of `gained` over all."""
+    """Return the fit of greatest likelihood, with the likelihood-weighted mean of `gained`."""
     num, num_labels = design.shape
     level, labels = np.zeros(num), np.zeros((num_labels, num_labels))
     likelihoods: list[float] = []

@@ -1,4 +1,4 @@
-"""What `make_optimizer` makes for a profile: one optimizer, a list of several, or a wrapper around them."""
+"""The result of `make_optimizer` in a profile: one optimizer, a list of several, or a wrapper."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _FOR_EXAMPLE = "for example functools.partial(torch.optim.SGD, lr=0.1)"
 
 
 class Chain:
-    """Optimizers that step together, each of its own parameters: Muon of matrices, AdamW of the rest."""
+    """Optimizers that step together, each on its own parameters (Muon on matrices, AdamW on the rest)."""
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
         self.optimizers = list(optimizers)
 
     def step(self) -> None:
-        """Take a step of each."""
+        """Take a step with each optimizer."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop the gradients of each."""
+        """Reset the gradients of all optimizers' parameters."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
 
 def made(make: MakeOptimizer, parameters: Sequence[torch.nn.Parameter]) -> Any:
-    """Return the optimizer of these parameters; several as one.
+    """Return the optimizer that `make` creates for these parameters, or a chain of several.
 
-    Raises CalibrationError for what makes none, or fails.
+    Raises CalibrationError if `make` fails or returns no optimizer.
     """
     if not callable(make):
         raise CalibrationError(
@@ -64,9 +64,9 @@ def made(make: MakeOptimizer, parameters: Sequence[torch.nn.Parameter]) -> Any:
 
 
 def state_bytes(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
-    """Return the bytes that an optimizer keeps: in its state, in optimizers inside, wherever it holds them.
+    """Return the bytes of all tensors that an optimizer holds, also in inner optimizers.
 
-    Parameters and their gradients are not its own. What several tensors share counts once.
+    Parameters and their gradients are excluded. A storage shared by several tensors counts once.
     """
     others = [tensor for p in parameters for tensor in (p, p.grad) if tensor is not None]
     known = {_storage(tensor) for other in others for tensor in _plain(other)}
@@ -75,13 +75,13 @@ def state_bytes(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor that an object holds, in attributes and containers."""
+    """Yield every tensor that is reachable from an object through attributes and containers."""
     ahead, seen = [value], dict[int, Any]()
     while ahead:
         each = ahead.pop()
         if id(each) in seen or isinstance(each, _KEEP_NO_STATE):
             continue
-        seen[id(each)] = each  # held: the identity of an object that is gone may be another's
+        seen[id(each)] = each  # keeps the object alive, since its id may be reused
         if isinstance(each, torch.Tensor):
             yield each
         elif isinstance(each, Mapping):
@@ -93,7 +93,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a tensor is made of: itself, or codes and scales of 8-bit states, or a shard."""
+    """Yield a tensor's plain tensors: itself, or codes and scales of 8-bit states, or a shard."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -1,20 +1,20 @@
-"""The memory of one running step, measured at each operator, and how it differs from the prediction.
+"""The measured memory of one step at each operator, and its residuals against the prediction.
 
-The prediction knows what operators save; it does not know the scratch of every kernel on every processor, a
-loss outside the graph, or code that was not traced. What one step of each precision shows beyond the
-prediction is added to that of every plan (`MemoryResiduals`).
+The prediction covers the tensors that operators save. It does not cover the scratch memory of every kernel on
+every processor, a loss outside the graph, or untraced code. The bytes of one step of each precision beyond
+the prediction are added to the prediction of every plan (`MemoryResiduals`).
 
-A time is that of `qsync.predictor.memory.lifetimes`: operator i of n runs forward at i and backward at
-2n - i, the loss at n. With M the most bytes in use at a time, E those at its end, U the predicted most, and P
-the predicted that stay:
+Times are those of `qsync.predictor.memory.lifetimes`: operator i of n runs forward at i and backward at
+2n - i, the loss at n. With M the most bytes in use at a time, E the bytes at its end, U the predicted most,
+and P the predicted bytes that stay alive:
 
     residual saved by i   = (E - P at i) - (E - P at i - 1)
     residual of forward   = (M - U at i) - saved by operators up to i
     residual of backward  = (M - U at 2n - i) - saved by operators up to i
 
-So the prediction of a uniform precision becomes what was measured, and a mixed plan adds up what each of its
-operators showed in its own precision. A precision whose peak was predicted has no residuals: the model then
-knows more of its kernels than one step, which attributes bytes to times. Source: the events of torch's
+So the prediction of a uniform precision equals the measurement, and a mixed plan adds the residual of each
+operator in its own precision. A precision whose peak was predicted well has no residuals: the model is then
+more reliable than one step, whose bytes are attributed to times only. Source: the events of torch's
 allocator.
 """
 
@@ -40,16 +40,16 @@ from qsync.records.memory_residuals import MemoryResiduals, Residual
 
 Ints = npt.NDArray[np.int64]
 
-# A peak that was predicted to within these parts of it, too small or too large, is left as it was predicted.
+# Relative errors of a predicted peak (too small, too large) up to which it gets no residuals.
 _TOO_SMALL, _TOO_LARGE = 0.01, 0.05
-_MARK = "qsync: time "  # events of this name part the allocator's
+_MARK = "qsync: time "  # prefix of the events that separate allocator events by time
 
 
 @dataclass(slots=True)
 class StepBytes:
-    """Bytes in use in a step beyond those it began with, at each time: the most, and those at its end.
+    """Bytes in use at each time of a step, relative to its start: the most, and at the time's end.
 
-    Times at which nothing was seen to run have those of the time before.
+    A time without any event has the values of the time before.
     """
 
     most: Ints
@@ -58,27 +58,27 @@ class StepBytes:
 
 @dataclass(slots=True)
 class TimeMarks:
-    """An Observer (see qsync.runtime.node_calls) that writes the times of a step among torch's events."""
+    """An Observer (see qsync.runtime.node_calls) that marks the times of a step in torch's events."""
 
     only_times: ClassVar[bool] = True
     graph: OpGraph
-    # Whether the step runs an operator twice, as a loss that calls the model several times, or another one.
+    # Whether the step runs an operator twice (the loss calls the model several times), or an unknown one.
     differs: bool = False
     _position: dict[str, int] = field(init=False)
     _seen: set[str] = field(default_factory=set)
-    _hooked: set[int] = field(default_factory=set)  # sequence numbers of autograd's functions
+    _hooked: set[int] = field(default_factory=set)  # sequence numbers of autograd functions
     _in_backward: bool = False
 
     def __post_init__(self) -> None:
         self._position = {op.name: i for i, op in enumerate(self.graph.ops)}
 
     def began(self) -> None:
-        """Note nothing: what ran since the last operator belongs to the next."""
+        """Do nothing: code between two operators counts for the second operator."""
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """Mark that an operator has run, and later that its backward begins.
+        """Mark the end of an operator's forward, and later the start of its backward.
 
-        A checkpointed graph runs again in backward, and there counts as backward of what needs it.
+        A checkpointed graph runs forward again in backward, which counts as backward of its readers.
         """
         if self._in_backward or not isinstance(node, Run):
             return
@@ -95,12 +95,12 @@ class TimeMarks:
             function.register_prehook(lambda _: self._begins(2 * len(self.graph.ops) - i))
 
     def _begins(self, time: int) -> None:
-        """Mark a backward, unless it is of a gradient that the loss itself takes."""
+        """Mark the start of an operator's backward, unless the loss itself computes gradients in forward."""
         if self._in_backward:
             mark(time)
 
     def loss_ready(self) -> None:
-        """Note that forward has ended."""
+        """Record that forward has ended."""
         self._in_backward = True
 
 
@@ -110,11 +110,10 @@ def measure_residuals(
     loss: Callable[[], torch.Tensor],
     parameters: Sequence[torch.nn.Parameter],
 ) -> MemoryResiduals:
-    """Take a step of each assignment, and return how its memory differs from the prediction.
+    """Run a step of each assignment, and return the residuals of its memory against the prediction.
 
-    The model has run before, and its optimizer has stepped since it ran the assignment. Nothing is measured
-    on a GPU, inside a profiler of the user's, of a loss that calls the model several times, and where steps
-    run unlike operators.
+    Each assignment must have run before, with an optimizer step since. The result is empty on a GPU, inside a
+    profiler of the user, if the loss calls the model several times, and if steps run different operators.
     """
     graph, found = runner.graph, []
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
@@ -131,7 +130,7 @@ def measure_residuals(
 
 
 def mark(time: int) -> None:
-    """Let the events that follow belong to this time."""
+    """Mark the start of a time in torch's events."""
     with record_function(f"{_MARK}{time}"):
         pass
 
@@ -139,9 +138,9 @@ def mark(time: int) -> None:
 def trace_memory(
     marks: TimeMarks, loss: Callable[[], torch.Tensor], parameters: Sequence[torch.nn.Parameter]
 ) -> StepBytes:
-    """Run forward and backward under the marks, and return the bytes in use; gradients are there before.
+    """Run forward and backward under the marks, with gradients allocated; return the bytes in use.
 
-    As in DDP, whose buckets hold them, a gradient is made and then added to what is there.
+    Each gradient is computed and then added to the existing one, as in DDP, whose buckets hold them.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -171,14 +170,14 @@ def _by_time(events: Sequence[tuple[str, int]], num_times: int) -> StepBytes:
 
 
 def residuals_of(found: StepBytes, lowered: LoweredGraph) -> MemoryResiduals:
-    """Return by how much a step's bytes differ from those predicted of its graph, if the peak does."""
+    """Return the residuals of a step's bytes against the prediction; empty if the peaks agree."""
     predicted, num = StepMemory(lowered, num_ranks=2), len(lowered.graph.ops)
     most, staying = predicted.come_and_go(), predicted.staying()
     highest, measured = int(most.max()), int(found.most.max())
     if (1 - _TOO_SMALL) * measured <= highest <= (1 + _TOO_LARGE) * measured:
         return MemoryResiduals()
     beyond = found.most - most
-    kept = (found.at_end - staying)[:num]  # residual saved by all operators up to each
+    kept = (found.at_end - staying)[:num]  # residual bytes saved by operators 0 to i
     saved = np.diff(kept, prepend=0)
     forward, backward = beyond[:num] - kept, beyond[:num:-1] - kept
     modes = [node.mode for node in lowered.nodes if isinstance(node, Run)]

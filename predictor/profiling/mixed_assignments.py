@@ -1,8 +1,8 @@
-"""The assignments that a round of a profile times: one per uniform precision, and mixtures of them. Pure.
+"""The assignments that a profiling round times: one per uniform precision, and mixtures. Pure.
 
 An operator's cost depends on its neighbours: on the casts between them, on the type in which a following
-operator runs, on the memory format of images. Mixtures show operators beside neighbours of other types, and
-in each form beside products of their own precision too: the difference is the price of a switch.
+operator runs, on the memory format of images. Mixtures time operators beside neighbours of other types. They
+also time a form beside products of equal and of other precision; the difference is the price of a switch.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from qsync.records.graph import OpGraph
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 NUM_CANDIDATES = 192
-# Nodes lowered at most to find mixtures: a graph of thousands of operators gets fewer candidates.
+# The most nodes to lower in search of mixtures: a graph of thousands of operators gets fewer candidates.
 MAX_LOWERED_NODES = 50_000
-# Mixed steps timed for each uniform one.
+# Mixed steps per uniform step in a round.
 MIXTURES_PER_PRECISION = 2
-# With this probability an operator of every other candidate has the precision of the operator before it.
+# Probability that an operator takes the precision of the operator before it, in every other candidate.
 _STAYING = 0.75
-# Products of a precision that shall be timed both beside their like and beside others, each way.
+# Wanted products per precision and direction that are timed beside both equal and other precisions.
 _PRODUCTS_FOR_A_PRICE = 6
 
 Assignment = dict[str, Precision]
 
 
 class _Beside(NamedTuple):
-    """An operator, as a profile times it, after or before a product of its own or of another precision.
+    """A timed operator after or before (`way`) a product of the same or of another precision (`other`).
 
-    `other` is False for what is no product.
+    `other` is False for operators that are not products.
     """
 
     op: str
@@ -53,7 +53,7 @@ class RoundStep(NamedTuple):
 
 
 def num_round_steps(num_precisions: int, save_less: bool = False) -> int:
-    """Return the number of steps of a round: uniform ones, and mixtures if there are several precisions."""
+    """Return the number of steps of a round: uniform steps, and mixtures of several precisions."""
     num = num_precisions * (1 + MIXTURES_PER_PRECISION) if num_precisions > 1 else num_precisions
     return 2 * num if save_less else num
 
@@ -63,9 +63,9 @@ def round_steps(
     save_less: bool,
     unsupported: Callable[[OpGraph, Precision], Mapping[str, str]],
 ) -> list[RoundStep]:
-    """List the steps of a round; with `save_less` list every step again, saving less for backward.
+    """List the steps of a round; `save_less` appends each step once more, saving less for backward.
 
-    An operator runs in FP32 where its kind lacks the precision or the device does not support it
+    An operator runs in FP32 if its kind lacks the precision or the device does not support it
     (`unsupported`).
     """
     num = num_round_steps(len(precisions)) - len(precisions)
@@ -100,15 +100,15 @@ def round_steps(
 
 
 def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: int = 0) -> list[Assignment]:
-    """Choose `num` mixed assignments that together show the most of what a profile prices.
+    """Choose `num` mixed assignments that together cover most keys of a profile.
 
-    That is (operator, mode) pairs, each beside products of its own precision and of another, and casts.
+    Keys are (operator, mode) pairs, each beside products of equal and of other precision, and casts.
 
-    Greedy cover: draw random assignments, then `num` times take the assignment that shows most of what
-    neither a uniform assignment nor an assignment taken before shows. What shows the price of a switch comes
-    first, until enough products do for each precision. Among equals take the one that shows what was shown
-    least: a small graph is covered soon, and more steps of one mixture show less than steps of several. In
-    every other draw neighbours often have one precision, as in plans.
+    The choice is a greedy cover. Draw random assignments, then `num` times take the assignment with the most
+    keys that no uniform and no taken assignment has. Keys for the price of a switch come first, until enough
+    products of each precision have them. Ties go to the assignment whose keys were covered least often: a
+    small graph is covered soon, and different mixtures add more than repeats of one. In every other draw,
+    neighbours often have the same precision, as in plans.
 
     >>> mixtures(graph, [Precision.FP32, Precision.BF16, Precision.INT8], num=3)
     """
@@ -127,7 +127,7 @@ def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: in
     priced: Counter[tuple[Hashable, ...]] = Counter()
 
     def prices(new: set[tuple[Hashable, ...]]) -> Counter[tuple[Hashable, ...]]:
-        """Count the products, by precision and way, that these keys show beside their like and others."""
+        """Count products by (precision, way) that new keys complete to both equal and other neighbours."""
         beside = (key for key in new if isinstance(key, _Beside))
         return Counter((key.mode, key.way) for key in beside if key._replace(other=not key.other) in times)
 
@@ -146,7 +146,7 @@ def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: in
 
 
 def _drawn(usable: Mapping[str, Sequence[Precision]], draw: random.Random, staying: float) -> Assignment:
-    """Draw a precision for each operator, in order; with probability `staying` that of the one before."""
+    """Draw a precision per operator; with probability `staying`, repeat the previous operator's."""
     drawn: Assignment = {}
     before: Precision | None = None
     for name, found in usable.items():
@@ -157,7 +157,7 @@ def _drawn(usable: Mapping[str, Sequence[Precision]], draw: random.Random, stayi
 
 
 def _shown(graph: OpGraph, assignment: Assignment, float_16bit: str | None) -> set[tuple[Hashable, ...]]:
-    """Return what a step under this assignment shows: keys of a profile, and what products stand beside."""
+    """Return the keys that a step under an assignment covers: profile keys, and neighbours of products."""
     keys: set[tuple[Hashable, ...]] = set()
     for node in lower(graph, assignment, float_16bit).nodes:
         if isinstance(node, Cast):

@@ -1,9 +1,9 @@
 """A timer of every node of the lowered graph inside a running step, forward and backward.
 
-Forward, a node's time runs from the previous node's end to its own. Only the time for taking the marks is
-left out. Backward, autograd runs the recorded functions in reverse order of creation, on one thread. A node's
-backward time runs from the moment when the gradient of its result is complete to the moment when the gradient
-of the next node's result is. The cost of a timing hook, measured beforehand, is subtracted.
+In forward, a node's time runs from the previous node's end to its own end. Only the time for taking the marks
+is left out. In backward, autograd runs the recorded functions in reverse order of creation, on one thread. A
+node's backward time starts when the gradient of its result is complete. It ends when the gradient of the next
+node's result is complete. The measured cost of a timing hook is subtracted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qsync.records.profiles import Cost
 
 @dataclass(slots=True)
 class StepTimes:
-    """The seconds of one step: of each node, of the host around the graphs, and outside (the loss)."""
+    """The seconds of one step: of each node, of the host around the graphs, and of the loss (`outside`)."""
 
     nodes: list[tuple[Cast | Run, Cost]]
     host_s: float
@@ -31,7 +31,7 @@ class StepTimes:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole step."""
+        """Return the seconds of the whole step."""
         return self.host_s + self.outside.total_s + sum(cost.total_s for _, cost in self.nodes)
 
 
@@ -61,18 +61,18 @@ class NodeTimer:
 
     only_times: ClassVar[bool] = True
     clock: Clock
-    hook_s: float = 0.0  # cost of a timing hook in backward: see `timing_hook_s`
+    hook_s: float = 0.0  # seconds of a timing hook in backward (`timing_hook_s`)
     _begun: list[tuple[int, Any]] = field(default_factory=list)
     # Each node with the instant of its end, and the instant at which the mark was taken.
     _marks: list[tuple[Cast | Run, Any, Any]] = field(default_factory=list)
     _backward: list[tuple[int, Any]] = field(default_factory=list)
-    _hooked: set[int] = field(default_factory=set)  # sequence numbers: a function kept keeps what it saved
+    _hooked: set[int] = field(default_factory=set)  # sequence numbers: a reference would keep saved tensors
     _start: Any = None
     _loss: Any = None
     _in_backward: bool = False
 
     def start(self) -> None:
-        """Begin a step: call it before the model."""
+        """Start the timing of a step; call it before the model."""
         self._begun.clear()
         self._marks.clear()
         self._backward.clear()
@@ -81,12 +81,12 @@ class NodeTimer:
         self._start = self.clock.now()
 
     def began(self) -> None:
-        """Mark the start of a traced graph: the time since the last node is Python's, not a node's."""
+        """Mark the start of a traced graph; the time since the last node belongs to the host."""
         if not self._in_backward:
             self._begun.append((len(self._marks), self.clock.now()))
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """Mark the end of a node.
+        """Mark the end of a node's forward.
 
         A checkpointed graph runs again in backward. The second run counts as backward of the node that needs
         it.
@@ -97,24 +97,24 @@ class NodeTimer:
         tensor = result[0] if isinstance(result, (tuple, list)) and result else result
         function = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
         if function is not None and (number := function._sequence_nr()) not in self._hooked:
-            # A call that returned its input (contiguous) has no function of its own, and no backward time.
+            # A call that returned its input (contiguous) has no autograd function, and no backward time.
             self._hooked.add(number)
             index = len(self._marks)
 
             def begins(_: Any, index: int = index) -> None:
-                if self._in_backward:  # and in no gradient that the loss itself takes
+                if self._in_backward:  # not if the loss computes gradients in forward
                     self._backward.append((index, self.clock.now()))
 
             function.register_prehook(begins)
         self._marks.append((node, end, self.clock.now()))
 
     def loss_ready(self) -> None:
-        """Mark the end of forward: call it between loss and backward."""
+        """Mark the end of forward; call it between loss and backward."""
         self._loss = self.clock.now()
         self._in_backward = True
 
     def finish(self, end: Any = None) -> StepTimes:
-        """Return the times of the step: call it after backward.
+        """Return the times of the step; call it after backward.
 
         `end` marks this rank's own last gradient, if backward then waited for other ranks.
         """
@@ -130,7 +130,7 @@ class NodeTimer:
             backward[index] += max(0.0, between(start, stop) - self.hook_s)
         nodes: dict[Any, tuple[Cast | Run, Cost]] = {}
         for (node, *_), f, b in zip(self._marks, forward, backward, strict=True):
-            # A step that calls the model several times has the sum of them.
+            # If a step calls the model several times, a node's times add up.
             key = node.op if isinstance(node, Run) else node.profile_key
             first, before = nodes.get(key, (node, Cost(0.0, 0.0)))
             nodes[key] = (first, Cost(before.forward_s + f, before.backward_s + b))

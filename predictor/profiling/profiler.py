@@ -1,9 +1,9 @@
 """Profiler: the time of every node of the lowered graph, inside running steps of the real model.
 
-Every operator is timed at every precision beside the neighbours it will have: one step per uniform precision,
-and more at mixed precisions (`mixed_assignments`). Steps are whole, the optimizer's included, because the
-optimizer leaves caches as training finds them. The steps of a round are interleaved and medians are taken, so
-that a drift of the machine falls on all precisions alike.
+Every operator is timed in every precision beside realistic neighbours: one step per uniform precision, and
+further steps in mixed precisions (`mixed_assignments`). Steps are whole and include the optimizer, which
+leaves caches in the state that training finds. The steps of a round are interleaved and medians are taken, so
+that drift of the machine affects all precisions equally.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
 
-# The timer takes a few milliseconds a step: beside a timed step shorter than this, one without it is taken.
+# The timer adds a few milliseconds to a step. A timed step below this gets a twin step without the timer.
 LONG_STEP_S = 1.0
-# The first step after a change of assignment takes a few tenths of a millisecond longer than the next. Before
-# a timed step shorter than this, one is taken to warm up and two without the timer are averaged. Steps from
-# this on are dear: mixtures are taken with the timer alone, for what it adds shows beside uniform precisions.
+# The first step after a change of assignment takes a few tenths of a millisecond longer than the next. A
+# timed step below this gets a warm-up step and two twins without the timer. Longer steps are expensive, so
+# their mixtures get no twins: the twins of uniform precisions show the timer's cost.
 SHORT_STEP_S = 0.1
 MAX_ROUNDS = 12
-# Mixtures that are warmed up where steps are not short: two show every kind of cast there is.
+# Mixtures to warm up if steps are not short: two contain every kind of cast.
 NUM_WARMED_MIXTURES = 2
-# Relative standard error of a step's time against the others' below which no more rounds are taken.
+# Profiling stops once the relative standard error of a step's time against others' is below this.
 GOOD_ENOUGH = 0.005
 
 
 class Wait(NamedTuple):
-    """What a step took beyond this rank's own work: `wait_s` in all, `exposed_s` after its last gradient.
+    """The seconds of a step beyond this rank's own work: `wait_s` in total, `exposed_s` after its gradients.
 
-    The rest of `wait_s` is what all-reduces beside compute took from it, in seconds of wall time.
+    The rest of `wait_s` are the wall seconds that overlapping all-reduces took from compute.
     """
 
     wait_s: float
@@ -71,13 +71,13 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProfilerOptions:
-    """How a profiler takes its steps.
+    """The options of a profiler's steps.
 
-    With `save_less` a round takes each step a second time, in which every operator that is able to
-    saves less for backward. Before every step a batch is fetched from `loader`; the fetch is timed, and the
-    batch is not used. `num_precisions` is the largest number of precisions on any rank. A rank with fewer
-    precisions repeats the first steps of its round, so that all ranks' rounds have equally many steps. From
-    `until_s` on (`time.perf_counter`) memory is not measured, and no mixture is warmed up.
+    With `save_less`, a round repeats each step with all able operators saving less for backward. Before every
+    step a batch is fetched from `loader`; the fetch is timed, and the batch is not used. `num_precisions` is
+    the largest number of precisions on any rank. A rank with fewer precisions repeats the first steps of its
+    round, so that all ranks' rounds have equally many steps. After `until_s` (of `time.perf_counter`), memory
+    is not measured, and no mixture is warmed up.
     """
 
     make_optimizer: MakeOptimizer = torch.optim.AdamW
@@ -89,12 +89,12 @@ class ProfilerOptions:
 
 
 class Profiler:
-    """The measurements of one device class on one model and batch, a round at a time.
+    """The measurements of one device class on one model and batch, round by round.
 
-    A round is one step at each of `precisions` and at mixtures of them. `loss` runs the model forward on the
-    example batch and returns the scalar loss. The profiler runs backward and the optimizer, then puts the
-    weights back. More rounds can be added at any time, for example between training steps, so that the
-    profile sees the machine as training does.
+    A round is one step in each of `precisions` and in mixtures of them. `loss` runs the model forward on the
+    example batch and returns the scalar loss. The profiler runs backward and the optimizer, then restores the
+    weights. More rounds can be added at any time, for example between training steps, to measure the machine
+    under training's conditions.
 
     >>> profiler = Profiler(program, loss, parameters, [Precision.FP32, Precision.BF16], clock)
     >>> for _ in range(3): profiler.round()
@@ -116,7 +116,7 @@ class Profiler:
         self._loader = (
             TimedLoader(options.loader, _waiting_clock(clock)) if options.loader is not None else None
         )
-        # On a GPU the kernels of a step are timed in one step, their launches in another.
+        # On a GPU, one step times kernels and another step times their launches.
         self._launches = Launches(LaunchClock()) if isinstance(clock, CudaClock) else None
         self._clock = clock = KernelClock() if self._launches else clock
         self._timer = NodeTimer(clock, timing_hook_s(clock))
@@ -128,17 +128,17 @@ class Profiler:
         self._samples: list[tuple[str, StepTimes]] = []
         self._ended_at_s: list[float] = []
         self._waits: list[tuple[int, Wait]] = []
-        self._wait = Wait(0.0, 0.0)  # of the last step
-        self._reduced_s = 0.0  # when its backward, and so every all-reduce, was done
-        self._arriving_last: list[torch.Tensor] = []  # the parameter whose gradient comes last, once known
+        self._wait = Wait(0.0, 0.0)  # wait of the last step
+        self._reduced_s = 0.0  # end of the last step's backward, all-reduces included (perf_counter)
+        self._arriving_last: list[torch.Tensor] = []  # the parameter with the last gradient, once known
         self._optimizer_s: list[float] = []
         self._bucket_s_per_byte: list[float] = []
-        self._held_down: list[str] = []  # by round: why the device ran below its clock
-        self._plain_s: list[float | None] = []  # by sample: seconds of the same step without the timer
+        self._held_down: list[str] = []  # by round: reason for a reduced clock
+        self._plain_s: list[float | None] = []  # by sample: seconds of its twins without the timer
         self._began_s = time.perf_counter()
         self._num_steps = 0
-        self._ran: dict[str, set[str]] = {}  # the operators of the first step with a timer, by its label
-        self.unused: set[int] = set()  # ids of the parameters that got no gradient in a step
+        self._ran: dict[str, set[str]] = {}  # label -> operators of its first timed step
+        self.unused: set[int] = set()  # ids of parameters without a gradient in some step
         self._optimizer = made(options.make_optimizer, self._parameters)
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
         self._typical_s = self._warm_up()
@@ -148,7 +148,7 @@ class Profiler:
         self._warmed_up_s = time.perf_counter() - self._began_s
 
     def _warm_up(self) -> list[float]:
-        """Trace the model, compile every kernel, and return about how long each step of a round takes."""
+        """Trace the model, compile all kernels, and return approximate seconds of a round's steps."""
         self._progress("profile, tracing")
         tracing = self._timed_step(self._round[0])
         self._ran.clear()  # a model may change itself in its first call
@@ -156,7 +156,7 @@ class Profiler:
         long_s = tracing.total_s - tracing.host_s
         typical_s: list[float] = []
         for k, step in enumerate(self._round):
-            # A cold start does not matter in a long step, and by now every kernel is compiled.
+            # A cold start is negligible in a long step, and tracing has compiled all kernels.
             if k == 0 and long_s > LONG_STEP_S:
                 typical_s.append(long_s)
                 continue
@@ -170,7 +170,7 @@ class Profiler:
         return typical_s
 
     def _measure_memory(self) -> MemoryResiduals:
-        """Return how the memory of a step of each uniform precision differs from the prediction."""
+        """Return the residuals of memory against the prediction, from one step per uniform precision."""
         if time.perf_counter() > self._until_s:
             return MemoryResiduals()
 
@@ -184,22 +184,22 @@ class Profiler:
 
     @property
     def num_choices(self) -> int:
-        """The number of steps of a round."""
+        """Return the number of steps of a round."""
         return len(self._round)
 
     def round(self) -> None:
-        """Take one more step of every assignment. Raises CalibrationError for a loss that is not finite."""
+        """Measure one more step of every assignment; raise CalibrationError for a non-finite loss."""
         for k in range(self.num_choices):
             self.measure(k)
 
     def measure(self, k: int) -> None:
-        """Take one more step of the k-th assignment of a round.
+        """Measure one more step of the k-th assignment of a round.
 
-        Beside a step that is not long, steps without the timer are taken: they show how much time it adds.
-        Where steps are not short either, those of uniform precisions show enough.
+        Steps below LONG_STEP_S get twins without the timer, which show how much time the timer adds. From
+        SHORT_STEP_S on, only uniform precisions get twins.
         The first step of an assignment takes a per cent more than the next, so every other round takes the
-        timed step first. Before a short step, one more warms caches that other work left cold. Python
-        collects its garbage between measurements: one collection takes as long as several steps.
+        timed step first. One more step before short steps warms the caches. Python collects garbage only
+        between measurements, since one collection takes as long as several steps.
         """
         choice, number = self._round[k], len(self._samples) // self.num_choices
         self._progress(f"profile {choice.label}, round {number + 1}{self._left()}")
@@ -227,19 +227,19 @@ class Profiler:
             self._bucket_s_per_byte.append(_time_bucket_copy(self._parameters, self._clock))
 
     def _num_twins(self, k: int) -> int:
-        """Return how many steps without the timer are taken beside the k-th of a round."""
+        """Return the number of twins without the timer of a round's k-th step."""
         if self._typical_s[k] < SHORT_STEP_S:
             return 2
         return int(self._typical_s[k] < LONG_STEP_S and self._twinned[k])
 
     def _left(self) -> str:
-        """Return about how long the steps take that are needed in any case, in words; empty after these."""
+        """Return the remaining seconds of the required steps, in words; empty after these steps."""
         ahead = [*range(self.num_choices), 0][len(self._samples) :]
         left_s = sum(self._typical_s[k] * (1 + self._num_twins(k)) for k in ahead)
         return f", about {left_s:.0f} s left" if ahead else ""
 
     def shorten_round(self, num: int) -> None:
-        """Take only the first `num` steps of every round. Called before the first `measure`."""
+        """Limit every round to its first `num` steps; call it before the first `measure`."""
         self._round, self._typical_s = self._round[:num], self._typical_s[:num]
         self._twinned = self._twinned[:num]
 
@@ -252,29 +252,29 @@ class Profiler:
         return self._round[k].saves_less
 
     def typical_s(self) -> list[float]:
-        """Return about how many seconds each step of a round takes: `measure` treats short steps apart."""
+        """Return the approximate seconds of each step of a round, which decide its number of twins."""
         return list(self._typical_s)
 
     def is_uniform(self, k: int) -> bool:
-        """Return whether the k-th step of a round runs one precision wherever that is possible."""
+        """Return whether the k-th step of a round uses one precision wherever possible."""
         return k < len(self._precisions)
 
     def set_typical_s(self, typical_s: Sequence[float], twinned: Sequence[bool]) -> None:
-        """Set the seconds of each step for `measure`, and which are taken without the timer too.
+        """Set each step's approximate seconds, and whether it gets twins without the timer.
 
-        Ranks that step together must set the same for steps that they take together.
+        Ranks that step together must set equal values for their common steps.
         """
         self._typical_s, self._twinned = list(typical_s), list(twinned)
 
     def waits(self) -> list[tuple[int, Wait]]:
-        """Return for every sample its number in the round, and its wait.
+        """Return (step number in the round, wait) of every sample.
 
-        A wait is zero where the clock counts waiting as work.
+        A wait is zero if the clock counts waiting as work.
         """
         return list(self._waits)
 
     def samples(self) -> list[tuple[str, float, float]]:
-        """Return of every timed step its label, its seconds, and when it ended."""
+        """Return (label, seconds, end time) of every timed step."""
         return [
             (label, step.total_s, at_s)
             for (label, step), at_s in zip(self._samples, self._ended_at_s, strict=True)
@@ -287,20 +287,20 @@ class Profiler:
         emulated_share: float | None = None,
         drift: Sequence[float] | None = None,
     ) -> Profile:
-        """Return the profile of all rounds so far: medians.
+        """Return the profile of all rounds so far, whose costs are medians.
 
-        `drift` is the factor by which the machine was slow at each of `samples`. Without it the factors are
+        `drift` has the slowness factor of the machine at each of `samples`. By default the factors are
         estimated from these samples alone.
         """
         steps = [step for _, step in self._samples]
         totals: dict[str, list[float]] = defaultdict(list)
         for label, step in self._samples:
             totals[label].append(step.total_s)
-        if self._launches:  # as the steps are without a timer
+        if self._launches:  # seconds of steps without a timer
             totals |= self._launches.whole_s(median(self._optimizer_s))
         drift = self.drift_factors() if drift is None else drift
         seconds = time.perf_counter() - self._began_s
-        # Behind a full queue an event of the GPU takes what a hook does; no step without one is as full.
+        # With a full queue, a GPU event costs as much as a hook. No untimed step has a full queue to compare.
         timer_s = self._timer.hook_s if self._launches else timer_seconds(steps, self._plain_s)
         found = node_costs(self._samples, drift, timer_s)
         return Profile(
@@ -335,16 +335,16 @@ class Profiler:
         )
 
     def fill(self, seconds: float) -> None:
-        """Take steps until the time of a step is known to half a per cent, or `seconds` have passed.
+        """Measure steps until their times are known to half a per cent, or `seconds` have passed.
 
-        `seconds` count from the construction of the profiler. In any case the first step of a round is taken
+        `seconds` count from the construction of the profiler. At least, the first step of a round is measured
         twice and every other step once.
         """
         while self.wants_more(self._began_s + seconds):
             self.measure(len(self._samples) % self.num_choices)
 
     def wants_more(self, until_s: float) -> bool:
-        """Return whether `fill` would take another step until then (`time.perf_counter`)."""
+        """Return whether `fill` would measure another step before `until_s` (of `time.perf_counter`)."""
         done = len(self._samples)
         if done <= self.num_choices:
             return True
@@ -355,16 +355,16 @@ class Profiler:
         return not is_known and not is_late and rounds < MAX_ROUNDS
 
     def drift_factors(self) -> list[float]:
-        """Return the factor by which the machine was slow at each sample."""
+        """Return the slowness factor of the machine at each sample."""
         return drift_factors(*self._sampled()) if self._samples else []
 
     def _sampled(self) -> tuple[Sequence[str], Sequence[float], Sequence[float]]:
-        """Return the labels of the timed steps, their seconds, and when they ended."""
+        """Return the labels, seconds and end times of all timed steps."""
         labels, seconds, at_s = zip(*self.samples(), strict=True)
         return labels, seconds, at_s
 
     def _unsupported(self) -> dict[str, dict[str, str]]:
-        """Return what the device does not support: operator -> precision -> reason."""
+        """Return the precisions that the device does not support: operator -> precision -> reason."""
         found: dict[str, dict[str, str]] = defaultdict(dict)
         for precision in self._precisions:
             for op, reason in self._runner.unsupported(self.graph, precision).items():
@@ -372,7 +372,7 @@ class Profiler:
         return dict(found)
 
     def _timed_step(self, choice: RoundStep) -> StepTimes:
-        """Take a whole step with timing hooks; it changes the weights."""
+        """Run a whole step with timing hooks, which changes the weights."""
         self._next_batch()
         self._choose(choice, self._timer)
         with self._waiting():
@@ -386,7 +386,7 @@ class Profiler:
         return step
 
     def _launch_step(self, choice: RoundStep) -> None:
-        """Take a whole step in which the host waits for the GPU at every node, for the times of launches."""
+        """Run a whole step in which the host waits for the GPU at every node, to time launches."""
         assert self._launches
         timer, clock = self._launches.timer, self._launches.timer.clock
         self._next_batch()
@@ -398,7 +398,7 @@ class Profiler:
         self._launches.samples.append((choice.label, step))
 
     def _free_step(self, choice: RoundStep) -> None:
-        """Take a whole step as training does, and note its wall time, and when the host had launched it."""
+        """Run a whole untimed step as in training; record its launch seconds and its wall seconds."""
         assert self._launches
         self._next_batch()
         self._choose(choice, None)
@@ -411,7 +411,7 @@ class Profiler:
         self._launches.free[choice.label].append((launched_s, time.perf_counter() - begun_s))
 
     def _forward_and_backward(self, timer: NodeTimer) -> StepTimes:
-        """Run forward and backward under a timer. CalibrationError for a loss that is no finite number."""
+        """Run forward and backward under a timer; raise CalibrationError for a non-finite loss."""
         for parameter in self._parameters:
             parameter.grad = None
         timer.start()
@@ -426,10 +426,10 @@ class Profiler:
         return step
 
     def _check_operators(self, choice: RoundStep, step: StepTimes) -> None:
-        """Raise UnsupportedError where a step repeats another of its kind, and other operators run."""
+        """Raise UnsupportedError if a step runs other operators than the first step with its label."""
         ran = {node.op for node, _ in step.nodes if isinstance(node, Run)}
         if others := ran ^ self._ran.setdefault(choice.label, ran):
-            one = min(others, key=lambda op: ("." not in op, op))  # rather of a module
+            one = min(others, key=lambda op: ("." not in op, op))  # prefers names inside modules
             raise UnsupportedError(
                 f"{self._runner.graph.model} runs {shortened(one)} in one step and not in another, and a "
                 "plan is for the same operators in all: switch off what skips layers at random (the "
@@ -438,7 +438,7 @@ class Profiler:
             )
 
     def _plain_step(self, choice: RoundStep) -> float:
-        """Take a whole step without timing hooks, and return its seconds without the optimizer's."""
+        """Run a whole step without timing hooks; return its seconds without the optimizer."""
         self._next_batch()
         self._choose(choice, None)
         with self._waiting():
@@ -451,7 +451,7 @@ class Profiler:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Note how the body's step waits, if the clock does not count waiting."""
+        """Record the wait of the step within the context, if the clock does not count waiting."""
         if not isinstance(self._clock, ShareClock):
             yield
             return
@@ -471,7 +471,7 @@ class Profiler:
         self._runner.choose(choice.choose, observer, _all_that_can if choice.saves_less else None)
 
     def _optimizer_step(self) -> None:
-        """Step; CalibrationError for an optimizer that needs a closure, or takes no sparse gradients."""
+        """Run an optimizer step; raise CalibrationError if it fails (closure, sparse gradients)."""
         try:
             self._optimizer.step()
         except Exception as error:
@@ -494,19 +494,19 @@ class Profiler:
 
 
 class _Last:
-    """The parameter whose gradient came last, and when."""
+    """A record of the last accumulated gradient: its parameter and time."""
 
     parameter: torch.Tensor | None = None
     at_s = 0.0
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Note a gradient: a hook of a parameter."""
+        """Record a gradient; the hook of a parameter."""
         self.parameter, self.at_s = parameter, time.perf_counter()
 
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Let Python collect no garbage meanwhile; what is due is collected afterwards."""
+    """Disable Python's garbage collection within the context."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -517,7 +517,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _waiting_clock(clock: Clock) -> Clock:
-    """Return the clock that times the wait for a batch: wall time for a rank whose clock counts CPU time."""
+    """Return the clock for loader waits: wall time if the clock counts CPU time of a whole core."""
     return WallClock() if isinstance(clock, ShareClock) and clock.share == 1.0 else clock
 
 
@@ -526,7 +526,7 @@ def _all_that_can(graph: OpGraph) -> tuple[str, ...]:
 
 
 def _time_bucket_copy(parameters: Sequence[torch.nn.Parameter], clock: Clock) -> float:
-    """Measure the seconds per byte of DDP's copy of a gradient, divided by the ranks, into its bucket."""
+    """Measure the seconds per byte of DDP's copy of a gradient to its bucket, with its division."""
     if not parameters:
         return 0.0
     size = min(max(sum(p.numel() for p in parameters), 1), 4 * 2**20)

@@ -1,4 +1,4 @@
-"""The model as profiles and indicators run it: one assignment after another, and checks of its loss."""
+"""The interface of models that profiles and indicators run under assignments, and loss checks."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ Choose = Callable[[OpGraph], Mapping[str, Precision]]
 
 
 class Runner(Protocol):
-    """A model that runs the assignment it was given last: see qsync.runtime.program.Program."""
+    """A model that runs under the assignment chosen last (qsync.runtime.program.Program)."""
 
     kernels: Kernels
 
     def choose(
         self, choose: Choose, observer: Any = None, saving_less: Callable[[OpGraph], Any] | None = None
     ) -> None:
-        """Run this assignment from the next step on, and show every node to the observer."""
+        """Choose the assignment of the next steps, and the observer that sees every node."""
 
     def unsupported(self, graph: OpGraph, precision: Precision) -> Mapping[str, str]:
-        """Return the operators that no kernel serves at this precision, each with the reason."""
+        """Return the operators without a kernel in this precision, each with the reason."""
         ...
 
     @property
     def graph(self) -> OpGraph:
-        """The traced graph; known after the first step."""
+        """Return the traced graph, which is known after the first step."""
         ...
 
     @property
     def lowered(self) -> tuple[LoweredGraph, ...]:
-        """The lowered graphs that ran."""
+        """Return the lowered graphs that ran."""
         ...
 
 
 def check_scalar(loss: torch.Tensor) -> None:
-    """Raise CalibrationError unless the loss is one number that has a gradient.
+    """Raise CalibrationError unless the loss is a single number with a gradient.
 
-    Reads only the shape: it does not wait for the device.
+    The check reads only the shape, so it does not wait for the device.
     """
     if not isinstance(loss, torch.Tensor):
         raise CalibrationError(

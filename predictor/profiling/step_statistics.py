@@ -1,7 +1,7 @@
 """Costs, noise and error of a profile, from the times of all its steps. Pure.
 
-Every statistic is robust: medians, and deviations by the median distance from the median. The machine's drift
-is divided out of each sample before (`machine_drift`).
+All statistics are robust: medians, and deviations from the median absolute deviation. Samples are first
+divided by the machine's drift (`machine_drift`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from qsync.records.profiles import Cost
 
 Samples = Sequence[tuple[str, StepTimes]]  # (label of the assignment, times of one step)
 CastKey = tuple[str, str, str]  # (value, source type, target type)
-Runs = Mapping[tuple[str, str], Sequence[tuple[Run, Cost]]]  # by operator and mode
+Runs = Mapping[tuple[str, str], Sequence[tuple[Run, Cost]]]  # (operator, mode) -> timed runs
 
-_PRODUCTS_FOR_A_PRICE = 3  # of a switch between precisions
-_MEDIAN_ERROR = 1.2533  # of normal values, over the error of their mean: sqrt(pi / 2)
-_LEAST_OWN = 0.1  # of a node's timed seconds: what is taken out of them is an estimate, and no node is free
+_PRODUCTS_FOR_A_PRICE = 3  # least number of products that determine the price of a switch
+_MEDIAN_ERROR = 1.2533  # error of the median / error of the mean, for normal values: sqrt(pi / 2)
+_LEAST_OWN = 0.1  # least fraction of a node's timed seconds that remains after subtracted estimates
 
 
 class NodeCosts(NamedTuple):
@@ -40,18 +40,18 @@ def median(values: Iterable[float]) -> float:
 
 
 def robust_deviation(values: Sequence[float]) -> float:
-    """Return the median distance from the median, times 1.4826.
+    """Return the median absolute deviation times 1.4826.
 
-    For a normal distribution the result equals the standard deviation.
+    For a normal distribution, this equals the standard deviation.
     """
     middle = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
 
 
 def median_cost(costs: Sequence[Cost], timer_s: float = 0.0, scale: float = 1.0) -> Cost:
-    """Return the median of forward and backward seconds, and the deviation of their sum.
+    """Return the median forward and backward seconds, and the robust deviation of their sum.
 
-    `timer_s` is subtracted from both in proportion, never all of them; all is multiplied by `scale`.
+    `timer_s` is subtracted from both in proportion, down to _LEAST_OWN of them. `scale` multiplies all.
     """
     forward_s, backward_s = median(c.forward_s for c in costs), median(c.backward_s for c in costs)
     own = scale * max(_LEAST_OWN, 1.0 - timer_s / (forward_s + backward_s)) if timer_s else scale
@@ -59,10 +59,10 @@ def median_cost(costs: Sequence[Cost], timer_s: float = 0.0, scale: float = 1.0)
 
 
 def timer_seconds(steps: Sequence[StepTimes], plain_s: Sequence[float | None]) -> float:
-    """Return the seconds that the timer adds to each node: timed steps less the same without, by nodes.
+    """Return the seconds that the timer adds per node: timed minus untimed steps, per node.
 
-    The difference is much the same for every node, whatever its own time: a common factor would charge the
-    steps of slow precisions, and spare those of fast ones. Zero where no step was taken without the timer.
+    The timer costs about the same at every node, whatever its duration. A common factor instead would charge
+    slow precisions too much and fast ones too little. Zero without untimed steps.
     """
     added = [
         (step.total_s - without_s) / len(step.nodes)
@@ -73,11 +73,11 @@ def timer_seconds(steps: Sequence[StepTimes], plain_s: Sequence[float | None]) -
 
 
 def node_costs(samples: Samples, drift: Sequence[float], timer_s: float = 0.0) -> NodeCosts:
-    """Return the median cost of each (operator, mode) and of each cast, over all steps that contained it.
+    """Return the median cost of each (operator, mode) and of each cast, over all their steps.
 
     Noise only adds time, so the medians of the nodes sum to less than the median of a whole step. All costs
     are scaled up by the ratio of the two. `timer_s` are the seconds that the timer added to each node. The
-    price of a switch between precisions is taken out of the products that paid it.
+    price of a switch between precisions is subtracted from the products that paid it.
     """
     runs: dict[tuple[str, str], list[tuple[Run, Cost]]] = defaultdict(list)
     casts: dict[CastKey, list[Cost]] = defaultdict(list)
@@ -102,12 +102,12 @@ def node_costs(samples: Samples, drift: Sequence[float], timer_s: float = 0.0) -
 
 
 def switch_costs(runs: Runs) -> dict[str, Cost]:
-    """Return by precision what a product takes longer beside a product of another precision.
+    """Return by precision the extra seconds of a product beside a product of another precision.
 
-    Forward that is the product before it, backward the one after it. It is as long for a small product as for
-    a large one (Zen 5: linear in BF16 of 0.2 and 0.8 ms, 0.05 ms each), as if caches filled again. Of every
-    product that was timed both ways the difference of the medians counts; of these, the median. Fewer than
-    three products show noise, not a price; so do products whose differences are as often negative.
+    The neighbour is the preceding product in forward and the following one in backward. Small and large
+    products pay the same price (Zen 5: linear in BF16 of 0.2 and 0.8 ms, 0.05 ms each), as if caches were
+    refilled. The price is the median, over products timed both ways, of their differences of medians. It is 0
+    for fewer than three products, and for differences within their noise.
     """
     found: dict[str, list[list[float]]] = defaultdict(lambda: [[], []])
     for timed in runs.values():
@@ -122,7 +122,7 @@ def switch_costs(runs: Runs) -> dict[str, Cost]:
 
 
 def _beyond_noise(differences: Sequence[float]) -> float:
-    """Return the median, or zero where it is within two of its standard errors, of few values or negative."""
+    """Return the median; 0 if it is negative, within two standard errors, or of too few values."""
     if len(differences) < _PRODUCTS_FOR_A_PRICE:
         return 0.0
     middle, deviation = median(differences), robust_deviation(differences)
@@ -137,11 +137,11 @@ def _without_switch(run: Run, cost: Cost, price: Cost) -> Cost:
 
 
 def noise(samples: Samples, drift: Sequence[float]) -> float:
-    """Return the relative deviation of steps from the median step of their assignment, without the drift."""
+    """Return the relative deviation of steps from their assignment's median, without drift."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for (label, step), factor in zip(samples, drift, strict=True):
         seconds[label].append(step.total_s / factor)
-    # A median is taken from the same steps, so the steps lie closer to it than to the true median.
+    # Steps lie closer to their own sample median than to the true median, so deviations are corrected.
     deviations = []
     for times in seconds.values():
         correction = math.sqrt(len(times) / (len(times) - 1)) if len(times) > 1 else 0.0
@@ -151,9 +151,9 @@ def noise(samples: Samples, drift: Sequence[float]) -> float:
 
 
 def leave_one_out_error(samples: Samples, drift: Sequence[float]) -> float:
-    """Return the relative error of mixed steps predicted from all other steps: root mean square.
+    """Return the root mean square of relative errors of predicted mixed steps.
 
-    A mixture is predicted from the costs that the steps of all other assignments give.
+    Each mixture is predicted from the costs of the steps of all other assignments.
     """
     errors = []
     pairs = list(zip(samples, drift, strict=True))
@@ -168,7 +168,7 @@ def leave_one_out_error(samples: Samples, drift: Sequence[float]) -> float:
                 if isinstance(node, Cast)
                 else ops.get(node.op, {}).get(node.timed_as)
             )
-            if found is not None:  # no other step contained it: there is nothing to compare
+            if found is not None:  # else no other step contains the node
                 predicted += found.total_s
                 if isinstance(node, Run):
                     price = switch_s.get(node.mode, Cost(0.0))
@@ -180,7 +180,7 @@ def leave_one_out_error(samples: Samples, drift: Sequence[float]) -> float:
 
 
 def _whole_over_parts(samples: Samples) -> float:
-    """Return the median time of all nodes of a step, over the sum of the nodes' medians; over all labels."""
+    """Return the median of steps' summed node times / the sum of nodes' medians, over all labels."""
     whole = parts = 0.0
     by_label: dict[str, list[StepTimes]] = defaultdict(list)
     for label, step in samples:
@@ -197,7 +197,7 @@ def _whole_over_parts(samples: Samples) -> float:
 def fit_casts(casts: Mapping[CastKey, Cost], graph: OpGraph) -> dict[tuple[str, str], tuple[Cost, Cost]]:
     """Fit latency and seconds per element to the casts of each pair of types, forward and backward.
 
-    Least squares; neither is negative.
+    The fit is by least squares with non-negative parameters.
     """
     sizes = {value.name: value.num_elements for value in graph.inputs}
     sizes |= {op.name: op.num_elements for op in graph.ops}
@@ -209,7 +209,7 @@ def fit_casts(casts: Mapping[CastKey, Cost], graph: OpGraph) -> dict[tuple[str, 
         forward = _line([(n, cost.forward_s) for n, cost in points])
         backward = _line([(n, cost.backward_s) for n, cost in points])
         fits[pair] = (Cost(forward[0], backward[0]), Cost(forward[1], backward[1]))
-    # A pair that no step contained costs as much as a measured cast from another float to the same target.
+    # A pair without measured casts gets the line of another source type with the same target.
     for source in ("fp32", "bf16"):
         for _, target in list(fits):
             known = [fits[s, t] for s, t in list(fits) if t == target]

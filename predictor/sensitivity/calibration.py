@@ -1,4 +1,4 @@
-"""Calibration: the model, batches and precisions that a sensitivity indicator measures with."""
+"""Calibration: the model, batches and precisions from which an indicator measures sensitivity."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A model that runs any assignment, real batches, and the precisions to judge.
+    """A model that runs any assignment, real batches, and the precisions to evaluate.
 
-    Each of `losses` runs the model forward on one batch and returns the scalar loss. `parameters` are those
-    that train. `seed` seeds the random numbers of indicators, and those of dropout in every step.
+    Each of `losses` runs the model forward on one batch and returns the scalar loss. `parameters` are the
+    trained ones. `seed` seeds the random numbers of indicators, and of dropout in every step.
     """
 
     runner: Runner
@@ -34,27 +34,27 @@ class Calibration:
             raise CalibrationError("no calibration batch was given; pass at least one real batch")
 
     def lowered(self, graph: OpGraph) -> Iterable[tuple[str, Precision]]:
-        """Yield every adjustable operator with each precision below FP32 that its kind has."""
+        """Yield every adjustable operator with each precision below FP32 that its kind supports."""
         for op in graph.adjustable:
             for precision in below_fp32(op.kind, self.precisions):
                 yield op.name, precision
 
     def zeros(self, graph: OpGraph) -> dict[str, dict[str, float]]:
-        """Return omega = 0 for each of `lowered`, to be filled in."""
+        """Return omega = 0 for each operator and precision of `lowered`, to be filled in."""
         omega: dict[str, dict[str, float]] = {op.name: {} for op in graph.adjustable}
         for name, precision in self.lowered(graph):
             omega[name][str(precision)] = 0.0
         return omega
 
     def assign(self, assignment: Mapping[str, Precision], observer: Any = None) -> None:
-        """Run this assignment from the next step on; operators it does not name run in FP32."""
+        """Choose the assignment of the next steps; operators missing in it run in FP32."""
         self.runner.choose(
             lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment},
             observer,
         )
 
     def forward(self, batch: int) -> torch.Tensor:
-        """Return the loss on one batch, with empty gradients and the same random numbers every time."""
+        """Return the loss on one batch, with gradients reset and the batch's fixed random numbers."""
         for parameter in self.parameters:
             parameter.grad = None
         torch.manual_seed(self._seed_of(batch, 0))
@@ -63,13 +63,13 @@ class Calibration:
         return value
 
     def backward(self, loss: torch.Tensor, batch: int, draw: int = 0) -> list[torch.Tensor]:
-        """Return the gradient of every parameter that got one; stochastic rounding differs between draws."""
+        """Return the gradients of all reached parameters; `draw` seeds stochastic rounding."""
         torch.manual_seed(self._seed_of(batch, 1 + draw))
         loss.backward()  # type: ignore[no-untyped-call]
         return [_real(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     def gradient(self, batch: int, draw: int = 0) -> list[torch.Tensor]:
-        """Take one step as assigned. Raises CalibrationError for a loss that is not finite."""
+        """Return the gradients of one batch as assigned; raise CalibrationError for a non-finite loss."""
         loss = self.forward(batch)
         found = self.backward(loss, batch, draw)
         check_finite(loss)
@@ -77,7 +77,7 @@ class Calibration:
 
     @contextmanager
     def perturbed(self, batch: int, step: float) -> Iterator[torch.Tensor]:
-        """Set the parameters to theta + eps r inside the context; restore them bitwise after it.
+        """Set the parameters to theta + eps r within the context, then restore them bitwise.
 
         r is a random sign per parameter. Yields eps: `step` times the root mean square of all parameters.
         """
@@ -99,7 +99,7 @@ class Calibration:
                     parameter.copy_(value)
 
     def generator(self, device: torch.device, batch: int) -> torch.Generator:
-        """Return a generator of one batch's own, the same in every run with this seed."""
+        """Return a random generator for one batch, seeded equally in every run with this seed."""
         return torch.Generator(device).manual_seed(self._seed_of(batch, -1))
 
     def _seed_of(self, batch: int, use: int) -> int:
@@ -107,12 +107,12 @@ class Calibration:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """View complex numbers as pairs of real ones; other tensors stay."""
+    """View a complex tensor as pairs of real numbers; return other tensors unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def below_fp32(kind: str, precisions: Iterable[Precision]) -> list[Precision]:
-    """Return those of the precisions below FP32 that a kind of operator has; none for other kinds."""
+    """Return the precisions below FP32 that an operator kind supports; none for unadjustable kinds."""
     able = PRECISIONS_BY_KIND.get(kind, ())
     return [precision for precision in precisions if precision in able and precision is not Precision.FP32]
 

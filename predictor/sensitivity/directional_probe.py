@@ -12,14 +12,14 @@ directional derivatives along r. Two ordinary steps, at theta and at theta + eps
     for a value v        r'A = [dL/dv (theta + eps r) - dL/dv (theta)] / eps
     for a gradient dL/dv r'A = [v (theta + eps r) - v (theta)] / eps
 
-So residual streams, norms, batch statistics, attention and depth have their true weights, and no weight is
-left to fit. e is the error of the kernels' own rounding. Its products with r'A are summed over rows before
-they are squared, because the errors of similar rows (the same token at the same position of many sentences)
-add up: in a BERT after 40 batches the head's BF16 error is five times that of independent errors. Columns are
-squared one by one, which averages the draw of r over them.
+So residual streams, norms, batch statistics, attention and depth get their true weights, and no weight needs
+a fit. e is the rounding error of the kernels. Its products with r'A are summed over rows before they are
+squared, because the errors of similar rows (the same token at the same position of many sentences) add up: in
+a BERT after 40 batches, the head's BF16 error is five times that of independent errors. Columns are squared
+one by one, which averages over the draw of r.
 
-The values and gradients of the first step stay on the device until the second: about as much memory again as
-the activations take.
+The values and gradients of the first step stay on the device until the second step. They take about as much
+memory as the activations.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from qsync.predictor.sensitivity.rounding import (
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS, Precision
 
-# The step of the parameters, relative to their root mean square: between the error of a weight in BF16 (1e-3)
-# and in INT8 (8e-3). It does not matter where everything is smooth (BERT, ViT: the same omega from 1e-3 to
-# 1e-2). It matters where ReLUs and maxima switch: their share of |A e|^2 / |e|^2 falls with the step, as it
-# falls with |e|. Scaling that share to |e| corrects INT8 against BF16 for single operators, yet plans became
-# worse (VGG: 1.3 times the error): together, errors switch units by the root of their summed squares.
+# Step of the parameters / their root mean square: between the error of a weight in BF16 (1e-3) and in INT8
+# (8e-3). Its size is irrelevant for smooth models (BERT, ViT: equal omega from 1e-3 to 1e-2). It matters if
+# ReLUs and maxima switch: their share of |A e|^2 / |e|^2 falls with the step, as it falls with |e|. Scaling
+# that share to |e| corrects INT8 against BF16 for single operators, yet plans became worse (VGG: 1.3 times
+# the error), since joint errors switch units by the root of their summed squares.
 STEP = 3e-3
 
 RESULT = -1  # the index of an operator's result; its operands are 0, 1, ...
 STOCHASTIC = "int8_stochastic"
 
-# Following operators whose result needs no rounding in the type of their operand.
+# Following operators whose result is exact in the type of their operand, without rounding.
 _EXACT = (
     "relu", "relu6", "hardtanh", "max_pool2d", "view", "contiguous", "clone", "cat", "stack", "neg", "pad",
     "where", "masked_fill", "roll", "dropout",
 )  # fmt: skip
-# At least so many squares are averaged.
+# The least number of squares in a sum.
 _MIN_SQUARES = 64
 
 Effects = Mapping[tuple[str, int, str], float]  # (operator, index, type) -> E|A e|^2
@@ -70,7 +70,7 @@ Effects = Mapping[tuple[str, int, str], float]  # (operator, index, type) -> E|A
 
 @dataclass(frozen=True, slots=True)
 class RoundingEffects:
-    """Squared movement of one batch's gradient by rounding a value, or the gradient of a value, to a type."""
+    """Squared movements of one batch's gradient by rounding a value, or a value's gradient, to a type."""
 
     values: Effects
     gradients: Effects
@@ -78,18 +78,18 @@ class RoundingEffects:
 
 @dataclass(slots=True)
 class _Site:
-    """An operand or result of one operator in the first step: its value and, after backward, its gradient."""
+    """An operand or result of an operator in the first step, with value and (after backward) gradient."""
 
     op: str
     index: int
-    tensor: Any  # with its autograd graph, until a hook is registered; None after it
+    tensor: Any  # tensor with its autograd graph, until a hook is registered; then None
     value: torch.Tensor
     is_parameter: bool
     trains: bool
-    call: int = 0  # of the model in this step
-    version: int = 0  # of the tensor, as it was read
+    call: int = 0  # number of the operator's call in this step
+    version: int = 0  # the tensor's version at its reading
     gradient: Any = None  # a tensor after backward
-    moved: Any = None  # of a weight that several calls read: the movement of its gradient in all of them
+    moved: Any = None  # a weight read by several calls: the summed movement of its gradients
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -97,7 +97,7 @@ class _Site:
 
 
 class Probe:
-    """An Observer (see qsync.runtime.rewriting) of two steps on each batch: `measure` takes them."""
+    """An Observer (see qsync.runtime.rewriting) of two steps on each batch, which `measure` runs."""
 
     def __init__(self, precisions: Sequence[Precision]) -> None:
         self._precisions = [p for p in precisions if p is not Precision.FP32]
@@ -105,20 +105,20 @@ class Probe:
         self._sites: list[_Site] = []
         self._next = 0
         self._eps = torch.ones(())
-        self.graph: OpGraph | None = None  # of the first batch
+        self.graph: OpGraph | None = None  # the graph traced on the first batch
         self._ops: dict[str, Op] = {}
         self._rounded: Collection[str] = ()
-        self._first: dict[tuple[str, int, int], _Site] = {}  # by operator, operand and call
+        self._first: dict[tuple[str, int, int], _Site] = {}  # (operator, operand, call) -> site
         self._num_calls: Counter[tuple[str, int]] = Counter()
-        self._overwritten: set[tuple[str, int, int]] = set()  # what later code of the model writes to
+        self._overwritten: set[tuple[str, int, int]] = set()  # sites that later code writes to in place
         self._effects: tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]] = ({}, {})
 
     def measure(self, calibration: Calibration, batch: int) -> RoundingEffects:
-        """Take two steps on one batch and return the effects; the parameters stay bitwise the same.
+        """Run two steps on one batch and return the effects; leave the parameters bitwise unchanged.
 
-        Raises CalibrationError for NaN or Inf in values or gradients, naming the operator that met it first,
-        and for a gradient that is zero everywhere; UnsupportedError for an operator that the first batch does
-        not reach.
+        Raises CalibrationError for NaN or Inf in values or gradients, naming the first operator with it, and
+        for a gradient that is zero everywhere. Raises UnsupportedError for an operator that the first batch
+        did not reach.
         """
         self._effects = ({}, {})
         loss = self._first_forward(calibration, batch)
@@ -139,7 +139,7 @@ class Probe:
         return self._to_host()
 
     def _first_forward(self, calibration: Calibration, batch: int) -> torch.Tensor:
-        """Record all sites and return the loss."""
+        """Run the first forward, record all sites, and return the loss."""
         self._sites = []
         self._num_calls.clear()
         self._visit = self._record
@@ -148,19 +148,19 @@ class Probe:
         return loss
 
     def began(self) -> None:
-        """Do nothing: sites are counted over the whole step."""
+        """Do nothing, since sites are counted over the whole step."""
 
     def taken(self, op: str, index: int, operand: Any) -> Any:
-        """Return a view of the operand, whose gradient is that of this operator alone."""
+        """Return a view of the operand, whose gradient comes from this operator alone."""
         if not takes_gradient(operand):
             return operand
-        view = own_view(operand)  # also where a checkpoint recomputes: it must save what forward saved
+        view = own_view(operand)  # also in recomputation, which must save the same tensors
         if self._visit is not None:
             self._visit(op, index, view, isinstance(operand, torch.nn.Parameter), operand.requires_grad)
         return view
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """Observe a result, or each of several; recomputation in backward (checkpoints) is not observed."""
+        """Observe the results of an operator, except in recomputation during backward (checkpoints)."""
         if self._visit is None or not isinstance(node, Run):
             return
         for one in result if isinstance(result, (tuple, list)) else (result,):
@@ -179,9 +179,9 @@ class Probe:
         self._sites.append(site)
 
     def _hook(self, graph: OpGraph) -> None:
-        """Register hooks for the gradients of all sites that some precision rounds; drop the others.
+        """Register gradient hooks at all sites that some precision rounds; drop the other sites.
 
-        Called after the first forward, when the graph is known.
+        Call it after the first forward, when the graph is known.
         """
         if not self._ops:
             self._rounded = {name for names in rounded_results(graph).values() for name in names}
@@ -206,7 +206,7 @@ class Probe:
         self._sites = sites
 
     def _check(self, loss: torch.Tensor, gradient: Sequence[torch.Tensor]) -> None:
-        """Raise CalibrationError unless the whole step is finite and has a gradient; one copy to the host."""
+        """Raise CalibrationError unless the step is finite and has a gradient; copy to the host once."""
         sites = [site for site in self._sites if site.index == RESULT]
         sums = [site.value.sum() for site in sites]
         back = [torch.zeros_like(loss) if p.gradient is None else p.gradient.sum() for p in sites]
@@ -232,12 +232,12 @@ class Probe:
             )
 
     def _compare(self, op: str, index: int, tensor: torch.Tensor, *_: bool) -> None:
-        """Compare a value of the second step with the first one, and later its gradient."""
+        """Compare a value of the second step with the first step's, and later also its gradient."""
         if self._next == len(self._sites):
             return
         site = self._sites[self._next]
         if (site.op, site.index) != (op, index):
-            return  # not recorded
+            return  # not recorded in the first step
         self._next += 1
         if site.gradient is None:
             return
@@ -247,9 +247,10 @@ class Probe:
         self._watch(site, tensor, partial(self._add_value_effects, site))
 
     def _watch(self, site: _Site, tensor: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> None:
-        """Call `receive` with the gradient of the value that the tensor has now.
+        """Call `receive` with the gradient of the tensor's present value.
 
-        Backward of a write to a view leads to the view's base, past hooks that the view got before.
+        The backward of an in-place write to a view goes to the view's base and bypasses the view's earlier
+        hooks, so such a site hooks the base.
         """
         base = tensor._base
         if site.index != RESULT or site.key not in self._overwritten or base is None:
@@ -283,7 +284,7 @@ class Probe:
     def _add_value_effects(self, site: _Site, gradient: torch.Tensor) -> None:
         moved = (gradient - site.gradient) / self._eps
         if site.is_parameter and self._num_calls[site.op, site.index] > 1:
-            first = self._first[site.op, site.index, 0]  # all calls read the same rounded weight
+            first = self._first[site.op, site.index, 0]  # all calls read one rounded weight
             first.moved = moved if first.moved is None else first.moved + moved
             return
         self._add_value_effect(site, moved)
@@ -306,7 +307,7 @@ class Probe:
             self._effects[which][key] = self._effects[which].get(key, 0.0) + effect
 
     def _to_host(self) -> RoundingEffects:
-        """Copy all effects to the host at once."""
+        """Copy all effects to the host in one transfer."""
         keys = [(which, key) for which in (0, 1) for key in self._effects[which]]
         numbers = torch.stack([self._effects[which][key] for which, key in keys]).tolist() if keys else []
         effects: tuple[dict[Any, float], dict[Any, float]] = ({}, {})
@@ -316,7 +317,7 @@ class Probe:
 
 
 def rounded_results(graph: OpGraph) -> dict[str, tuple[str, ...]]:
-    """Map each adjustable operator to those whose result is rounded when it alone runs in BF16.
+    """Map each adjustable operator to the operators with rounded results if only it runs in BF16.
 
     These are the operator itself and the following operators that then run in BF16.
     """
@@ -336,7 +337,7 @@ def rounded_results(graph: OpGraph) -> dict[str, tuple[str, ...]]:
 
 
 def _is_exact(kind: str, lowered: bool) -> bool:
-    """Return whether a result in BF16 needs no rounding: an embedding's rows are rounded already."""
+    """Return whether a BF16 result needs no rounding (as an embedding's already rounded rows)."""
     return kind in ROUNDS_WHAT_IT_READS or (kind in _EXACT and not lowered)
 
 
@@ -353,7 +354,7 @@ def _value_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[str
 def _gradient_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[str]:
     """Return the types to which some precision rounds the gradient of this operand or result.
 
-    The gradient of an embedding's table is added up in FP32.
+    There is none for an embedding's table, whose gradient is summed in FP32.
     """
     if op.kind in ROUNDS_WHAT_IT_READS and index != RESULT:
         return set()
@@ -365,7 +366,7 @@ def _gradient_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[
 
 
 def _squares(product: torch.Tensor, op: Op, is_parameter: bool) -> torch.Tensor:
-    """Return the sum over columns of squared sums over rows; for parameters the sum of squares."""
+    """Return the sum over columns of squared row sums; for parameters, the sum of squares."""
     if is_parameter or product.ndim < 2:
         return product.square().sum()
     images = op.kind == "conv3d" or (product.ndim == 4 and op.kind not in ("attention", "matmul", "softmax"))
@@ -383,7 +384,7 @@ def _receive(site: _Site, gradient: torch.Tensor) -> None:
 
 
 def _died_at(sites: Sequence[_Site]) -> str:
-    """Return the operator that backward reaches first with a gradient of zero, or with none."""
+    """Return the first operator in backward order whose gradient is zero or missing."""
     for site in reversed(sites):
         if site.gradient is None or not bool(site.gradient.any()):
             return site.op
@@ -391,15 +392,15 @@ def _died_at(sites: Sequence[_Site]) -> str:
 
 
 def own_view(operand: torch.Tensor) -> torch.Tensor:
-    """Return a view whose gradient is that of its one reader alone."""
+    """Return a view of an operand, whose gradient comes from the view's readers alone."""
     return operand.view_as(operand) if operand.requires_grad else operand.detach().requires_grad_()
 
 
 def on_gradient(tensor: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> None:
-    """Call `receive` with the gradient of this tensor once it is complete."""
+    """Register a hook that calls `receive` with the complete gradient of a tensor."""
     tensor.register_hook(receive)  # type: ignore[no-untyped-call]
 
 
 def takes_gradient(value: Any) -> bool:
-    """Return whether a value is an FP32 tensor, which precisions round, that may get a gradient."""
+    """Return whether a value is an FP32 tensor and gradients are enabled."""
     return isinstance(value, torch.Tensor) and value.dtype is torch.float32 and torch.is_grad_enabled()

@@ -2,9 +2,9 @@
 
     omega[op][p] = E |g_hat - g|^2
 
-g is the FP32 gradient of all parameters on one batch, g_hat the one with a single operator at precision p;
-the mean is over batches and, where a precision rounds stochastically, over draws. Each operator and precision
-takes one pass per batch and draw. Every other indicator estimates the same from far fewer passes.
+g is the FP32 gradient of all parameters on one batch, and g_hat the gradient with a single operator in
+precision p. The mean is over batches and, for stochastic rounding, over draws. Each operator and precision
+takes one pass per batch and draw. Other indicators estimate the same quantity from far fewer passes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DRAWS = 2
 
 
 def empirical(calibration: Calibration) -> Sensitivity:
-    """Measure E|g_hat - g|^2 of each adjustable operator at each precision.
+    """Measure E|g_hat - g|^2 of each adjustable operator in each precision.
 
-    Takes one FP32 step per batch, and one step per batch, operator and precision (two where the precision
-    rounds stochastically). All of them draw the same random numbers in forward, so that dropout is no part of
-    the difference. On GPUs INT8 attention draws its dropout by other random numbers than torch: measure such
-    models there without dropout. Raises CalibrationError for a gradient that is NaN or Inf, naming the
+    Takes one FP32 step per batch, and one step per batch, operator and precision (two for stochastic
+    rounding). All steps draw the same random numbers in forward, so that dropout does not add to the
+    difference. On GPUs, INT8 attention draws its dropout from other random numbers than torch, so measure
+    such models there without dropout. Raises CalibrationError for a gradient that is NaN or Inf, naming the
     operator and the precision.
 
     >>> qsync.sensitivity(model, batches, loss_fn, indicator="empirical", precisions=["bf16", "int8"])
@@ -50,9 +50,9 @@ def empirical(calibration: Calibration) -> Sensitivity:
 def gradient_errors(
     calibration: Calibration, assignments: Sequence[Mapping[str, Precision]], draws: int = DRAWS
 ) -> list[float]:
-    """Measure E|g_hat - g|^2 under each of these assignments: the joint effect of all lowered operators.
+    """Measure E|g_hat - g|^2 under each assignment: the joint effect of its lowered operators.
 
-    Unit: squared gradient norm, a mean over the calibration's batches.
+    Unit: squared gradient norm, averaged over the calibration's batches.
 
     >>> gradient_errors(calibration, [{"fc1": Precision.INT8}, {"fc2": Precision.BF16}])
     """
@@ -62,7 +62,7 @@ def gradient_errors(
 def errors_by_batch(
     calibration: Calibration, assignments: Sequence[Mapping[str, Precision]], draws: int = DRAWS
 ) -> list[list[float]]:
-    """Measure one error per batch of the calibration, from which a standard error can be computed.
+    """Measure |g_hat - g|^2 per batch under each assignment, for example to compute standard errors.
 
     >>> errors_by_batch(calibration, [{"fc1": Precision.INT8}])
     [[0.021, 0.018, 0.027]]
@@ -79,7 +79,7 @@ def _errors(
     exact: Sequence[Sequence[torch.Tensor]],
     draws: int,
 ) -> list[float]:
-    """Return the error on each batch."""
+    """Return |g_hat - g|^2 on each batch under an assignment; `exact` has the FP32 gradients."""
     calibration.assign(assignment)
     drawn = range(draws if Precision.INT8_ALL in assignment.values() else 1)
     lowered = ", ".join(f"{name} in {precision}" for name, precision in assignment.items())
@@ -89,7 +89,7 @@ def _errors(
             torch.stack([_distance(calibration.gradient(batch, draw), gradient) for draw in drawn]).mean()
             for batch, gradient in enumerate(exact)
         ]
-    except CalibrationError as error:  # in FP32 the same batches gave a finite loss
+    except CalibrationError as error:  # the same batches have finite losses in FP32
         raise CalibrationError(f"with {lowered} the loss is NaN or Inf; {advice}") from error
     errors: list[float] = torch.stack(found).tolist()
     if not all(map(math.isfinite, errors)):
@@ -98,6 +98,6 @@ def _errors(
 
 
 def _distance(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return |got - expected|^2 over all parameters, in FP64: a sum of millions of squares."""
+    """Return |got - expected|^2 over all parameters, summed in FP64 as it has millions of terms."""
     parts = [(a - b).square().sum(dtype=torch.float64) for a, b in zip(got, expected, strict=True)]
     return torch.stack(parts).sum()

@@ -1,16 +1,16 @@
 """Variance indicator: the gradient variance that lowering one operator adds, from two steps per batch.
 
 Lowering an operator rounds its operands, its result, and the gradients that it receives and sends back. Each
-rounding moves the gradient of all parameters; qsync.predictor.sensitivity.directional_probe estimates by how
-much. The errors are unrelated, so their squares add up:
+rounding moves the gradient of all parameters. qsync.predictor.sensitivity.directional_probe estimates these
+movements. The errors are uncorrelated, so their squares add up:
 
     omega = sum over operands x   |A_x e(x)|^2         e: the rounding error of the precision's type
           + result y              |A_y e(y)|^2
           + gradient g of y       |B_y e(g)|^2
           + gradients sent back   |B_x e(dL/dx)|^2
 
-and the same for y and g of every following operator that lowering then runs in 16 bits. QSync
-(arXiv:2407.02327, section 4) has the same sources of error and weights their effects downstream and upstream
+The terms of y and g are also added for every following operator that then runs in 16 bits. QSync
+(arXiv:2407.02327, section 4) has the same sources of error and weights their downstream and upstream effects
 by depth. Here the effects are measured and need no weights.
 """
 
@@ -33,10 +33,10 @@ from qsync.records.profiles import Sensitivity
 
 
 def variance(calibration: Calibration) -> Sensitivity:
-    """Estimate the sensitivity of each adjustable operator at each precision, averaged over batches.
+    """Estimate the sensitivity of each adjustable operator in each precision, averaged over batches.
 
     Takes two FP32 steps (forward and backward) per batch, and one copy to the host. Raises CalibrationError
-    for NaN or Inf in the data, naming the operator that met it first, and for a gradient that is zero, and
+    for NaN or Inf in the data, naming the first operator with it, and for a gradient that is zero. Raises
     UnsupportedError for an operator that the first batch does not reach.
 
     >>> qsync.sensitivity(model, batches, loss_fn)
@@ -59,7 +59,7 @@ def indicator(
 ) -> dict[str, dict[str, float]]:
     """Return omega[op][precision] of one batch; `rounded` comes from `rounded_results`. Pure.
 
-    An operator that backward never reached adds nothing.
+    Omega is 0 for an operator that backward never reached.
     """
     return {
         op.name: {
@@ -70,7 +70,7 @@ def indicator(
 
 
 def _omega(op: Op, precision: Precision, effects: RoundingEffects, rounded: Iterable[str]) -> float:
-    """Sum the effects of all roundings of one operator at one precision."""
+    """Return the summed effects of all roundings of one operator in one precision."""
     operands = range(len(op.inputs))
 
     def value(index: int, type_name: str, name: str = op.name) -> float:
@@ -89,7 +89,7 @@ def _omega(op: Op, precision: Precision, effects: RoundingEffects, rounded: Iter
     float_type = "fp16" if precision is Precision.FP16 else "bf16"
     total += gradient(RESULT, float_type) + sum(gradient(i, float_type) for i in operands)
     if precision is Precision.FP16 or (precision is Precision.INT8 and op.kind == "attention"):
-        total += value(RESULT, float_type)  # the product of INT8 attention with V is a 16-bit one
+        total += value(RESULT, float_type)  # INT8 attention multiplies by V in 16 bits
     if precision is Precision.BF16:
         total += sum(value(RESULT, "bf16", name) for name in rounded)
         total += sum(gradient(RESULT, "bf16", name) for name in rounded if name != op.name)

@@ -1,6 +1,6 @@
 """The workspace of attention: of qsync's kernels on a CPU, and of torch's plain kernel in FP32.
 
-Bytes are counted as in op_workspaces.
+A workspace is defined as in op_workspaces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def attention_forward(op: Op, run: Run, context: OpContext) -> int:
 def attention_backward(op: Op, run: Run, context: OpContext, made: int) -> int:
     """Return the bytes of workspace that attention needs in backward.
 
-    `made` are the bytes of gradients that are cast before they pass on.
+    `made` are the bytes of gradients before their cast to the operands' types.
     """
     if _has_few_keys(op, run, context):
         return _short_backward(op, context)
@@ -41,12 +41,12 @@ def attention_backward(op: Op, run: Run, context: OpContext, made: int) -> int:
 
 
 def _plain(op: Op, context: OpContext, backward: bool) -> int:
-    """Return the workspace of torch's plain attention in FP32; backward frees saved tensors on its way.
+    """Return the workspace of torch's plain FP32 attention, which frees saved tensors in backward.
 
-    Without dropout two matrices of scores are alive once: in forward beside the weights, which are saved, and
-    in backward when the copy of v and the result's gradient are gone, and dQ and dK are not made yet. With
-    dropout the weights after it are gone as well. Exact for 14 of 16 shapes of 1 to 24 scores an element of
-    q, up to 4 % of the peak too much for the others (bytes found, torch 2.13).
+    Without dropout, two score matrices are alive at the peak. In forward, one of them is the saved weights.
+    In backward, the copy of v and the result's gradient are freed by then, dQ and dK not yet allocated. With
+    dropout, the weights after dropout are freed as well. Exact for 14 of 16 shapes with 1 to 24 scores per
+    element of q, up to 4 % of the peak too much for the others (measured with torch 2.13).
     """
     _, _, v, scores = _elements(op, context)
     gone = op.num_elements + (0 if op.copies is False else v)
@@ -63,11 +63,11 @@ def _has_few_keys(op: Op, run: Run, context: OpContext) -> bool:
 
 
 def _short_forward(op: Op, context: OpContext) -> int:
-    """Return the forward workspace of the kernel `attention_short`; its weights are saved."""
+    """Return the forward workspace of the kernel `attention_short`, without its saved weights."""
     q, k, v, scores = _elements(op, context)
     y, result = op.num_elements, type_bytes(context.gradient, op.num_elements)
     weights = _BF16 * scores
-    operands = max(2 * q, q + 2 * k)  # copied once more, one after the other
+    operands = max(2 * q, q + 2 * k)  # a second copy of one operand at a time
     before = _FP32 * max(operands, 2 * q + k + scores) - weights
     cast = _FP32 * y * (context.gradient == "fp32")
     return max(before - result, 2 * _FP32 * scores - result, _BF16 * (v + y) - result, _BF16 * y + cast)
@@ -82,9 +82,9 @@ def _short_backward(op: Op, context: OpContext) -> int:
 
 
 def _bf16(op: Op, context: OpContext, backward: bool) -> int:
-    """Return the workspace of the kernel `attention_bf16`: a matrix per head, scores in pieces.
+    """Return the workspace of the kernel `attention_bf16`: a matrix per head, scores in chunks.
 
-    torch's own kernel needs less, where it is the faster one.
+    If torch's own kernel is faster and runs instead, it needs less.
     """
     queries, keys, heads = op.shape[-2], context.shapes[1][-2], num_elements(op.shape[:-2])
     q, k, v, _ = _elements(op, context)
@@ -92,17 +92,17 @@ def _bf16(op: Op, context: OpContext, backward: bool) -> int:
     rows = max(min(queries, SCORES_PER_BLOCK // max(keys, 1)), 1)
     chunk = min(max(SCORES_PER_BLOCK // (rows * max(keys, 1)), 1), heads) * rows * keys
     matrices = _BF16 * (q + k + v)
-    masks_bytes = _BF16 * chunk * (len(context.masks) + (op.dropout > 0))  # the mask, and that of dropout
-    if not backward:  # scores in two numbers, probabilities, and those of the piece before
+    masks_bytes = _BF16 * chunk * (len(context.masks) + (op.dropout > 0))  # attention's masks, and dropout's
+    if not backward:  # scores in two numbers, probabilities, and the previous chunk's probabilities
         return (
             matrices + _BF16 * y + max(0, 4 * _BF16 * chunk + masks_bytes - type_bytes(context.gradient, y))
         )
-    sums = (_FP32 - _BF16) * (k + v) if rows < queries else 0  # gradients to which pieces add up
+    sums = (_FP32 - _BF16) * (k + v) if rows < queries else 0  # FP32 sums of chunks' gradients
     return max(3 * _FP32 * y, matrices + _BF16 * y + 6 * _BF16 * chunk + masks_bytes + sums)
 
 
 def _int8(op: Op, context: OpContext, backward: bool) -> int:
-    """Return the workspace of the kernel `attention_int8`: a matrix per head, scores in pieces."""
+    """Return the workspace of the kernel `attention_int8`: a matrix per head, scores in chunks."""
     queries, keys, heads = op.shape[-2], context.shapes[1][-2], num_elements(op.shape[:-2])
     q, k, v, scores = _elements(op, context)
     y = op.num_elements
@@ -117,22 +117,22 @@ def _int8(op: Op, context: OpContext, backward: bool) -> int:
         return base + max(
             passes * _FP32 * chunk - type_bytes(context.gradient, y), _FP32 * y * (context.gradient == "fp32")
         )
-    base += 2 * _BF16 * (q + k + v) + _BF16 * y  # decoded, their gradients, and the result's in 16 bits
+    base += 2 * _BF16 * (q + k + v) + _BF16 * y  # decoded q, k, v, their gradients, and the result's gradient
     passed_on = _passed_on(context)
-    left = 14 * chunk  # probabilities, their gradient, that of the scores in FP32 and in 16 bits
+    left = 14 * chunk  # probabilities and their gradients, scores' gradients in FP32 and in 16 bits
     again = chunk * ((26 if op.dropout else 22) if scores > chunk else 16 if op.dropout else 14)
     cast_dx = passed_on if context.carried[0] != "bf16" else 0
     return base + max(again, left + cast_dx) - passed_on
 
 
 def _elements(op: Op, context: OpContext) -> tuple[int, int, int, int]:
-    """Return the elements of attention's q, k and v, one matrix per head, and of its scores."""
+    """Return the numbers of elements of attention's q, k, v (one matrix per head) and scores."""
     queries, keys, heads = op.shape[-2], context.shapes[1][-2], num_elements(op.shape[:-2])
     width = context.shapes[0][-1]
     return heads * queries * width, heads * keys * width, heads * keys * op.shape[-1], heads * queries * keys
 
 
 def _passed_on(context: OpContext) -> int:
-    """Return the bytes of the gradients of q, k and v, in the types that they are carried in."""
+    """Return the bytes of the gradients of q, k and v, in the carried types of these operands."""
     found = zip(context.carried[:3], context.shapes[:3], context.has_gradient[:3], strict=True)
     return sum(type_bytes(carried, num_elements(shape)) for carried, shape, has_dx in found if has_dx)

@@ -1,6 +1,6 @@
-"""The workspace of convolutions on a CPU: of backend/kernels/convolution/, and of torch's in FP32.
+"""The workspace of convolutions on a CPU: of backend/kernels/convolution/, and of torch's FP32 kernels.
 
-Bytes are counted as in op_workspaces.
+A workspace is defined as in op_workspaces.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from qsync.records.graph import Op, num_elements
 from qsync.records.precision import Precision, type_bytes
 
 _FP32, _BF16 = 4, 2
-_BLOCK, _SHORT_WINDOW = 16, 3  # of oneDNN, in FP32: channels in a block, and a depthwise window's size
+_BLOCK, _SHORT_WINDOW = 16, 3  # oneDNN in FP32: channels of a block; largest short depthwise window
 
 
 def convolution_forward(op: Op, run: Run, context: OpContext) -> int:
-    """Return the forward workspace of conv2d on a CPU.
+    """Return the bytes of a convolution's forward workspace on a CPU.
 
-    In FP32 it is torch's kernel, which reorders its operands.
+    In FP32, torch's kernel runs, which reorders its operands.
     """
     op, context = _with_height(op, context)
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
     channels_last, one_channel = _is_channels_last(op, run, context), context.shapes[1][1] == 1
-    if op.kind == "conv_transpose":  # its result lies in rows of channels at first, and is copied twice
+    if op.kind == "conv_transpose":  # its result starts in channels-last order, and is copied twice
         return 2 * type_bytes(run.mode, y)
     if run.mode in INT8_MODES:
         windows = _windows_bytes(op, run, context)[0]
@@ -42,26 +42,26 @@ def convolution_forward(op: Op, run: Run, context: OpContext) -> int:
 
 
 def convolution_backward(op: Op, run: Run, context: OpContext) -> int:
-    """Return the backward workspace of conv2d on a CPU."""
+    """Return the bytes of a convolution's backward workspace on a CPU."""
     op, context = _with_height(op, context)
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
     has_dx, channels_last = context.has_gradient[0], _is_channels_last(op, run, context)
     passed_on = type_bytes(context.carried[0], x) if has_dx else 0
-    bucket = _FP32 * w if context.in_buckets else 0  # the weight's gradient, before it is copied
+    bucket = _FP32 * w if context.in_buckets else 0  # the weight's gradient before its copy to a bucket
     cast_dx = passed_on if context.carried[0] != "bf16" else 0
     if run.mode == Precision.FP32:
         made = _FP32 * x if has_dx else 0
         if _takes_pixels(op, context) and _groups(context) == 1:
             workspace = _FP32 * w
-        elif channels_last:  # the weight's gradient in blocks, in rows, and in the order of the weight
+        elif channels_last:  # the weight's gradient in blocks, in rows, and in the weight's order
             workspace = _FP32 * (_in_blocks(op, context) + 2 * w + _reordered_weight(context))
         elif _in_windows(op, context):  # windows of one image, and the weight's gradient in blocks
             windows = num_elements(context.shapes[1][1:]) * num_elements(op.shape[2:])
             workspace = _FP32 * max(5 * w + windows, (y + w) * has_dx, x * has_dx)
-        else:  # a stride leaves the input's gradient in blocks while it is put in order
+        else:  # with a stride, the input's gradient exists in blocks and reordered
             again = 2 * x if has_dx and _is_strided(op, context) and not _is_short(op, context) else 0
             workspace = _FP32 * max(x + y + w, 2 * w, again)
-        workspace += bucket - _FP32 * w  # without buckets the last of them is the gradient
+        workspace += bucket - _FP32 * w  # without buckets, the last copy of dW is the gradient
         return max(made + workspace, made + cast_dx * (context.carried[0] != "fp32")) - passed_on
     if run.mode == Precision.INT8_ALL:
         return _convolution_int8_all(op, run, context) - passed_on
@@ -71,12 +71,12 @@ def convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     )
     made = _BF16 * x if has_dx else 0
     if run.mode == Precision.BF16:
-        signals = op.kind == "conv1d"  # torch reorders them and their gradients; images qsync has in order
+        signals = op.kind == "conv1d"  # torch reorders signals and gradients; qsync's images are in order
         reordered = 0 if channels_last or windows else _BF16 * (x + y * signals)
         products = reordered + (windows + scratch + made if windows else 4 * _BF16 * w)
         dx_reordered = 0 if channels_last else made  # to the memory format of x
         return made + _BF16 * w + max(products, bucket, cast_dx, dx_reordered) - passed_on
-    # The gradient in 16 bits, x and W decoded; dx of windows is summed in FP32.
+    # The gradient in 16 bits, and decoded x and W; with windows, dx is summed in FP32.
     base = _BF16 * (x + y + w * has_dx)
     first = _BF16 * w + (windows + scratch + _FP32 * x * has_dx if windows else made)
     then = (passed_on if windows and cast_dx else made + cast_dx) + _BF16 * w
@@ -86,7 +86,7 @@ def convolution_backward(op: Op, run: Run, context: OpContext) -> int:
 
 
 def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
-    """Return the backward workspace of `int8_all`, with the input's gradient as it is passed on."""
+    """Return the backward workspace of `int8_all`, including the input's gradient in its carried type."""
     (x, w, y), shapes = (num_elements(s) for s in (*context.shapes[:2], op.shape)), context.shapes
     outputs, window = op.shape[1], num_elements(shapes[1][2:])
     pixels, x_pixels = y // max(outputs, 1), x // max(shapes[0][1], 1)
@@ -96,7 +96,7 @@ def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
     if context.has_gradient[0]:
         made = passed_on = type_bytes(context.carried[0], x)
         rounded = _BF16 * x if context.carried[0] == "bf16" else 0
-        # Codes of the gradient, operands of the product, its sums, and the result if those do not become it.
+        # Codes of the gradient, the product's operands and sums, and the result unless the sums become it.
         if int8_gradient_unfolds(shapes[0], shapes[1], op.shape):
             factors = _FP32 * (y // max(op.shape[0], 1) + x_pixels)
             first = y + factors + x_pixels * window * outputs + w + _FP32 * x + rounded
@@ -106,14 +106,14 @@ def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
             made = _FP32 * x
             first = y + _BF16 * windows + max(_FP32 * windows, made)
     then = made + y + max(_FP32 * pixels, windows + bucket)
-    reordered = _FP32 * w if window > 1 else 0  # the weight's gradient, to the order of the weight
+    reordered = _FP32 * w if window > 1 else 0  # the weight's gradient in the weight's memory order
     in_order = _is_channels_last(op, run, context)
     dx_again = passed_on if made != passed_on or not in_order else 0  # cast, or reordered
     return max(first, then, made + bucket + max(reordered, dx_again))
 
 
 def _with_height(op: Op, context: OpContext) -> tuple[Op, OpContext]:
-    """Return a convolution of signals as one of images of height 1, and any other as it is."""
+    """Convert a conv1d to a conv2d on images of height 1; return other convolutions unchanged."""
     if op.kind != "conv1d":
         return op, context
     x, w, *others = context.shapes
@@ -123,14 +123,14 @@ def _with_height(op: Op, context: OpContext) -> tuple[Op, OpContext]:
 
 
 def _windows_bytes(op: Op, run: Run, context: OpContext) -> tuple[int, int]:
-    """Return the bytes of a convolution's windows, forward and backward: of images, and of INT8 signals."""
+    """Return the bytes of unfolded windows, forward and backward; 0 but for conv2d and INT8 conv1d."""
     if op.kind != "conv2d" and not (op.kind == "conv1d" and run.mode in INT8_MODES):
         return 0, 0
     return windows_bytes(run.mode, context.shapes[0], context.shapes[1], op.shape)
 
 
 def _takes_pixels(op: Op, context: OpContext) -> bool:
-    """Return whether a convolution multiplies pixels one by one; of one group oneDNN reorders none."""
+    """Return whether a convolution is pointwise; with one group oneDNN then reorders nothing."""
     x, w = context.shapes[:2]
     return num_elements(w[2:]) == 1 and x[2:] == op.shape[2:]
 
@@ -141,24 +141,24 @@ def _groups(context: OpContext) -> int:
 
 
 def _is_channels_last(op: Op, run: Run, context: OpContext) -> bool:
-    """Return whether a convolution works in rows of channels, as it does if its image or weight lies so.
+    """Return whether a convolution runs in channels-last order, as its image or weight determines.
 
-    A result of one pixel does not show it.
+    The operands are checked because a result of one pixel does not show its order.
     """
     return run.channels_last or op.channels_last or any(j in context.in_order for j in (0, 1))
 
 
 def _reordered_weight(context: OpContext) -> int:
-    """Return the elements of a weight that torch copies into the order of channels-last images."""
+    """Return the elements of the weight if torch copies it to channels-last order, else 0."""
     _, inner, *window = context.shapes[1]
     lies_so = 1 in context.in_order or inner == 1 or num_elements(window) == 1
     return 0 if lies_so else num_elements(context.shapes[1])
 
 
 def _in_blocks(op: Op, context: OpContext) -> int:
-    """Return the elements of a weight's gradient as oneDNN makes it in FP32.
+    """Return the elements of a weight's gradient in oneDNN's FP32 layout.
 
-    It is in blocks of 16 by 16 channels of each group (AVX-512), but for a short depthwise window.
+    Grouped convolutions use blocks of 16 by 16 channels per group (AVX-512), except short depthwise windows.
     """
     outputs, inner, *window = context.shapes[1]
     groups = _groups(context)
@@ -169,19 +169,19 @@ def _in_blocks(op: Op, context: OpContext) -> int:
 
 
 def _is_strided(op: Op, context: OpContext) -> bool:
-    """Return whether the result has fewer rows or columns than the image, though more than one."""
+    """Return whether the result has fewer rows or columns than the image, but more than one."""
     return any(1 < size < of for size, of in zip(op.shape[2:], context.shapes[0][2:], strict=True))
 
 
 def _in_windows(op: Op, context: OpContext) -> bool:
-    """Return whether oneDNN multiplies windows of each group, as pixels or of fewer channels than a block."""
+    """Return whether oneDNN unfolds windows per group: groups narrower than a block, or pointwise."""
     outputs, inner = context.shapes[1][:2]
     few = min(inner, outputs // _groups(context)) < _BLOCK and not _is_short(op, context)
     return op.kind != "conv_transpose" and _groups(context) > 1 and (few or _takes_pixels(op, context))
 
 
 def _is_short(op: Op, context: OpContext) -> bool:
-    """Return whether a window is depthwise, short and inside the image: oneDNN has a kernel of its own."""
+    """Return whether oneDNN's own kernel runs: for short depthwise windows inside the image."""
     (channels, height), (outputs, inner, *window) = context.shapes[0][1:3], context.shapes[1]
     inside = max(window) <= _SHORT_WINDOW and window[0] + _is_strided(op, context) <= height
     return inner == 1 and outputs == channels and inside

@@ -1,16 +1,17 @@
-"""The scratch memory of oneDNN for BF16 products on one thread, in bytes (found with torch 2.13)."""
+"""The scratch memory of oneDNN for BF16 products on one thread, in bytes (measured with torch 2.13)."""
 
 from __future__ import annotations
 
 _FP32 = 4
-# The most of a forward product.
+# The largest scratch memory of a forward product, in bytes.
 FORWARD_SCRATCH = 197_632
 
 
 def weight_gradient_scratch(rows: int, outputs: int, inner: int) -> int:
-    """Return the bytes for dW = g' x: g (rows, outputs), x (rows, inner), blocks of 256 outputs, 1024 inputs.
+    """Return oneDNN's scratch bytes for dW = g' x, with g (rows, outputs) and x (rows, inner).
 
-    Exact for 20 shapes of at least 512 rows, at most 100 KB too much for 8 with fewer.
+    Blocks have 256 outputs and 1024 inputs. Exact for 20 shapes of at least 512 rows, at most 100 KB too much
+    for 8 shapes with fewer rows.
     """
     outputs, inner = min(outputs, 256), min(inner, 1024)
     at_once = (2 * min(rows, 512) + 320) * outputs + 66_688

@@ -1,4 +1,4 @@
-"""The context of an operator whose memory is predicted: what its record alone does not say."""
+"""The context of an operator for memory prediction: properties that are missing in its record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask of attention: its shape, and the bytes of an element."""
+    """A mask of attention: its shape, and the bytes per element (`width`)."""
 
     shape: tuple[int, ...]
     width: int
@@ -17,9 +17,9 @@ class Mask:
 class OpContext:
     """The context of an operator: shapes, carried types and gradients of its operands, and its device.
 
-    With `in_buckets` gradients of parameters are copied into DDP's buckets. `in_order` has the operands that
-    lie channels-last by themselves, as a weight does after `model.to(memory_format=torch.channels_last)`.
-    `writes_scores`: it is attention in torch's plain kernel.
+    With `in_buckets`, gradients of parameters are copied into DDP's buckets. `in_order` has the operands in
+    channels-last order of their own, as a weight after `model.to(memory_format=torch.channels_last)`.
+    `writes_scores`: attention runs torch's plain kernel.
     """
 
     shapes: tuple[tuple[int, ...], ...]

@@ -1,8 +1,8 @@
-"""The workspace of each kind of operator: memory that its kernel needs while it runs.
+"""The workspace of each kind of operator: memory in use only while its kernel runs.
 
 Source: the kernels of qsync.backend and of torch, checked against the allocator by
-`python -m qsync.experiments.memory.memory_error`. A workspace has the bytes beyond an operator's inputs, its
-result, the tensors it saves, its result's gradient, and its inputs' gradients in their carried types.
+`python -m qsync.experiments.memory.memory_error`. A workspace excludes an operator's inputs, result, saved
+tensors, result's gradient, and inputs' gradients in their carried types.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
     if op.kind == "attention":
         return attention_forward(op, run, context)
     if run.mode in INT8_MODES and op.kind in ("linear", "addmm"):
-        return 0 if run.output == "fp32" else _FP32 * elements  # sums; an FP32 result replaces them
+        return 0 if run.output == "fp32" else _FP32 * elements  # sums, which an FP32 result replaces
     if op.kind in CONVOLUTIONS and context.device == "cpu":
         return convolution_forward(op, run, context)
-    if op.kind == "embedding" and run.mode != Precision.FP32:  # the rows in FP32 before they are rounded
+    if op.kind == "embedding" and run.mode != Precision.FP32:  # the FP32 rows before rounding
         return type_bytes("fp32", elements) + type_bytes("int8", elements) * (run.mode == Precision.INT8)
     if op.kind == "matmul" and len(op.inputs) == 2:
         return _matmul_forward(op, run, context)
@@ -57,7 +57,7 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return attention_backward(op, run, context, workspace)
     if op.kind == "matmul" and len(op.inputs) == 2:
         return workspace + _matmul_backward(run, context)
-    if op.kind == "cross_entropy":  # the gradient of its log-probabilities
+    if op.kind == "cross_entropy":  # the gradient of the log-probabilities
         return workspace + _FP32 * num_elements(context.shapes[0])
     if op.kind == "embedding" and run.mode != Precision.FP32 and run.output != "fp32":
         workspace += type_bytes("fp32", op.num_elements)  # the gradient of the rows, cast to FP32
@@ -67,43 +67,41 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
 
 
 def _derivative(op: Op, run: Run, context: OpContext) -> int:
-    """Return the bytes that torch's derivative needs in the type of this run; no product has any here."""
+    """Return the workspace bytes of torch's counted derivative, in this run's type; 0 for products."""
     workspace = op.derivative.workspace_bytes if op.derivative is not None else 0
-    if op.kind == "rms_norm":  # CUDA has a kernel; a CPU writes it out in FP32, after a cast of its input
+    if op.kind == "rms_norm":  # CUDA has a kernel; a CPU composes it of FP32 calls, after a cast of the input
         casts = _FP32 * op.num_elements if run.mode != Precision.FP32 else 0
         return workspace + casts if context.device == "cpu" else 0
     return workspace * type_bytes(run.mode, 1) // type_bytes(op.dtype, 1)
 
 
 def _saving_less_forward(op: Op, run: Run) -> int:
-    """Return the workspace of qsync.backend.compressed_saves.saved_ops in forward.
+    """Return the forward workspace of an operator that saves less (compressed_saves.saved_ops).
 
-    The result exists already; with codes of slopes it does not exist yet.
+    At its peak the result is allocated already, except with codes of slopes.
     """
     n, width = op.num_elements, type_bytes(run.output, 1)
-    packing = 3 * n - n // 8  # the mask, gathered, and shifted; the bits themselves are saved
+    packing = 3 * n - n // 8  # the mask, its gathered and shifted copies; saved bits are excluded
     if op.kind in ("gelu", "silu"):
         blocks = 3 * _FP32 * min(n, SLOPES_PER_BLOCK)
         return packing if run.form == "output" else max(0, blocks - width * n)
     if op.kind == "dropout":
-        return packing + width * n  # and the noise
+        return packing + width * n  # includes the noise
     if run.form == "bits":
         return packing
-    if run.form == "codes":  # the encoded value in FP32; the step before it, if that is FP32 only now
+    if run.form == "codes":  # the FP32 value to encode; from 16 bits also the intermediate before it
         return _FP32 * n + (0 if width == _FP32 else (_FP32 - 1) * n)
     return 0
 
 
 def _saving_less_backward(op: Op, run: Run) -> int:
-    """Return the backward workspace of qsync.backend.compressed_saves.saved_ops."""
+    """Return the backward workspace of an operator that saves less (compressed_saves.saved_ops)."""
     n, width = op.num_elements, type_bytes(run.output, 1)
     if op.kind in ("gelu", "silu"):
         blocks = 3 * _FP32 * min(n, SLOPES_PER_BLOCK)
         if run.form == "codes":
             return blocks // 3 * (1 if width == _FP32 else 2)
-        return (
-            2 * _FP32 - width
-        ) * n + blocks  # the bits as numbers, and the slope, which becomes the gradient
+        return (2 * _FP32 - width) * n + blocks  # unpacked bits, and the slope, which becomes the gradient
     if run.form == "bits":
         return n if op.kind == "dropout" else width * n
     if op.kind in ("batch_norm", "frozen_batch_norm"):  # torch allocates dx twice
@@ -112,13 +110,13 @@ def _saving_less_backward(op: Op, run: Run) -> int:
 
 
 def _gradient_of(j: int, taken: str, context: OpContext) -> int:
-    """Return the bytes of an operand's gradient as it is made, where that is not the tensor passed on."""
+    """Return the bytes of an operand's gradient before its cast or its copy to a bucket; else 0."""
     elements, num_bytes = num_elements(context.shapes[j]), 0
     if context.has_gradient[j]:
         if taken != context.carried[j] and not is_encoded(taken):
-            num_bytes += type_bytes(taken, elements)  # before it is cast
+            num_bytes += type_bytes(taken, elements)  # before its cast
         if context.is_parameter[j] and context.in_buckets:
-            num_bytes += _FP32 * elements  # made here, then copied into its bucket
+            num_bytes += _FP32 * elements  # before its copy into the bucket
     return num_bytes
 
 
@@ -129,14 +127,14 @@ def _product_bf16(op: Op, context: OpContext) -> int:
     made = _BF16 * inner if context.has_gradient[x] else 0
     passed_on = type_bytes(context.carried[x], inner) if made else 0
     if not context.has_gradient[w]:
-        return 0  # the input's gradient alone, which is passed on in its own type or a wider one
+        return 0  # only the input's gradient, whose carried type is at least as wide
     bucket = _FP32 * weight if context.in_buckets else 0
-    after = passed_on if context.carried[x] != "bf16" else 0  # cast to the operand's own type
+    after = passed_on if context.carried[x] != "bf16" else 0  # cast to the operand's carried type
     return made - passed_on + max(_BF16 * weight + max(_scratch(op, context), bucket), after)
 
 
 def _product_int8(op: Op, run: Run, context: OpContext) -> int:
-    """Return the backward workspace of y = x W' of INT8 codes: see qsync.backend.kernels.linear."""
+    """Return the backward workspace of y = x W' on INT8 codes (qsync.backend.kernels.linear)."""
     x, w = _operands(op)
     elements, inner, weight = (
         op.num_elements,
@@ -146,22 +144,22 @@ def _product_int8(op: Op, run: Run, context: OpContext) -> int:
     bucket = _FP32 * weight if context.in_buckets else 0
     passed_on = type_bytes(context.carried[x], inner) if context.has_gradient[x] else 0
     if run.mode == Precision.INT8_ALL:
-        # Codes of the gradient, by rows and then by columns; sums, which FP32 results replace.
+        # Codes of the gradient, by rows and then by columns; sums, which FP32 results overwrite.
         sums = (_FP32 if context.carried[x] == "fp32" else _FP32 + _BF16) * inner if passed_on else 0
         rows, outputs = elements // max(op.shape[-1], 1), op.shape[-1]
-        scales = _FP32 * (2 * (rows + outputs) + inner // max(rows, 1))  # and the seeds of rounding
+        scales = _FP32 * (2 * (rows + outputs) + inner // max(rows, 1))  # includes the seeds of rounding
         return scales + max(elements + sums - passed_on, 2 * elements, elements + bucket)
     gradient_16bit = _BF16 * elements if context.gradient == "fp32" else 0
     made = _BF16 * inner if passed_on else 0
     cast_dx = passed_on if context.carried[x] != "bf16" else 0
-    first = made + _BF16 * inner + _BF16 * weight + _scratch(op, context)  # both products, the input decoded
+    first = made + _BF16 * inner + _BF16 * weight + _scratch(op, context)  # both products, decoded input
     then = made + cast_dx + _BF16 * weight  # dx is cast to the input's type
     last = passed_on + _BF16 * weight + bucket
     return gradient_16bit + max(first, then, last) - passed_on
 
 
 def _matmul_forward(op: Op, run: Run, context: OpContext) -> int:
-    """Return the bytes of expanded operands that are not saved; in INT8 those of codes, with their scales."""
+    """Return the bytes of expanded operands that are not saved; in INT8 of expanded codes and scales."""
     num_bytes = 0
     for each in expanded(*context.shapes):
         if each.is_copied and run.mode in INT8_MODES:
@@ -172,9 +170,9 @@ def _matmul_forward(op: Op, run: Run, context: OpContext) -> int:
 
 
 def _matmul_backward(run: Run, context: OpContext) -> int:
-    """Return the bytes of expanded gradients, before they are summed.
+    """Return the bytes of expanded gradients before their reduction to the operands' shapes.
 
-    INT8 makes them one after the other, from the other operand, decoded and expanded, and sums in FP32.
+    INT8 computes one gradient at a time, from the other operand (decoded and expanded), and sums it in FP32.
     """
     found = {each.operand: each for each in expanded(*context.shapes)}
     elements = [found[j].num_elements if j in found and context.has_gradient[j] else 0 for j in (0, 1)]
@@ -186,12 +184,12 @@ def _matmul_backward(run: Run, context: OpContext) -> int:
 
 
 def _operands(op: Op) -> tuple[int, int]:
-    """Return the numbers of x and of the weight among the inputs."""
+    """Return the indices of x and of the weight among the inputs."""
     return (1, 2) if op.kind == "addmm" else (0, 1)
 
 
 def _scratch(op: Op, context: OpContext) -> int:
-    """Return oneDNN's scratch bytes for a weight's gradient of BF16 operands on one thread."""
+    """Return oneDNN's scratch bytes for a weight's gradient in BF16 on one thread; 0 on a GPU."""
     if context.device != "cpu":
         return 0
     outputs, inner = op.shape[-1], context.shapes[_operands(op)[0]][-1]
