@@ -55,7 +55,7 @@ PROFILE_S_VARIABLE = "QSYNC_PROFILE_S"  # of the environment: a bound in the pla
 # seconds and so many steps.
 MIN_PATIENCE_S, PATIENCE_STEPS = 60.0, 20
 _SECOND_PART = 0.3  # of the time of the first profile, for that with another number of samples
-_NEVER = 1e6  # the cost of a pair of steps that is not to be
+_NEVER = 1e6  # assignment cost that excludes pairing a step that saves less with one that does not
 
 
 @dataclass(frozen=True, slots=True)

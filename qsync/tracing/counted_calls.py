@@ -1,9 +1,9 @@
-"""What a call multiplies, what torch's derivative of it saves, and what that needs: counted, not looked up.
+"""Count a call's operations, and the saved tensors and workspace of its derivative, by a dry run.
 
-The derivative of `x ** 3` saves x, makes three tensors of its size, and two of them are gone when it ends. A
-call that no kernel of qsync replaces is run forward and backward on fake tensors, which take no memory. Hooks
-see what it saves, and what its ATen calls return is counted. What a kernel allocates inside itself is not
-seen.
+For example, the derivative of `x ** 3` saves x and allocates three tensors of its size, of which it frees two
+at its end. A call that no kernel of qsync replaces is run forward and backward on fake tensors, which take no
+memory. Hooks see the saved tensors, and the results of ATen calls are counted. Memory that a kernel allocates
+internally is not seen.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from qsync.tracing.operator_table import (
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a call saves for backward, and the bytes that its backward needs besides the gradients.
+    """The tensors that a call saves for backward, and its backward's workspace without gradients.
 
-    `operands` are those saved, by their place among the nodes that the call names; `besides` are the type and
-    number of elements of other tensors saved. A result without a gradient saves nothing, whatever the
-    operands. `is_view`: the result has the memory of an operand.
+    `operands` are the saved operands, by index among `named_operands`; `result` says whether the result is
+    saved. `besides` has the type and number of elements of each other saved tensor. A call whose result has
+    no gradient saves nothing. `is_view`: the result shares the storage of an operand.
     """
 
     operands: frozenset[int]
@@ -50,20 +50,19 @@ class Counted:
 
 
 _aten = torch.ops.aten
-# Calls that torch's derivatives make in place, on zeros of their own, where tensors are no fake ones.
+# Calls that real derivatives run in place on new zeros, but derivatives of fake tensors out of place.
 _INTO_FIRST = (_aten.scatter, _aten.scatter_add, _aten.index_add, _aten.index_put, _aten.index_copy)
-_ALLOCATES_TWICE = (_aten.native_batch_norm_backward,)  # its first result, on CPUs
+_ALLOCATES_TWICE = (_aten.native_batch_norm_backward,)  # allocates its first result twice on CPUs
 
-# By call and operands: blocks, and graphs traced anew, have equal ones.
+# Caches by call and operands, since blocks and later traces repeat equal calls.
 _known: dict[tuple[Any, str], Counted | None] = {}
 _known_flops: dict[tuple[Any, str], int] = {}
 
 
 def counted(node: torch.fx.Node) -> Counted | None:
-    """Return what the derivative of a call saves and needs.
+    """Return the saved tensors and workspace of a call's derivative, if a dry run can count them.
 
-    None of a call that needs its operands' numbers, as those that return as many elements as they find, and
-    of one that is not torch's own.
+    Returns None for a call that depends on its operands' numbers (as `nonzero`), and for calls outside torch.
     """
     if not _can_run(node):
         return None
@@ -74,9 +73,9 @@ def counted(node: torch.fx.Node) -> Counted | None:
 
 
 def counted_flops(node: torch.fx.Node) -> int:
-    """Return the floating-point operations of the products that a call runs forward; 0 where none is seen.
+    """Return the floating-point operations of products inside a call's forward; 0 without any.
 
-    An LSTM's cell, `torch.tensordot` and functions of the user's own run some. A multiply-add counts as two.
+    An LSTM cell, `torch.tensordot` and functions of the user run products. A multiply-add counts as two.
     """
     if bodies := bodies_of(node):
         return sum(counted_flops(inner) for inner in bodies[0].nodes if inner.op.startswith("call"))
@@ -102,7 +101,7 @@ def _can_run(node: torch.fx.Node) -> bool:
 
 
 def _key(node: torch.fx.Node) -> tuple[Any, str]:
-    """Return what a call has in common with those that compute alike."""
+    """Return a key that is equal for calls with equal derivatives and operations."""
     order = {operand: k for k, operand in enumerate(node.all_input_nodes)}
     shown = torch.fx.map_arg(
         (node.args, node.kwargs), lambda given: (order[given], _shown(given.meta.get("example_value")))
@@ -111,7 +110,7 @@ def _key(node: torch.fx.Node) -> tuple[Any, str]:
 
 
 def _run(node: torch.fx.Node, stand_in: Callable[[torch.fx.Node], Any]) -> Any:
-    """Make a call on stand-ins of its operands."""
+    """Run a call on stand-ins of its operands."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), stand_in)
     call = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
     return call(*args, **kwargs)
@@ -121,7 +120,7 @@ def _counted(node: torch.fx.Node) -> Counted | None:
     stand_ins: list[Any] = []  # one for each of `named_operands`
     packed: list[torch.Tensor] = []
     of_node: dict[torch.fx.Node, Any] = {}
-    is_product = classify(node)[0] in ("mul", "einsum")  # a square has two factors, which have two gradients
+    is_product = classify(node)[0] in ("mul", "einsum")  # a square has two factors and so two gradients
 
     def stand_in(given: torch.fx.Node) -> Any:
         if is_product or given not in of_node:
@@ -133,14 +132,14 @@ def _counted(node: torch.fx.Node) -> Counted | None:
         packed.append(tensor)
         return tensor
 
-    # A checkpoint around the model has hooks of its own, which count: these stand in for them.
+    # A checkpoint around the model has hooks that count saved tensors. These hooks shield the checkpoint's.
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     try:
         with torch.inference_mode(False), torch.enable_grad(), _without_anomalies(), FakeTensorMode(), saving:
             results = list(filter(_is_tensor, tree_leaves(_run(node, stand_in))))
             trained = list(filter(_is_trained, results))
             workspace_bytes = _backward_bytes(trained, tree_leaves(stand_ins)) if trained else 0
-    except Exception:  # whatever a call raises that needs numbers, or has no kernel for fake tensors
+    except Exception:  # any error of a call that needs numbers, or has no fake kernel
         return None
     if not trained:
         return Counted(frozenset(), False, (), 0, has_gradient=False)
@@ -161,13 +160,13 @@ def _counted(node: torch.fx.Node) -> Counted | None:
 
 
 def _without_anomalies() -> torch.autograd.set_detect_anomaly:
-    """Suspend torch's anomaly mode, which looks for NaN in tensors without numbers, and keeps tensors."""
+    """Suspend torch's anomaly mode, which keeps tensors alive and checks fake tensors for NaN."""
     return torch.autograd.set_detect_anomaly(False)
 
 
 def _backward_bytes(results: list[torch.Tensor], operands: list[Any]) -> int:
-    """Return the most bytes alive in backward, besides the gradients of results and operands."""
-    # Autograd lets go of a gradient that it made itself, here that of the negative, when it is read.
+    """Return the peak bytes of backward, without the gradients of results and operands."""
+    # Autograd frees only gradients that it computed itself, so the results get theirs through a negation.
     negatives = [value.neg() for value in results]
     gradients = [torch.empty_like(value) for value in negatives]
     with _Allocations() as allocations:
@@ -184,12 +183,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the library is untyped
-    """Count the bytes of the tensors that are made inside, while they are alive."""
+    """A mode that counts the bytes of live tensors allocated within it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
-        self.made: list[tuple[int, int]] = []  # the storage and the bytes of each, in order
+        self.made: list[tuple[int, int]] = []  # (storage, bytes) of each allocation, in order
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -210,7 +209,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the l
 
 
 def _stand_in(value: Any) -> Any:
-    """Return what stands for an argument: of a tensor one like it, with memory of its own."""
+    """Return a stand-in of an argument: for a tensor, a new one of equal properties."""
     if isinstance(value, (tuple, list)):
         return type(value)(map(_stand_in, value))
     if isinstance(value, torch.SymInt):
@@ -228,7 +227,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """Return what of an argument decides how its derivative is computed."""
+    """Return the properties of an argument that determine a call's derivative."""
     if isinstance(value, (tuple, list)):
         return [_shown(each) for each in value]
     if isinstance(value, torch.Tensor) and not is_functorch_wrapped_tensor(value):

@@ -1,4 +1,4 @@
-"""What forward may write to, to be put back after calls that shall leave nothing behind."""
+"""Buffers that forward may write to, and their restoration after calls without side effects."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 class BuffersBefore:
-    """The buffers as they are now: which tensors they are, and their numbers. Those on meta have none.
+    """A snapshot of a model's buffers: the tensors, and copies of their values (none on meta).
 
-    Forward may write to a buffer, or put another tensor in its place (`self.mean = 0.9 * self.mean + ...`).
+    Forward may write to a buffer, or replace it by another tensor (`self.mean = 0.9 * self.mean + ...`).
 
     >>> before = BuffersBefore(model); model(batch); before.restore()
     """
@@ -19,7 +19,7 @@ class BuffersBefore:
         self._numbers = [(buffer, buffer.detach().clone()) for buffer in tensors if not buffer.is_meta]
 
     def restore(self) -> None:
-        """Put back the tensors, and their numbers into them."""
+        """Restore the buffers' values, and the tensors that forward replaced."""
         with torch.no_grad():
             for buffer, numbers in self._numbers:
                 buffer.copy_(numbers)

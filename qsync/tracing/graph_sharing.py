@@ -1,7 +1,7 @@
-"""One traced graph, several segments: torch.compile uses one graph for layers that are alike.
+"""One traced graph, several segments: torch.compile shares one graph among equal layers.
 
-Where Python code that cannot be traced stands between layers, the tracer sees the first layer and gives its
-graph the parameters of every other. Each layer's operators bear other precisions, so each is a segment.
+If untraceable Python code runs between layers, the tracer traces the first layer and calls its graph with the
+parameters of every other layer. Layers may have different precisions, so each layer is a segment.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class SharedGraph(Generic[T]):
-    """A traced graph, and what `read` makes of it for each set of parameters that it runs with.
+    """A traced graph, and the result of `read` for each set of parameters that the graph runs with.
 
-    `read(module, inputs)` is called at once with the inputs it was traced with, and later with the parameters
-    of other layers. `names` returns id -> name of the model's tensors, as they are now: the names of its
-    parameters identify a layer. A call with parameters that are not the model's gets what was read first.
+    `read(module, inputs)` is called at once with the traced inputs, and later with the parameters of other
+    layers. `names` returns the present id -> name of the model's tensors; parameter names identify a layer.
+    A call with parameters outside the model gets the first result.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class SharedGraph(Generic[T]):
     ) -> None:
         self._names, self._read = names, read
         self._places = [place for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
-        # The tracer takes the example values out of its own graph once it is compiled.
+        # After compilation, the tracer removes the example values from its own graph.
         self._traced = copy_of(module) if self._places else module
         self._first = read(module, list(inputs))
         self._of_names = {self._names_of(inputs): self._first}
         self._note(inputs)
 
     def of(self, inputs: Sequence[Any]) -> T:
-        """Return what was read of the graph for the parameters among the inputs of a call."""
+        """Return the result of `read` for the parameters among the inputs of a call."""
         if len(self._of_names) == 1 and all(map(_refers_to, self._last, self._parameters(inputs))):
             return self._first
         names = self._names_of(inputs)
@@ -54,7 +54,7 @@ class SharedGraph(Generic[T]):
         return self._of_names[names]
 
     def _note(self, inputs: Sequence[Any]) -> None:
-        """Remember the parameters of a call, without keeping them alive."""
+        """Store weak references to the parameters of a call."""
         self._last = [weakref.ref(parameter) for parameter in self._parameters(inputs)]
 
     def _parameters(self, inputs: Sequence[Any]) -> list[torch.nn.Parameter]:
@@ -65,7 +65,7 @@ class SharedGraph(Generic[T]):
         return tuple(names.get(id(parameter)) for parameter in self._parameters(inputs))
 
     def _inputs_with_parameters_of(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the inputs as they were traced, but for the model's own tensors: shapes may have changed."""
+        """Return the traced example inputs, with the model's tensors of this call (shapes may differ)."""
         own = self._names()
         placeholders = self._traced.graph.find_nodes(op="placeholder")
         return [

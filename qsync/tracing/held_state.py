@@ -1,8 +1,8 @@
-"""Hold what training has while planning runs its steps, and put it back bitwise: `undisturbed`.
+"""Save the state of training before planning runs steps, and restore it bitwise: `undisturbed`.
 
-Planning calls the user's model, its hooks and its loss many times. Whatever they can write to is held:
+Planning calls the user's model, its hooks and its loss many times. All state that they can write to is saved:
 weights, buffers, gradients, attributes, containers, counters, random states. Hooks that step an optimizer
-inside backward are taken off meanwhile: planning has an optimizer of its own.
+inside backward are removed during planning, which has an optimizer of its own.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from qsync.tracing.reachable import (
 )
 from qsync.tracing.suspended_hooks import SuspendedHooks
 
-# Numbers outside of the model are copied up to so many bytes, and so many times the model's: an average of
-# the weights, an optimizer's state. What is beyond is watched, as is a large frozen model under adapters.
+# Tensors outside the model (averaged weights, optimizer state) are copied up to the sum of _COPIED_BYTES and
+# _COPIED_MODELS times the model's bytes. Others are only watched, as is a large frozen model under adapters.
 _COPIED_BYTES, _COPIED_MODELS = 2**28, 3
 _MISSING = object()
 
 
 class HeldState:
-    """What the calls of a model, its hooks and a loss can change, as it is now.
+    """A snapshot of all state that calls of a model, its hooks and a loss can change.
 
-    Without `weights` trained parameters are left out. `outer` hold earlier states: what is equal in one of
-    them takes no memory again.
+    Without `weights`, trained parameters are left out. `outer` are earlier snapshots, whose equal copies are
+    shared to save memory.
 
     >>> held = HeldState(model, [loss]); loss().backward(); held.restore()
     """
@@ -59,8 +59,8 @@ class HeldState:
         stop: Callable[[object], bool] = lambda _: False,
     ) -> None:
         self._outer, self._undo = list(outer), list[Callable[[], object]]()
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: its bytes, and a copy
-        self._watched: list[tuple[torch.Tensor, int]] = []  # each with its version
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # storage -> (bytes, copy)
+        self._watched: list[tuple[torch.Tensor, int]] = []  # (tensor, version)
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = [p for p in model.parameters() if not p.requires_grad]
         buffers = list(model.buffers())
@@ -71,13 +71,13 @@ class HeldState:
         own_bytes = sum(tensor.nbytes for tensor in (*trained, *buffers))
         self._room_bytes = _COPIED_BYTES + _COPIED_MODELS * own_bytes
         known = set() if weights else {id(p) for p in trained}
-        self._found = []  # alive: what is known is known by its id
+        self._found = []  # keeps objects alive, since ids identify them
         for found in reachable([model, *roots], known, stop):
             self._found.append(found)
             self._hold(found)
 
     def restore(self) -> None:
-        """Put everything back. Raises UnsupportedError for numbers that changed and are too many to copy."""
+        """Restore all state; raise UnsupportedError if a tensor too large to copy has changed."""
         with torch.no_grad():
             for undo in self._undo:
                 undo()
@@ -112,7 +112,7 @@ class HeldState:
             if is_users(found.__module__):
                 attributes = attributes_of(found) or {}
                 self._undo += [partial(setattr, found, name, value) for name, value in attributes.items()]
-        elif is_users(type(found).__module__):  # a frozen dataclass has slots, too
+        elif is_users(type(found).__module__):  # object.__setattr__ also writes frozen dataclasses' slots
             self._undo += [
                 partial(object.__setattr__, found, name, getattr(found, name)) for name in slots_of(found)
             ]
@@ -158,14 +158,14 @@ class HeldState:
 
 
 def _elements(of: Any) -> list[Any]:
-    """Return the elements of a dict, list, set or deque, whatever methods its subclass has."""
+    """Return the elements of a dict, list, set or deque, bypassing methods of a subclass."""
     if isinstance(of, dict):
         return list((OrderedDict if isinstance(of, OrderedDict) else dict).items(of))
     return list(of)
 
 
 def _restore_container(now: Any, before: list[Any]) -> None:
-    """Put the elements of a dict, list, set or deque back, in place, unless they are the same."""
+    """Restore the elements of a dict, list, set or deque in place, if they changed."""
     elements = _elements(now)
     if isinstance(now, dict):
         if [(id(key), id(value)) for key, value in elements] != [
@@ -196,7 +196,7 @@ def _restore_names(of: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _restore_place(tensor: torch.Tensor, before: torch.Tensor, requires_grad: bool) -> None:
-    """Let a tensor have its memory again (`p.data = ...`), and train if it did."""
+    """Restore a tensor's storage (after `p.data = ...`) and its `requires_grad`."""
     same = tensor.data_ptr() == before.data_ptr() and tensor.dtype is before.dtype
     if not same or tensor.shape != before.shape or tensor.stride() != before.stride():
         tensor.data = before
@@ -206,12 +206,12 @@ def _restore_place(tensor: torch.Tensor, before: torch.Tensor, requires_grad: bo
 
 @dataclass(slots=True)
 class _Region:
-    """An `undisturbed` that is open."""
+    """An open context of `undisturbed`."""
 
     model: torch.nn.Module
     held: HeldState
     hooks: SuspendedHooks
-    # The gradients of leaves that are not the model's.
+    # Leaf tensors outside the model -> their gradients before the context.
     outside: dict[torch.Tensor, torch.Tensor | None] = field(default_factory=dict)
     was_called: bool = False
 
@@ -221,11 +221,11 @@ _open: ContextVar[tuple[_Region, ...]] = ContextVar("open", default=())
 
 @contextmanager
 def undisturbed(model: torch.nn.Module, *roots: object) -> Iterator[None]:
-    """Run the model inside, with gradients, without a trace: training finds everything as it was, bitwise.
+    """Restore the state of training bitwise after the context, in which the model may run backward.
 
-    That is what the model, its hooks and `roots` (a loss) can reach (`reachable`), gradients and hooks of
-    other tensors that the loss trains (`leaving_gradients`), and random states. Hooks that step optimizers,
-    and what is called after a gradient is added up, rest inside; so does torch's anomaly mode.
+    The state is all that the model, its hooks and `roots` (a loss) can reach (`reachable`), gradients and
+    hooks of other tensors that the loss trains (`leaving_gradients`), and random states. Within the context,
+    hooks that step optimizers, post-accumulate hooks and torch's anomaly mode are off.
     """
     with (
         torch.inference_mode(False),
@@ -269,15 +269,15 @@ def _held(model: torch.nn.Module, roots: Iterable[object]) -> Iterator[None]:
             held.restore()
         finally:
             for tensor, gradient in (*region.outside.items(), *gradients):
-                if gradient is None or gradient.shape == tensor.shape:  # else from before it was resized
+                if gradient is None or gradient.shape == tensor.shape:  # else the parameter was resized
                     tensor.grad = gradient
 
 
 def first_call(model: torch.nn.Module, call: Callable[[], object]) -> None:
-    """Let a model's first call happen, in the innermost `undisturbed`, unless it has happened around it.
+    """Run a model's first call in the innermost open `undisturbed`, unless an outer one ran it.
 
-    What the first batch initializes (a codebook, scales, masks) is there in later calls, which are planned.
-    On the meta device nothing is. Raises CalibrationError where torch cannot run it.
+    The first batch may initialize state (a codebook, scales, masks) that the planned later calls have. On the
+    meta device no call is made. Raises CalibrationError if torch cannot run the call.
     """
     regions = [region for region in _open.get() if region.model is model]
     if any(region.was_called for region in regions) or any(p.is_meta for p in model.parameters()):
@@ -293,9 +293,9 @@ def first_call(model: torch.nn.Module, call: Callable[[], object]) -> None:
 
 
 def leaving_gradients(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose backward leaves no gradient behind, in any leaf, when `undisturbed` is left.
+    """Register a loss's leaf tensors, whose gradients `undisturbed` restores; return the loss.
 
-    The first loss inside tells which leaves there are.
+    The first loss within the context determines the leaves.
     """
     regions = [region for region in _open.get() if not region.outside]
     if regions and isinstance(loss, torch.Tensor) and loss.grad_fn is not None:
@@ -308,7 +308,7 @@ def leaving_gradients(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors in which the backward of a loss adds up gradients."""
+    """Yield the leaf tensors that accumulate gradients in the backward of a loss."""
     ahead, seen = [loss.grad_fn], set[Any]()
     while ahead:
         node: Any = ahead.pop()

@@ -1,9 +1,9 @@
-"""Make in-place calls out of place, so that the copy of a cast never hides a write. Numerics stay exactly.
+"""Make in-place calls out of place, so that no write goes to a cast's copy. Results stay bitwise equal.
 
-`x.add_(y)` after x was cast would write to the copy. If no other name of the written storage is read later,
+After a cast of x, `x.add_(y)` would write to the copy. If no other node of the written storage is read later,
 the call becomes `x.add(y)` and later readers of x read its result: the same numbers. Otherwise (a write
 through a view, `setitem`) the call stays, and all nodes that share the storage are reported, to stay in the
-traced type. So does a write without gradients to a tensor that has one: the result of `x.add(y)` has none.
+traced type. A write without gradients to a tensor that has one also stays: `x.add(y)` would have no gradient.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from qsync.tracing.operator_table import call_name, classify, functional_name, may_return_input
 
-WAS_IN_PLACE = "qsync_was_in_place"  # a node's note that its author asked for `inplace=True`
+WAS_IN_PLACE = "qsync_was_in_place"  # meta key of nodes whose call had `inplace=True`
 
 
 def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Rewrite in-place calls where that is safe; return the nodes whose storage is still written to."""
-    # `x @= y` gives x another tensor. FX spells it so that readers of the old one get the new one too.
+    """Rewrite in-place calls if that is safe; return the nodes whose storage is still written to."""
+    # `x @= y` makes a new tensor, but FX's code for `imatmul` would also give it to readers of the old x.
     for node in graph.find_nodes(op="call_function", target=operator.imatmul):
         node.target = operator.matmul
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -39,7 +39,7 @@ def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         if not targets:
             continue
         target = targets[0]
-        # Names that the storage has before the write; later ones are made from the result and read that.
+        # Nodes of the storage before the write; later nodes derive from the result and read that.
         sharers = [other for other in storage[target] if position[other] < position[node]]
         outside = any(other.op in ("placeholder", "get_attr") for other in sharers)
         others = [other for other in sharers if other is not target]
@@ -53,7 +53,7 @@ def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _without_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Return the nodes that stand where the graph has switched gradients off."""
+    """Return the nodes in the parts of a graph in which gradients are off."""
     untrained: set[torch.fx.Node] = set()
     trains, outer = True, [True]
     for node in graph.nodes:
@@ -91,7 +91,7 @@ def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _named_by_schema(node: torch.fx.Node) -> list[Any]:
-    """Return the arguments that a registered operator writes to, as its schema says."""
+    """Return the arguments that a registered operator writes to, by its schema."""
     overloads: list[Any] = []
     if isinstance(node.target, torch._ops.OpOverload):
         overloads = [node.target]
@@ -109,7 +109,7 @@ def _named_by_schema(node: torch.fx.Node) -> list[Any]:
 
 
 def _inplace_flag(node: torch.fx.Node) -> inspect.BoundArguments | None:
-    """Return the arguments of a call whose `inplace` argument is true, None of any other."""
+    """Return the arguments of a call with `inplace=True`; None for other calls."""
     if node.op != "call_function" or getattr(node.target, "__module__", None) != F.__name__:
         return None
     try:
@@ -120,9 +120,9 @@ def _inplace_flag(node: torch.fx.Node) -> inspect.BoundArguments | None:
 
 
 def _keeps_type(node: torch.fx.Node, targets: list[torch.fx.Node]) -> bool:
-    """Return whether the call has the same type out of place: in place, FP32 plus FP64 is FP32.
+    """Return whether a call's result has the same type out of place (in place, FP32 + FP64 is FP32).
 
-    A call that writes to several tensors has no such type.
+    The result is False for a call that writes to several tensors.
     """
     if len(targets) > 1 or not _is_float(targets[0]):
         return False
@@ -133,7 +133,7 @@ def _keeps_type(node: torch.fx.Node, targets: list[torch.fx.Node]) -> bool:
 
 
 def _rewrite(node: torch.fx.Node) -> bool:
-    """Give the node its out-of-place spelling; False if it has none."""
+    """Convert a node to its out-of-place call; return False if it has none."""
     bound = _inplace_flag(node)
     if bound is not None:
         bound.arguments["inplace"] = False
@@ -161,7 +161,7 @@ def _find(node: torch.fx.Node, name: str) -> str | Callable[..., Any] | None:
 def _storages(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
     """Return for each node all nodes that may share its storage.
 
-    These shared a storage when traced, or are views by their name.
+    Nodes share storage if their traced tensors did, or if a call's name marks it as a view.
     """
     group: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     owner: dict[int, torch.fx.Node] = {}
@@ -193,7 +193,7 @@ def traced_storages(node: torch.fx.Node) -> list[int]:
     values = value if isinstance(value, (tuple, list)) else (value,)
     tensors = [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
     if any(is_functorch_wrapped_tensor(tensor) for tensor in tensors):
-        return []  # inside torch.vmap or torch.func: no storage of its own to ask for
+        return []  # inside torch.vmap or torch.func, tensors have no accessible storage
     return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""The names of traced operators: the paths of the modules that call them, as the model has them."""
+"""The names of traced operators: the model's paths of the modules that call them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch.fx
 
 from qsync.records.precision import CONVOLUTIONS
 
-# Kinds of which torch has a module.
+# Kinds for which torch has a module class.
 _MODULES_OWN = ("linear", "addmm", *CONVOLUTIONS, "rnn")
 
 
 def operator_name(path: str, kind: str) -> str:
-    """Return an operator's module path, and its kind unless it is its module's own product."""
+    """Return an operator's name: its module's path, with the kind unless the module is that operator."""
     own = kind in (*_MODULES_OWN, path.rpartition(".")[2])
     return path if own and path else f"{path}.{kind}" if path else kind
 
 
 def roots_of(graph: torch.fx.Graph, value_of: Mapping[torch.fx.Node, str]) -> dict[str, str]:
-    """Return the path of each module that the traced frame calls by a local name, `self` or another.
+    """Return local name -> model path of the modules in a traced frame, `self` and others.
 
-    Parameters show it: if module `self.fc` uses the one named `layers.0.fc.weight`, then `self` is
-    `layers.0`. `value_of` has the names of the values that enter the graph.
+    Parameters show the path: if module `self.fc` uses the parameter `layers.0.fc.weight`, then `self` is
+    `layers.0`. `value_of` has the names of the graph's inputs.
     """
     votes: dict[str, list[str]] = {}
     for node in graph.nodes:
@@ -33,14 +33,14 @@ def roots_of(graph: torch.fx.Graph, value_of: Mapping[torch.fx.Node, str]) -> di
             owner = value_of.get(source, "").partition("@")[0].rpartition(".")[0]
             if source.op != "placeholder" or not owner:
                 continue
-            # A frame's own `self` may use the weights of its children directly; other local names are of
-            # layers.
+            # The frame's `self` may use weights of its children directly, so its path is not taken from
+            # these. Other local names (`___stack...`) are layers.
             if path and (owner == path or owner.endswith("." + path)):
                 votes.setdefault(base, []).append(owner.removesuffix(path).rstrip("."))
             elif not path and base.startswith("___stack"):
                 votes.setdefault(base, []).append(owner)
     roots = {base: "" if "" in found else found[0] for base, found in votes.items()}
-    # Calls in the frame itself have no module: theirs is `self`, which its children or its own weights show.
+    # Calls without a module belong to the frame's `self`, whose path follows from children or own weights.
     own = [
         value_of[node].partition("@")[0].rpartition(".")[0]
         for node in graph.find_nodes(op="placeholder")
@@ -50,9 +50,9 @@ def roots_of(graph: torch.fx.Graph, value_of: Mapping[torch.fx.Node, str]) -> di
 
 
 def name_from_model(module: torch.fx.GraphModule, names: Mapping[int, str]) -> None:
-    """Let a graph name its modules from the model, which an outer torch.compile reaches by a longer path.
+    """Shorten a graph's module paths to start at the model, if an outer torch.compile traced them.
 
-    `names` maps the id of each parameter and buffer to its name, which shows the path to the model.
+    `names` maps the id of each parameter and buffer to its name, which reveals the prefix of the model.
     """
     votes: Counter[str] = Counter()
     for node in module.graph.nodes:
@@ -70,9 +70,9 @@ def name_from_model(module: torch.fx.GraphModule, names: Mapping[int, str]) -> N
 
 
 def module_place(node: torch.fx.Node) -> tuple[str, str]:
-    """Return what leads to a node's module in its frame, and the path from there; empty for no module.
+    """Return (local name, path from it) of a node's module in its frame; empty texts without a module.
 
-    It is a local name, `self`, or an item of one: `args[0]` in a decorator that takes `*args`.
+    The local name is `self` or another one, or an item: `args[0]` in a decorator that takes `*args`.
     """
     stack = node.meta.get("nn_module_stack")
     text = next(reversed(stack.values()))[0] if stack else ""
@@ -86,10 +86,10 @@ def argument_name(text: str) -> str:
 
 
 def _module_path(text: str) -> str:
-    """Return a module's path from where its frame finds it: `.layers._modules['0'].fc` -> `layers.0.fc`."""
+    """Return a module's path from the tracer's expression: `.layers._modules['0'].fc` -> `layers.0.fc`."""
     text = re.sub(r"\.(?:__dict__\.)?_(?:modules|orig_mod)\b", "", text)
-    text = re.sub(r"\.forward\.module\b", "", text)  # the module, as activation_recomputation calls it
+    text = re.sub(r"\.forward\.module\b", "", text)  # the expression in activation_recomputation
     text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
-    # torch's checkpoint_wrapper leaves itself out of the names of parameters, too.
+    # torch's checkpoint_wrapper also omits itself in names of parameters.
     text = re.sub(r"(?:\.__dict__)?(?:\._modules)?\._checkpoint_wrapped_module\b", "", text)
     return text.strip(".").removesuffix("._call_impl")

@@ -1,6 +1,6 @@
-"""Classify torch calls: their kind, their role, and which of their arguments are operands of products.
+"""Classify torch calls: their kind, their role, and the operands of products among their arguments.
 
-Allow-lists, never deny-lists: a call nobody classified is fixed and runs in the type it was traced in.
+The tables are allow-lists, never deny-lists: an unlisted call is fixed and runs in its traced type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = {
     torch.uint8: "uint8", torch.bool: "bool", torch.complex64: "complex64",
 }  # fmt: skip
 
-# Adjustable kinds by the name of the torch call, with the names of their operands in the order of Op.inputs.
+# Name of a torch call -> (adjustable kind, names of its operands in the order of Op.inputs).
 PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "linear": ("linear", ("input", "weight", "bias")),
     "addmm": ("addmm", ("input", "mat1", "mat2")),
@@ -36,14 +36,14 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "baddbmm": ("baddbmm", ("input", "batch1", "batch2")),
     "scaled_dot_product_attention": ("attention", ("query", "key", "value", "attn_mask")),
     "embedding": ("embedding", ("input", "weight")),
-    # All layers of torch's recurrences are one call; without names every tensor of it is an operand.
+    # All layers of a torch RNN are one call; without operand names, all of its tensors are operands.
     **{name: ("rnn", ()) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     "einsum": ("einsum", ()),
     "grouped_mm_fallback": ("grouped_mm", ("input", "weight")),  # of transformers; offsets of groups are kept
 }
 
-# Following kinds by the name of the torch call. What matters beyond the name: "view" shares its input's
-# storage, and norms take 16-bit input beside FP32 parameters and statistics (they reduce in FP32 inside).
+# Name of a torch call -> following kind. A "view" shares its input's storage. Norms take 16-bit input beside
+# FP32 parameters and statistics, since they reduce in FP32.
 FOLLOWING: dict[str, str] = {
     **{name: name for name in (
         "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "softmax",
@@ -60,28 +60,28 @@ FOLLOWING: dict[str, str] = {
     )},
 }  # fmt: skip
 
-# A user's torch.autograd.Function is one call of two traced graphs. It follows if both compute elements by
-# elements, and it has one result.
+# A user's torch.autograd.Function is one call with two traced graphs. It is a following operator if both
+# graphs are elementwise and it has one result.
 _FUNCTION = "autograd_function_apply"
 _ELEMENTWISE = (
     "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "add", "sub",
     "mul", "div", "neg", "pow", "where", "clone",
 )  # fmt: skip
-# Calls that compute with the whole numbers among their arguments.
+# Calls that compute with their integer arguments (integers are sizes and positions in other calls).
 _TAKES_NUMBERS = (
     "add", "sub", "rsub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_",
     "div_", "where", "masked_fill", "masked_fill_", "fill_", "full", "full_like", "new_full",
 )  # fmt: skip
 _GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # forward and backward
-UNSAVED_FUNCTION = "unsaved_function"  # one that saves nothing for backward
+UNSAVED_FUNCTION = "unsaved_function"  # kind of a user's function that saves nothing for backward
 
-# Products without a low-precision kernel, which run as traced, and whose operations torch does not count.
+# Products without a low-precision kernel, which run in their traced type. torch does not count their flops.
 UNWRITTEN_PRODUCTS = ("addbmm", "bilinear", "grouped_mm", "_grouped_mm")
 
-# Attributes that are views.
+# Tensor attributes that return views.
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 
-# Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
+# Name of a torch call -> fixed kind that the memory model distinguishes; all other fixed calls are "other".
 FIXED: dict[str, str] = {
     **{
         name: "loss"
@@ -92,27 +92,27 @@ FIXED: dict[str, str] = {
     "tile": "clone", "broadcast_to": "view",
 }  # fmt: skip
 
-FROZEN_NORM = "frozen_batch_norm"  # in evaluation: it has no statistics of its own
+FROZEN_NORM = "frozen_batch_norm"  # in evaluation mode: it computes no batch statistics
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", FROZEN_NORM)
 
-# Kinds through which a large constant survives: a mask stays a mask when it is reshaped or added.
+# Kinds whose result may contain a large constant of their input, as a mask that is reshaped or added.
 PASSES_MAGNITUDE = (
     "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
     "clone", "interpolate", "float", "input", "other", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax",
     UNSAVED_FUNCTION,
 )  # fmt: skip
 
-# The namespaces of registered operators that are known by their names.
+# Namespaces of registered operators that are classified by name.
 _NAMESPACES = ("aten", "transformers")
 
-# In-place calls whose name is not simply the functional one with an underscore. `x @= y` writes to no tensor.
+# In-place call -> functional call, if its name is not just that with an underscore. `x @= y` writes nothing.
 _OPERATOR_INPLACE: dict[str, str] = {
     **{f"i{name}": name for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")},
     **{f"i{name}": f"{name}_" for name in ("and", "or")},
     "ixor": "xor", "ilshift": "lshift", "irshift": "rshift",
 }  # fmt: skip
 
-# Dropouts, with their default of `training`: one that drops nothing returns its input, which is no copy.
+# Dropout -> its default of `training`. A dropout that drops nothing returns its input without a copy.
 _DROPOUTS: dict[str, bool] = {
     **{name: True for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")},
     **{name: False for name in ("alpha_dropout", "feature_alpha_dropout")},
@@ -120,11 +120,11 @@ _DROPOUTS: dict[str, bool] = {
 
 
 def call_name(node: torch.fx.Node) -> str:
-    """Return the bare name of a call: `linear`, `add`, `view`; in place with its underscore."""
+    """Return the bare name of a call (`linear`, `add`, `view`), with the underscore of in-place calls."""
     if node.op == "call_method":
         return str(node.target)
     name = getattr(node.target, "__name__", str(node.target))
-    return str(name).removesuffix(".default")  # of aten's operators, which have overloads
+    return str(name).removesuffix(".default")  # overload suffix of ATen's operators
 
 
 def bare_name(node: torch.fx.Node) -> str:
@@ -135,7 +135,7 @@ def bare_name(node: torch.fx.Node) -> str:
 
 
 def functional_name(name: str) -> str | None:
-    """Return the out-of-place spelling of an in-place call, None if the name is not one."""
+    """Return the out-of-place name of an in-place call; None for the name of another call."""
     operator = name[2:-2] if name.startswith("__") and name.endswith("__") else name
     if operator in _OPERATOR_INPLACE:
         return _OPERATOR_INPLACE[operator]
@@ -145,7 +145,7 @@ def functional_name(name: str) -> str | None:
 
 
 def classify(node: torch.fx.Node) -> tuple[str, Role]:
-    """Kind and role of a call by its name alone; what its tensors are like can still make it fixed."""
+    """Return kind and role of a call from its name; its tensors may still make it fixed later."""
     name = call_name(node)
     if name == _FUNCTION:
         results, bodies = tree_leaves(node.meta.get("example_value")), bodies_of(node)
@@ -164,14 +164,14 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
 
 
 def _by_arguments(node: torch.fx.Node, kind: str) -> str:
-    """Return the kind of a following call, as its arguments have it."""
+    """Return the kind of a following call, refined by its arguments."""
     if kind == "batch_norm" and not _argument(node, 5, "training", False):
         return FROZEN_NORM
     return kind
 
 
 def bodies_of(node: torch.fx.Node) -> list[torch.fx.Graph]:
-    """Return the graphs of a user's function, forward and backward."""
+    """Return the forward and backward graphs of a user's torch.autograd.Function call."""
     named = [
         argument
         for argument in node.args
@@ -182,14 +182,14 @@ def bodies_of(node: torch.fx.Node) -> list[torch.fx.Graph]:
 
 
 def _saves_values(forward: torch.fx.Graph) -> bool:
-    """Return whether the forward of a user's function saves anything: it returns its results and that."""
+    """Return whether the forward of a user's function saves tensors, its second return value."""
     (returned,) = forward.output_node().args
     is_known = isinstance(returned, (tuple, list)) and len(returned) == 2
     return not is_known or not isinstance(returned[1], (tuple, list)) or len(returned[1]) > 0  # type: ignore[index]
 
 
 def _computes_elements(body: torch.fx.Graph) -> bool:
-    """Return whether a graph computes elements from elements, in whatever float type they are."""
+    """Return whether all calls of a graph are elementwise, in any float type."""
     return all(
         node.op in ("placeholder", "output")
         or call_name(node) == _GRAD_MODE
@@ -199,7 +199,7 @@ def _computes_elements(body: torch.fx.Graph) -> bool:
 
 
 def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
-    """Return the nodes that an operator computes on, in the order of Op.inputs."""
+    """Return the operand nodes of a call, in the order of Op.inputs."""
     names = PRODUCTS.get(call_name(node), (None, ()))[1]
     if kind in ("mul", "einsum"):  # a square has two factors
         return named_operands(node)
@@ -210,16 +210,16 @@ def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
 
 
 def named_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the nodes that a call names, in order, each as often as it is named."""
+    """Return the nodes among a call's arguments, in order, with repetitions."""
     found: list[torch.fx.Node] = []
     torch.fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def large_constants(node: torch.fx.Node) -> list[float]:
-    """Return the magnitudes of the finite numbers that a call computes with and FP16 cannot hold.
+    """Return the magnitudes of a call's finite constants that exceed the range of FP16.
 
-    Whole numbers are sizes and places in most calls.
+    Integers count only in _TAKES_NUMBERS; in other calls they are sizes and positions.
     """
     name, arguments = bare_name(node), (node.args, node.kwargs)
     if name in ("full", "new_full"):
@@ -231,7 +231,7 @@ def large_constants(node: torch.fx.Node) -> list[float]:
 
 
 def draws(node: torch.fx.Node, kind: str) -> bool:
-    """Return whether a call returns random numbers. A dropout draws which of its input's it returns."""
+    """Return whether a call returns random numbers; a dropout does not, as it selects from its input."""
     packet = getattr(torch.ops.aten, bare_name(node).strip("_"), None)
     if kind == "dropout" or not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
@@ -240,12 +240,12 @@ def draws(node: torch.fx.Node, kind: str) -> bool:
 
 
 def names_a_type(node: torch.fx.Node) -> bool:
-    """Return whether the author asked for a type, as `softmax(x, dtype=torch.float32)`, which is honoured."""
+    """Return whether a call names a type, as `softmax(x, dtype=torch.float32)`, which then is kept."""
     return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
 
 
 def dropped(node: torch.fx.Node, kind: str) -> float:
-    """Return the part of its elements, or of attention's weights, that a call drops; 0 by default."""
+    """Return the dropout probability of a dropout or attention call; 0 for other calls."""
     if kind == "attention":
         return _number(_argument(node, 4, "dropout_p", 0.0))
     if kind != "dropout":
@@ -255,7 +255,7 @@ def dropped(node: torch.fx.Node, kind: str) -> float:
 
 
 def may_return_input(node: torch.fx.Node) -> bool:
-    """Return whether a call is a dropout that drops nothing, or that may: in evaluation, or of p=0."""
+    """Return whether a call is a dropout that may return its input (in evaluation, or with p=0)."""
     name = call_name(node)
     if name not in _DROPOUTS or not is_torch(node.target):
         return False
@@ -265,20 +265,20 @@ def may_return_input(node: torch.fx.Node) -> bool:
 
 
 def _number(value: Any) -> float:
-    """Return a number argument of a call; of one that enters the graph, the number it was traced with."""
+    """Return a number argument of a call; for a graph input, its traced number."""
     if isinstance(value, torch.fx.Node):
         value = value.meta.get("example_value", 1.0)
     return float(value.node.hint) if isinstance(value, torch.SymFloat) else float(value)
 
 
 def is_dilated(node: torch.fx.Node) -> bool:
-    """Return whether a call of a convolution leaves gaps between the elements of its filter."""
+    """Return whether a convolution call is dilated."""
     dilation = _argument(node, 5, "dilation", 1)
     return any(size != 1 for size in (dilation if isinstance(dilation, (tuple, list)) else (dilation,)))
 
 
 def why_traced_as_is(node: torch.fx.Node, kind: str) -> str:
-    """Return why a product or an embedding so called runs as it was traced; empty if it need not."""
+    """Return why a call of a product or an embedding must keep its traced type; empty if it need not."""
     if kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
         return "it scales its operands (alpha, beta)"
     if kind == "einsum" and len(named_operands(node)) < 2:
@@ -298,7 +298,7 @@ def _argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
 
 
 def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> int:
-    """Forward floating-point operations of a product, a multiply-add counted as two; 0 for anything else."""
+    """Return a product's forward flops, with a multiply-add counted as two; 0 for other kinds."""
     if kind in ("linear", "addmm", "baddbmm"):
         return 2 * num_elements(output) * shapes[1][-1]
     if kind in ("conv1d", "conv2d", "conv3d"):
@@ -317,7 +317,7 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
 
 
 def flops_of_unwritten(node: torch.fx.Node) -> int:
-    """Return the forward operations of a product without a low-precision kernel; 0 for any other call."""
+    """Return the forward flops of a product without a low-precision kernel; 0 for other calls."""
     name = bare_name(node)
     values = [other.meta.get("example_value") for other in (node, *node.all_input_nodes)]
     if name not in UNWRITTEN_PRODUCTS:
@@ -332,12 +332,12 @@ def flops_of_unwritten(node: torch.fx.Node) -> int:
 
 
 def traced_size(size: int | torch.SymInt) -> int:
-    """Return a size as a plain integer; a symbolic size as it was traced, without guarding on it."""
+    """Return a size as a plain integer; for a symbolic size its traced value, without a guard."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
 def traced_shape(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the sizes of a tensor as plain integers, as it was traced."""
+    """Return the traced sizes of a tensor as plain integers."""
     return tuple(map(traced_size, value.shape))
 
 
@@ -347,7 +347,7 @@ def traced_type(value: torch.Tensor) -> str:
 
 
 def is_torch(target: str | Callable[..., Any]) -> bool:
-    """Return whether a call is torch's own or Python's operator module, not a user's of the same name."""
+    """Return whether a call belongs to torch or Python's operator module, and is not a user's namesake."""
     if isinstance(target, str):
         return True
     module = getattr(target, "__module__", None) or ""

@@ -1,8 +1,8 @@
-"""What Python code of the user's can change: everything reachable from an object, without running any of it.
+"""Objects that the user's Python code can change: all reachable ones, found without running any code.
 
-Containers, attributes, closures, default arguments and globals that a function names are followed. Objects of
-libraries are not: a restored queue or log would contradict what is outside of it. Those with tensors among
-their attributes are (an average of weights), and modules and optimizers, whoever wrote them.
+Containers, attributes, closures, default arguments and globals named by a function are followed. Objects of
+libraries are not followed, since a restored queue or log would contradict the world outside. Exceptions are
+objects with tensors among their attributes (averaged weights), modules and optimizers of any author.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _PLAIN = (
     BuiltinFunctionType, CodeType,
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, deque)
-_DATA = (Dataset, DataLoader, Sampler)  # planning takes no batch from them that it does not put back
+_DATA = (Dataset, DataLoader, Sampler)  # planning restores the batches that it takes from them
 _OF_TORCH = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN = ("qsync", "torch", "numpy")
-_INTEGRATIONS = "qsync.integrations."  # their losses call a framework's module
+_INTEGRATIONS = "qsync.integrations."  # integrations' losses call a framework's module
 
 
 def reachable(roots: Iterable[object], known: set[int], stop: Callable[[object], bool]) -> Iterator[Any]:
-    """Yield everything that can be reached from objects, each once, but for what `stop` says to leave out.
+    """Yield every object reachable from roots, each once; skip objects for which `stop` is true.
 
-    `known` holds the ids of what was yielded before; the caller keeps those objects alive.
+    `known` has the ids of objects yielded before; the caller keeps these objects alive.
     """
     ahead = list(roots)
     while ahead:
@@ -58,9 +58,9 @@ def reachable(roots: Iterable[object], known: set[int], stop: Callable[[object],
 
 
 def attributes_of(found: object) -> dict[str, Any] | None:
-    """Return the dictionary of an object's attributes, which may be changed; None without one.
+    """Return the mutable attribute dictionary of an object; None without one.
 
-    That of a class is a copy.
+    For a class, return a copy with its data attributes.
     """
     if isinstance(found, type):
         return {name: value for name, value in vars(found).items() if _is_data(name, value)}
@@ -69,7 +69,7 @@ def attributes_of(found: object) -> dict[str, Any] | None:
 
 
 def slots_of(found: object) -> Iterator[str]:
-    """Yield the names of the slots of an object that hold something."""
+    """Yield the names of an object's slots that have a value."""
     for kind in type(found).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -78,7 +78,7 @@ def slots_of(found: object) -> Iterator[str]:
 
 
 def globals_written(function: FunctionType) -> Iterator[str]:
-    """Yield the names of the globals that a function of the user's assigns to."""
+    """Yield the names of the globals that a user's function assigns."""
     if is_users(function.__module__):
         for code in _codes(function.__code__):
             if any(name in function.__globals__ for name in code.co_names):
@@ -86,7 +86,7 @@ def globals_written(function: FunctionType) -> Iterator[str]:
 
 
 def _parts(found: Any) -> Iterable[object]:
-    """Return what an object refers to."""
+    """Return the objects that an object references."""
     if isinstance(found, torch.Tensor):
         return [vars(found)] if hasattr(found, "__dict__") else []
     if isinstance(found, dict):
@@ -134,7 +134,7 @@ def _parts_of_object(found: Any) -> list[object]:
 
 
 def _has_tensors(attributes: dict[str, Any] | None) -> bool:
-    """Return whether an object has tensors among its attributes, or in a container among them."""
+    """Return whether an attribute of an object is a tensor, or a container with one."""
     for value in (attributes or {}).values():
         values = value.values() if isinstance(value, dict) else value
         several = isinstance(values, (list, tuple)) or isinstance(value, dict)
@@ -144,7 +144,7 @@ def _has_tensors(attributes: dict[str, Any] | None) -> bool:
 
 
 def is_users(module: object) -> bool:
-    """Return whether a module, by its name, belongs to no library."""
+    """Return whether the module of this name is the user's, not a library's."""
     return _is_users(module) if isinstance(module, str) else False
 
 
@@ -168,7 +168,7 @@ def _is_data(name: str, value: object) -> bool:
 
 
 def is_filled(cell: CellType) -> bool:
-    """Return whether a closure's cell holds something."""
+    """Return whether a closure's cell has a value."""
     try:
         return cell.cell_contents is not cell
     except ValueError:
@@ -176,7 +176,7 @@ def is_filled(cell: CellType) -> bool:
 
 
 def generator_state(found: object) -> tuple[Any, Callable[[Any], object]] | None:
-    """Return the state of a random generator and what sets it; None for another object."""
+    """Return the state of a random generator and its setter; None for another object."""
     if isinstance(found, torch.Generator):
         return found.get_state(), found.set_state
     if isinstance(found, random.Random):

@@ -1,4 +1,4 @@
-"""Replace the forward of one module, on the instance: class, state_dict keys and hooks stay.
+"""Replace the forward of one module instance; its class, state_dict keys and hooks stay.
 
 `module(x)`, `module.forward(x)`, hooks added later, an outer torch.compile and every framework that calls the
 module reach the replacement. torch.compile(module) breaks its graph there and does not trace through.
@@ -25,10 +25,10 @@ from qsync.errors import UnsupportedError
 NO_DATA_PARALLEL = (
     "DataParallel runs copies of a model that have no plan; use DistributedDataParallel, a process a device"
 )
-_REPLICATE = "_replicate_for_data_parallel"  # what DataParallel calls on every module
-# The replacement that a module was given, which other libraries' forwards around it call.
+_REPLICATE = "_replicate_for_data_parallel"  # name of the method that DataParallel calls on every module
+# Attribute with a module's replacement, which other libraries' wrapping forwards call.
 _HELD = "_qsync_forward"
-# The files of torch's layers that hold products, and of those that hold such layers.
+# Source files of torch's layers with products, and of containers of such layers.
 LAYER_FILES = {
     f"{trace_rules._module_dir(torch)}nn/modules/{name}.py"
     for name in ("activation", "container", "conv", "linear", "sparse", "transformer")
@@ -37,15 +37,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(reason: str, recursive: bool = True) -> Callable[[F], F]:
-    """Let torch.compile call a function without tracing it; without `recursive`, trace what that calls."""
+    """Make torch.compile call a function untraced; unless `recursive`, still trace its inner calls."""
     return torch._dynamo.disable(recursive=recursive, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ReplacedForward:
-    """A callable that stands where a module's forward stood.
+    """A callable that replaces a module's forward.
 
-    `own` is the `forward` that the instance itself had before, if it had one. `instead` is what runs in its
-    place once it was replaced: a forward that another library put around it calls it still.
+    `own` is the instance's own `forward` before the replacement, if it had one. `instead` is the forward that
+    replaced this one later: another library's wrapping forward still calls this one, which must pass on.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -54,22 +54,22 @@ class ReplacedForward:
         self.instead: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what stands in place of the module's forward."""
+        """Run the replacement of the module's forward."""
         raise NotImplementedError
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Return the signature of the module's forward: trainers choose a batch's columns by it."""
+        """Return the signature of the module's plain forward, by which trainers select columns."""
         return inspect.signature(plain_forward(self.module))
 
     @property
     def __code__(self) -> CodeType:
-        """Return the code of the module's forward: torch.export reads the names of arguments from it."""
+        """Return the code of the module's plain forward, from which torch.export reads argument names."""
         return plain_forward(self.module).__code__
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """Return a function of the module and its inputs, as methods have one.
+        """Return a function of the module and its inputs, like the `__func__` of a method.
 
         Accelerate decorates it and binds it to the module; a copy of the module then runs its own forward.
         """
@@ -90,19 +90,19 @@ class ReplacedForward:
 
 
 def standing_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """Return what stands in place of a module's forward, also inside of what a library put around it."""
+    """Return the callable that replaces a module's forward, also if a library has wrapped it."""
     outer, held = module.__dict__.get("forward"), module.__dict__.get(_HELD)
     return outer if outer is None or held is None else held.instead or held
 
 
 def own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that the instance itself had before a replacement; None if it had none."""
+    """Return the instance's own forward before a replacement; None if it had none."""
     outer, held = module.__dict__.get("forward"), module.__dict__.get(_HELD)
     return outer if outer is None or held is None else held.own
 
 
 def is_replaced(module: torch.nn.Module) -> bool:
-    """Return whether a module runs a replacement of its forward."""
+    """Return whether a module's forward is replaced."""
     return isinstance(standing_forward(module), ReplacedForward)
 
 
@@ -114,11 +114,11 @@ def plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
 def compile_forward(
     module: torch.nn.Module, backend: Callable[..., Any], dynamic: bool | None = None, whole: bool = False
 ) -> Callable[..., Any]:
-    """Return the module's plain forward, to be traced at its first call and run by a backend.
+    """Return the module's plain forward, traced at its first call and run by a backend.
 
-    It runs what the same backend has traced of the module before, whatever `dynamic` was then: torch.compile
-    itself would trace again. `whole` allows no break of the graph. Another torch.compile may have marked
-    torch's layers to be skipped; they are traced again from now on.
+    It reuses the same backend's earlier traces of the module, whatever `dynamic` was; torch.compile itself
+    would trace again. `whole` forbids graph breaks. Another torch.compile may have marked torch's layers to
+    be skipped; this call resets these marks.
     """
     warn_of_untested_torch()
     for code in forward_codes(module):
@@ -133,16 +133,16 @@ def compile_forward(
 
 
 def trace_again(module: torch.nn.Module) -> None:
-    """Let the next call of a module be traced anew, after one that raised an error.
+    """Reset the tracer for a module after a call that raised an error.
 
-    The tracer gives up a frame in which an error was raised: all later calls would run as torch runs them.
+    Otherwise the tracer skips a frame that raised an error, and all later calls run untraced.
     """
     for code in (_framed.__code__, *forward_codes(module)):
         reset_code(code)
 
 
 def forward_codes(module: torch.nn.Module) -> list[CodeType]:
-    """Return the code of the forward of each kind of module in a module, and of what it calls by super()."""
+    """Return the code of all forwards in a module, one per class, with those called by super()."""
     kinds = dict.fromkeys(type(part) for part in module.modules())
     return list(dict.fromkeys(code for kind in kinds for code in _forwards_of(kind)))
 
@@ -152,15 +152,15 @@ def _forwards_of(kind: type[torch.nn.Module]) -> Iterator[CodeType]:
         code = getattr(forward, "__code__", None)
         if code is not None:
             yield code
-        if code is None or "__class__" not in code.co_freevars:  # it calls nothing by super()
+        if code is None or "__class__" not in code.co_freevars:  # it does not call super()
             return
 
 
 def _install_capturing_hooks(module: torch.nn.Module) -> None:
-    """Install the hooks by which transformers' models record hidden states.
+    """Install the hooks with which transformers' models record hidden states.
 
-    A model that asks for them installs them at its first call, under a lock: the trace would end there. It
-    does not look whether a part of it has them, which would then record twice.
+    Such a model installs them at its first call under a lock, which would break the trace. It does not check
+    for hooks in its parts, which would then record twice.
     """
     library: Any = sys.modules.get("transformers.utils.output_capturing")
     registry: Any = getattr(library, "_CAN_RECORD_REGISTRY", {})
@@ -172,14 +172,14 @@ def _install_capturing_hooks(module: torch.nn.Module) -> None:
 
 
 def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a forward from a frame of ours: torch traces no frame of its own modules, such as Sequential's."""
+    """Call a module's forward from qsync's frame, since torch traces no frame of its own modules."""
     return type(self).forward(self, *args, **kwargs)
 
 
 def replace_forward(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Let a module run this forward; None stands for its class's. Replicas of a replaced one are refused.
+    """Set a module's forward (None: its class's), and refuse DataParallel replicas of a replaced one.
 
-    What another library put around a replacement stays: it calls this forward from now on.
+    A library's wrapper around an earlier replacement stays and calls the new forward.
     """
     attributes = module.__dict__
     outer, held = attributes.get("forward"), attributes.get(_HELD)
@@ -197,13 +197,13 @@ def replace_forward(module: torch.nn.Module, forward: Callable[..., Any] | None)
 
 
 def _forget(module: torch.nn.Module) -> dict[str, Any]:
-    """Let a module run its class's forward; return the attributes by which it ran another."""
+    """Remove a module's own forward attributes, and return the removed ones."""
     names = [name for name in ("forward", _HELD, _REPLICATE) if name in module.__dict__]
     return {name: module.__dict__.pop(name) for name in names}
 
 
 class _RefuseReplicas:
-    """What DataParallel calls on a replaced module."""
+    """The method that DataParallel calls on a replaced module, which raises an error."""
 
     def __call__(self) -> None:
         raise UnsupportedError(f"the model is wrapped by qsync; {NO_DATA_PARALLEL}")
@@ -216,17 +216,17 @@ REFUSE_REPLICAS = _RefuseReplicas()
 
 
 class NoHook:
-    """A hook that does nothing: what copies and files of a model have in place of a hook of qsync's."""
+    """A hook without effect, which replaces qsync's hooks in copies and files of a model."""
 
     def __call__(self, *_: Any) -> None:
-        """Do nothing."""
+        """Do nothing, in place of a hook of qsync."""
 
     def __reduce__(self) -> Any:
         return qsync._import_qsync_first, ("hook",)
 
 
 def restore_forward(module: torch.nn.Module) -> None:
-    """Let a module run its plain forward again."""
+    """Restore a module's plain forward."""
     if is_replaced(module):
         replace_forward(module, own_forward(module))
 
@@ -241,9 +241,9 @@ def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def running_plain(module: torch.nn.Module) -> Iterator[None]:
-    """Run a module without a replacement and what is around it, and without what `module.compile()` made.
+    """Remove a module's replaced forward, wrappers around it, and `module.compile()` within the context.
 
-    Afterwards it is as before.
+    All of them are restored afterwards.
     """
     own, compiled = own_forward(module), module._compiled_call_impl
     before = _forget(module)
@@ -264,7 +264,7 @@ class _Compiled(ReplacedForward):
 
     @untraced("it is traced for another backend", recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled forward."""
+        """Run the compiled forward of the module."""
         return self._compiled(*args, **kwargs)
 
 
@@ -272,7 +272,7 @@ class _Compiled(ReplacedForward):
 def compiled_by(
     module: torch.nn.Module, backend: Callable[..., Any], dynamic: bool | None = None
 ) -> Iterator[None]:
-    """Let a module's plain forward be traced for a backend, inside; afterwards the module is as before."""
+    """Compile a module's plain forward for a backend within the context; restore the module afterwards."""
     with running_plain(module):
         replace_forward(module, _Compiled(module, compile_forward(module, backend, dynamic)))
         yield

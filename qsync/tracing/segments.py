@@ -1,8 +1,8 @@
-"""Segments: traced torch.fx graphs read into operators and values, and joined into one OpGraph.
+"""Segments: traced torch.fx graphs, converted to operators and values, and joined into one OpGraph.
 
-A model is traced as one graph, or as several where Python code between operators cannot be traced (graph
-breaks); each is a `Segment`, and `join` makes one OpGraph of them in the order they ran. Activation
-checkpointing is a graph inside a graph; its operators are listed like any others.
+A model is traced as one graph, or as several if Python code between operators cannot be traced (graph
+breaks). Each graph is a `Segment`; `join` joins them into one OpGraph in their execution order. Activation
+checkpointing is a graph inside a graph; its operators are listed like all others.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from qsync.tracing.operator_table import (
 from qsync.tracing.traced_tensors import copies, example_of, is_channels_last
 
 _CHECKPOINT = "tag_activation_checkpoint"
-# Kinds, beside products, of which the memory model knows what they save, and what backward needs.
+# Kinds, beside products, whose saved tensors (backward workspace) the memory model predicts by its own rules.
 _KNOWN_SAVED = ("dropout", "function", UNSAVED_FUNCTION)
 _KNOWN_BACKWARD = ("view", "contiguous", "float", "cross_entropy", "batch_norm", FROZEN_NORM)
-# Products whose operands have encodings of their own.
+# Products whose two operands have different encodings.
 _PRODUCTS_OF_TWO = ("linear", "addmm", "matmul", "conv1d", "conv2d")
-_SIZES = ("size", "dim", "numel")  # calls that read no number of a tensor
-# Calls between which torch.vmap or another transform of torch.func runs, on a level of its own.
+_SIZES = ("size", "dim", "numel")  # calls that read a tensor's shape only
+# Calls that enter and leave a level of torch.vmap or another torch.func transform.
 _ENTER_LEVEL = (
     "_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level",
 )  # fmt: skip
@@ -64,10 +64,10 @@ _LEAVE_LEVEL = (
 
 @dataclass(slots=True)
 class Segment:
-    """One traced graph: a private copy of the module, and which operator or value each of its nodes is.
+    """One traced graph: a private copy of the module, with the operator or value of each node.
 
-    `nested` maps a node that calls a checkpointed graph to that graph's own Segment; `counts` says how often
-    each name was given, here and in the segments before it.
+    `nested` maps a node that calls a checkpointed graph to that graph's Segment. `counts` has the number of
+    uses of each name, in this and earlier segments.
     """
 
     module: torch.fx.GraphModule
@@ -81,10 +81,10 @@ class Segment:
 
 
 def join(segments: Sequence[Segment], model: str) -> OpGraph:
-    """Join the segments of one call, in order, into one OpGraph.
+    """Join the segments of one call, in execution order, into one OpGraph.
 
-    A segment that ran twice (its layer was called twice, or has no weights) has one precision for all its
-    runs, so its operators stay fixed. Names of later runs begin with the position of the run.
+    A segment that ran twice (its layer was called twice, or has no weights) would share one precision in all
+    runs, so its operators are fixed. Names of later runs begin with the position of the run.
     """
     inputs: dict[str, Input] = {}
     ops: list[Op] = []
@@ -106,7 +106,7 @@ def join(segments: Sequence[Segment], model: str) -> OpGraph:
 
 
 def names_at(segments: Sequence[Segment], place: int) -> dict[str, str]:
-    """Return the names of a segment's operators and inputs at a position of a call, where they differ."""
+    """Return old -> new names of a segment's operators and inputs, if it also ran earlier in the call."""
     here = segments[place]
     if not any(segment is here for segment in segments[:place]):
         return {}
@@ -120,10 +120,10 @@ def read_segment(
     names: dict[int, str],
     earlier: Sequence[Segment] = (),
 ) -> Segment:
-    """Read one traced graph into a segment.
+    """Convert one traced graph to a segment.
 
-    `names` maps the id of each parameter and buffer to its name. `earlier` segments ran before it in the same
-    call, and their names are in use. Raises UnsupportedError for tensor-parallel parameters.
+    `names` maps the id of each parameter and buffer to its name. `earlier` are the segments before it in the
+    same call, whose names are taken. Raises UnsupportedError for tensor-parallel parameters.
     """
     if any(type(value).__name__ == "DTensor" for value in example_inputs):
         raise UnsupportedError(
@@ -147,7 +147,7 @@ def read_segment(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A traced call, read: the values it takes as operands, those it reads as they are, and its result."""
+    """A converted call: its operand values (`read`), uncast values (`kept`), and result."""
 
     name: str
     kind: str
@@ -160,14 +160,14 @@ class _Call:
 
 
 class _Reader:
-    """A reader of a segment, and of the graphs nested in it, into operators and values."""
+    """A converter of a segment, and of the graphs nested in it, to operators and values."""
 
     def __init__(self, names: dict[int, str], earlier: Sequence[Segment]) -> None:
         self.names = names
         self.roots: dict[str, str] = {}
         self.inputs: dict[str, Input] = {}
         self.ops: list[Op] = []
-        self.count = Counter(set(names.values()))  # a buffer may be called `mean`, as an operator would be
+        self.count = Counter(set(names.values()))  # a buffer may have an operator's name, as `mean`
         for segment in earlier:
             self.count |= Counter(segment.counts)
         self._place = len(earlier) + 1
@@ -175,22 +175,22 @@ class _Reader:
         self._dtype: dict[str, str] = {}
         self._shape: dict[str, tuple[int, ...]] = {}
         self._magnitude: dict[str, float] = {}
-        # Values that are somebody's data, at most seen in another shape: their numbers are not known here.
+        # The user's data, possibly reshaped, whose numbers are unknown while tracing.
         self._given: set[str] = set()
         self._depth: dict[str, int] = {}
-        # Nodes that nothing of the batch reaches, but for sizes: they compute on parameters and constants.
+        # Nodes that depend on parameters, constants and sizes only, not on the batch's numbers.
         self._apart: set[torch.fx.Node] = set()
-        self._num_levels = 0  # of torch.vmap and torch.func, around the node that is read
+        self._num_levels = 0  # levels of torch.vmap and torch.func around the current node
 
     def enter(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
-        """Record a tensor that enters the outermost graph."""
+        """Record an input tensor of the outermost graph."""
         name = self.names.get(id(value))
         if name is None:
             prefix = f"segment{self._place}:" if self._place > 1 else ""
             kind, name = "batch", self._unique(f"{prefix}input:{argument_name(node.name)}")
         else:
             kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
-            if name in self._entered:  # each segment casts for itself
+            if name in self._entered:  # each segment casts its own parameters
                 kind, name = "alias" if kind == "parameter" else kind, f"{name}@segment{self._place}"
         order = is_channels_last(value)
         self._declare(Input(name, kind, traced_type(value), traced_shape(value), value.requires_grad, order))
@@ -199,7 +199,7 @@ class _Reader:
             self._apart.add(node)
 
     def read(self, segment: Segment, nested: bool = False) -> None:
-        """Read every node of a segment, in order."""
+        """Convert every node of a segment, in order."""
         written = make_out_of_place(segment.module.graph)
         pinned = written | {user for node in written for user in node.users}
         for node in segment.module.graph.nodes:
@@ -221,8 +221,8 @@ class _Reader:
         segment.module.recompile()
 
     def _is_apart(self, node: torch.fx.Node, written: set[torch.fx.Node]) -> bool:
-        """Return whether a node computes on nothing of the batch, whose sizes and random draws aside."""
-        if node.op == "placeholder":  # tensors are entered before; the others are sizes
+        """Return whether a node is independent of the batch's numbers and of random draws."""
+        if node.op == "placeholder":  # tensors are classified by `enter`; other placeholders are sizes
             return node in self._apart or not isinstance(node.meta.get("example_value"), torch.Tensor)
         if node.op == "get_attr":
             return True
@@ -232,7 +232,7 @@ class _Reader:
         return is_size or all(source in self._apart for source in node.all_input_nodes)
 
     def _expose(self, segment: Segment) -> None:
-        """Mark the operators whose results other calls than operators read: `setitem`, an RNN, `item`."""
+        """Mark operators whose results are read by other calls than operators (`setitem`, RNN, `item`)."""
         exposed = {
             name
             for node, name in segment.op_of.items()
@@ -262,7 +262,7 @@ class _Reader:
         self, segment: Segment, node: torch.fx.Node, value: torch.Tensor, pinned: set[torch.fx.Node]
     ) -> None:
         kind, role = classify(node)
-        if kind == "matmul" and "mat2" in node.kwargs:  # which no other product calls so
+        if kind == "matmul" and "mat2" in node.kwargs:  # only bmm and mm name an operand mat2
             named = dict(node.kwargs)
             node.args = (*node.args, *(named.pop(name) for name in ("input", "mat2") if name in named))
             node.kwargs = named
@@ -272,8 +272,8 @@ class _Reader:
         everything = [segment.value_of[o] for o in node.all_input_nodes if o in segment.value_of]
         kept = [name for name in dict.fromkeys(everything) if name not in read]
         if kind in NORMS:
-            # Parameters and statistics are read as they are; what the model computes (adaptive norms) is an
-            # operand.
+            # Parameters and statistics are kept uncast. Scales computed by the model (adaptive norms) are
+            # operands.
             kept = [name for name in read[1:] if name in self.inputs]
             read = [name for name in read if name not in kept]
         magnitude = max([self._magnitude.get(name, 0.0) for name in everything], default=0.0)
@@ -288,7 +288,7 @@ class _Reader:
             else:
                 because = self._why_fixed(read, value, kind, role, magnitude, node)
             role = Role.FIXED if because else role
-        label = "batch_norm" if kind == FROZEN_NORM else kind  # named alike in training and evaluation
+        label = "batch_norm" if kind == FROZEN_NORM else kind  # same name in training and evaluation
         name = self._name(node, bare_name(node).strip("_") if kind == "other" else label)
         if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
             self._given.add(name)
@@ -306,7 +306,7 @@ class _Reader:
         magnitude: float,
         node: torch.fx.Node,
     ) -> str:
-        """Return why an operator's tensors fix it to the type it was traced in; empty if they do not."""
+        """Return why an operator's tensors fix it to its traced type; empty if they do not."""
         types = [
             dtype
             for dtype in [*(self._dtype[name] for name in read), traced_type(value)]
@@ -314,15 +314,15 @@ class _Reader:
         ]
         other = next((dtype for dtype in types if dtype != "fp32"), None)
         in_bf16 = role is Role.ADJUSTABLE and kind not in ROUNDS_WHAT_IT_READS and set(types) == {"bf16"}
-        if other is not None and not in_bf16:  # their author's choice
+        if other is not None and not in_bf16:  # the author's choice of type
             return f"the model has it in {other}"
-        # Kernels do not see torch.vmap's hidden dimension, and torch refuses their autograd functions there,
-        # also on values that have none.
+        # Kernels do not see torch.vmap's hidden dimension. torch also refuses their autograd functions there,
+        # even on values without a hidden dimension.
         if self._num_levels or is_functorch_wrapped_tensor(value):
             return "it runs under a transform of torch.func, as torch.vmap"
         if role is not Role.ADJUSTABLE:
             return ""
-        # finfo(float32).min, which masks are made of, is -inf in BF16: a row of it has no softmax.
+        # Masks often contain finfo(float32).min, which is -inf in BF16; a whole row of -inf has no softmax.
         if kind == "attention" and any(name in self._given and self._is_float(name) for name in read[3:]):
             return "its mask is data in floats, which may be out of the range of 16 bits: give one of bools"
         if magnitude:
@@ -333,7 +333,7 @@ class _Reader:
             return "its input has no batch dimension, and scales are per image"
         if kind == "linear" and len(self._shape[read[1]]) != 2:
             return "its weight is no matrix"
-        # One value in two places would need two encodings.
+        # The same value as both operands would need two encodings.
         if kind in _PRODUCTS_OF_TWO and len(read) != len(set(read)):
             return "it reads one value in two places"
         if kind == "attention" and node.kwargs.get("enable_gqa"):
@@ -355,7 +355,7 @@ class _Reader:
             count, because = unwritten, f"qsync has no kernel for {bare_name(node)} in low precision"
             if bodies_of(node):
                 because = "a torch.autograd.Function runs as it is written"
-        # The example of `zeros` that are written to later has the gradient of what is written.
+        # Example values of `zeros` that are written to later have the requires_grad of the written values.
         count_of = self._counted(node, call) if call.value.requires_grad else None
         trained = call.value.requires_grad and (count_of is None or count_of.has_gradient)
         is_view = kind == "other" and count_of is not None and count_of.is_view  # aten.slice
@@ -377,16 +377,16 @@ class _Reader:
         segment.value_of[node] = name
 
     def _counted(self, node: torch.fx.Node, call: _Call) -> Counted | None:
-        """Return what torch's derivative of a call saves and needs; None where it is not counted.
+        """Return the counted derivative of a call; None if the memory model has rules for the call.
 
-        The memory model has rules for products with kernels, dropout and functions of the user's own.
+        It has rules for products with kernels, dropout and functions of the user.
         """
-        own = call.kind in PRECISIONS_BY_KIND and call.kind != "einsum"  # torch's in every precision
+        own = call.kind in PRECISIONS_BY_KIND and call.kind != "einsum"  # einsum is torch's in any precision
         return None if own or call.kind in _KNOWN_SAVED or self._num_levels else counted(node)
 
     @staticmethod
     def _derivative(segment: Segment, node: torch.fx.Node, call: _Call, found: Counted) -> Derivative:
-        """Return what was counted of a call, by the operator's operands."""
+        """Return the counted derivative of a call as a record, with indices of the operator's operands."""
         named = [segment.value_of.get(operand) for operand in named_operands(node)]
         saved = {named[place] for place in found.operands}
         return Derivative(
@@ -397,7 +397,7 @@ class _Reader:
         )
 
     def _read_nested(self, outer: Segment, node: torch.fx.Node) -> None:
-        """Read a recomputed graph: list its operators in place, with one `input` operator per tensor."""
+        """Convert a recomputed graph: list its operators in place, with one `input` operator per tensor."""
         body = node.args[0]
         assert isinstance(body, torch.fx.Node) and isinstance(body.target, str)
         inner = Segment(getattr(outer.module, body.target))
@@ -418,14 +418,14 @@ class _Reader:
         outer.nested[node] = inner
 
     def _read_result(self, outer: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
-        """Read a result of a recomputed graph, taken by index: a view of a value inside."""
+        """Convert a result of a recomputed graph, taken by index, to a view of the inner value."""
         nested, index = node.args
         source = outer.nested[nested].output_values[index]  # type: ignore[index]
         assert source is not None, f"{node} takes something out of a checkpointed graph that is no tensor"
         self._add(outer, node, _Call(self._name(node, "view"), "view", Role.FOLLOWING, [source], value))
 
     def _enter_parameter(self, inner: Segment, placeholder: torch.fx.Node, source: str, shared: bool) -> None:
-        """Name a parameter inside a nested graph: its own name if only that graph uses it, else an alias."""
+        """Name a parameter inside a nested graph: its own name, or an alias if other nodes use it, too."""
         name = source
         if shared:
             name = self._unique(f"{source}@checkpoint")
@@ -433,7 +433,7 @@ class _Reader:
         inner.value_of[placeholder] = name
 
     def _read_output(self, segment: Segment, node: torch.fx.Node, nested: bool) -> None:
-        """Read the outputs: those of the outermost graph have the types that they were traced in."""
+        """Convert the outputs; those of the outermost graph keep their traced types."""
         returned = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
         segment.output_values = [
             segment.value_of.get(item) if isinstance(item, torch.fx.Node) else None for item in returned
@@ -454,7 +454,7 @@ class _Reader:
 
 
 def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Copy a graph, sharing its tensors: the tracer's graph stays untouched, metadata included."""
+    """Copy a graph with its metadata, sharing tensors, so that the tracer's graph stays unchanged."""
     copied = torch.fx.GraphModule(module, _copy_graph(module))
     for name, child in module.named_children():
         if isinstance(child, torch.fx.GraphModule):

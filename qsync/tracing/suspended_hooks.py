@@ -1,4 +1,4 @@
-"""Take those hooks off a model that step an optimizer inside backward, or wait for a gradient."""
+"""Remove hooks of a model that step an optimizer inside backward, or run after a gradient is accumulated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _Hooks = dict[int, Callable[..., Any]]
 
 
 class SuspendedHooks:
-    """The hooks of a model that rest while it is planned.
+    """The hooks of a model that are removed during planning.
 
-    What is called after a gradient is added up (a step inside backward, an exchange) rests. So do hooks of
-    a parameter that can reach a weight, and hooks of a module that can reach an optimizer. Other hooks are
-    part of a step.
+    They are post-accumulate hooks of gradients (an optimizer step inside backward, an exchange), hooks of
+    a parameter that can reach a weight or an optimizer, and hooks of a module that can reach an optimizer.
+    Other hooks stay, as parts of a step.
 
     >>> hooks = SuspendedHooks(model); hooks.suspend(); loss().backward(); hooks.restore()
     """
@@ -28,11 +28,11 @@ class SuspendedHooks:
         self._weights = {id(p) for p in model.parameters() if p.requires_grad}
         self._resting: list[tuple[_Hooks, list[int]]] = []
         self._before: list[tuple[_Hooks, _Hooks]] = []
-        self._leaves: list[tuple[torch.Tensor, str]] = []  # whose hooks were none before
+        self._leaves: list[tuple[torch.Tensor, str]] = []  # (tensor, attribute) without hooks before
         self._ids: set[int] = set()
         self._harmless: dict[bool, set[int]] = {True: set(), False: set()}
-        self._alive: list[object] = []  # what is harmless is known by its id
-        self.others: list[Callable[..., Any]] = []  # hooks of parameters that do not rest
+        self._alive: list[object] = []  # keeps harmless objects alive, since ids identify them
+        self.others: list[Callable[..., Any]] = []  # hooks of parameters that stay
         for module in model.modules():
             for name in _OF_MODULES:
                 self._take(getattr(module, name), lambda hook: self._reaches(hook, weights=False))
@@ -40,24 +40,24 @@ class SuspendedHooks:
             self._take_of(parameter)
 
     def has(self, hook: object) -> bool:
-        """Return whether this hook rests."""
+        """Return whether planning removes this hook."""
         return id(hook) in self._ids
 
     def suspend(self) -> None:
-        """Take the hooks off."""
+        """Remove the selected hooks."""
         for hooks, keys in self._resting:
             for key in keys:
                 hooks.pop(key, None)
 
     def suspend_of(self, leaf: torch.Tensor) -> None:
-        """Take the hooks of another tensor off, too."""
+        """Select and remove the hooks of another tensor, too."""
         if id(leaf) not in self._weights:
             self._weights.add(id(leaf))
             self._take_of(leaf)
             self.suspend()
 
     def restore(self) -> None:
-        """Put all hooks back, in their order, and take those off that came meanwhile."""
+        """Restore all hooks in their order, and remove hooks that were added since."""
         for hooks, before in self._before:
             hooks.clear()
             hooks.update(before)
@@ -85,7 +85,7 @@ class SuspendedHooks:
         self._before.append((hooks, dict(hooks)))
 
     def _reaches(self, hook: Callable[..., Any], weights: bool) -> bool:
-        """Return whether a hook can reach an optimizer, or a weight."""
+        """Return whether a hook can reach an optimizer or, with `weights`, a trained weight."""
         harmless, passed = self._harmless[weights], []
         for found in reachable([hook], harmless, lambda _: False):
             passed.append(found)
@@ -101,9 +101,9 @@ def _is_optimizer(found: object) -> bool:
 
 
 def _of_accumulation(leaf: torch.Tensor) -> Iterator[_Hooks]:
-    """Yield the hooks before and after the node of autograd that adds up the gradient of a tensor.
+    """Yield the hook dictionaries of the autograd node that accumulates the gradient of a tensor.
 
-    A hook shows the others: torch keeps all of a node in one dictionary.
+    A new hook's handle gives access to the dictionary, which torch shares among all hooks of the node.
     """
     if leaf.requires_grad and leaf.is_leaf:
         node = get_gradient_edge(leaf).node

@@ -1,4 +1,4 @@
-"""The example tensors of a traced graph: how they lie in memory, and which calls copy."""
+"""The example tensors of a traced graph: their memory order, and the calls that copy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from qsync.tracing.operator_table import call_name, operands, traced_shape, trac
 
 
 def copies(node: torch.fx.Node, kind: str) -> bool | None:
-    """Return whether a view or `contiguous` copied when it was traced, or a product did an operand.
+    """Return whether a traced view or `contiguous` copied its input, or a product copies an operand.
 
-    A linear layer copies an input of which rows cannot be one dimension, as of a transposed one. Attention in
-    torch's plain kernel copies values of which heads cannot be one dimension, or that several heads
-    share: False where it need not; True where keys broadcast to the queries' heads, which no other kernel of
-    torch does. None of any other call.
+    A linear layer copies an input whose rows do not form one dimension, as a transposed one: True, else None.
+    Attention in torch's plain kernel copies values whose heads do not form one dimension, or are shared:
+    None, or False without a copy. True if keys broadcast to the queries' heads, which only that kernel
+    supports. None for any other call.
 
-    A dropout that drops nothing returns its input, though the tracer's one is new. On the meta device
-    attention has a memory order that it has on no other.
+    A dropout that drops nothing returns its input, though its traced result is a new tensor. On the meta
+    device the result is None, since attention's memory order differs there.
     """
     value = example_of(node)
     if value is not None and value.is_meta:
@@ -41,11 +41,11 @@ def copies(node: torch.fx.Node, kind: str) -> bool | None:
 
 
 def _lies_apart(value: torch.Tensor | None, kept: int) -> bool:
-    """Return whether no view of a tensor has all but its last `kept` dimensions as one."""
+    """Return whether no view can merge all but the last `kept` dimensions of a tensor into one."""
     if value is None or is_functorch_wrapped_tensor(value):
         return False
     outer = [
-        (size, traced_size(stride))  # a comparison of symbols would be a guard on this very size
+        (size, traced_size(stride))  # comparing symbols would add a guard on this size
         for size, stride in zip(traced_shape(value)[:-kept], value.stride()[:-kept], strict=True)
         if size != 1
     ]
@@ -53,14 +53,14 @@ def _lies_apart(value: torch.Tensor | None, kept: int) -> bool:
 
 
 def is_channels_last(value: torch.Tensor) -> bool:
-    """Return whether images lie in channels-last order and in no other."""
+    """Return whether a 4-D tensor is in channels-last order, and not also contiguous."""
     if value.ndim != 4 or is_functorch_wrapped_tensor(value):
         return False
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
 def example_of(node: torch.fx.Node) -> torch.Tensor | None:
-    """Return the traced result of a call: of several tensors (split) the largest, for all of them."""
+    """Return the traced result of a call; for several tensors (split) the largest one."""
     value = node.meta.get("example_value")
     if isinstance(value, (tuple, list)) and value and all(isinstance(item, torch.Tensor) for item in value):
         return max(value, key=lambda item: num_elements(traced_shape(item)))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Capture a model as segments and an OpGraph through torch.compile's tracer; the model stays as it was."""
+"""Capture a model as segments and an OpGraph with torch.compile's tracer, without side effects."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from qsync.tracing.operator_table import DTYPES
 from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, forward_codes, running_plain, untraced
 from qsync.tracing.segments import Segment, join, read_segment
 
-_CHECKS_MASK = "_check_key_padding_mask"  # of torch.nn.functional; not every release has it
-_ASKS = "it asks the tracer itself"  # not every release of torch traces such a function
+_CHECKS_MASK = "_check_key_padding_mask"  # function of torch.nn.functional in some releases
+_ASKS = "it asks the tracer itself"  # reason for not tracing: some releases of torch cannot
 
 
 def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
     """Capture the operators of `model` when it runs on these inputs.
 
-    Runs the model twice, since its first call may set it up, on any device; it is afterwards as before. On
-    the meta device nothing is computed, so a model larger than memory can be captured.
+    Runs the model twice, since its first call may initialize it, and restores it afterwards. On the meta
+    device nothing is computed, so a model larger than memory can be captured.
     `example_inputs` is a tensor, a tuple (positional) or a dict (keywords). Raises TracingError when
     torch.compile finds no operator to trace, and CalibrationError for an empty batch.
 
@@ -55,7 +55,7 @@ def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
 
 
 def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
-    """Return the segments of `model` on these inputs, in the order they run."""
+    """Trace `model` on these inputs; return its segments in execution order."""
     args, kwargs = call_arguments(example_inputs)
     check_batch(args, kwargs)
     device, names = device_of(model), tensor_names(model)
@@ -93,7 +93,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
 
 @untraced(_ASKS)
 def graph_breaks() -> dict[str, int]:
-    """Return how often the tracer stopped so far, by reason; the second kind made it skip a whole frame."""
+    """Return the tracer's number of stops so far, by reason: graph breaks, and skipped whole frames."""
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
@@ -103,24 +103,24 @@ def _breaks_since(breaks: dict[str, int]) -> list[str]:
 
 @untraced(_ASKS)
 def why_broken(breaks: dict[str, int]) -> str:
-    """Return what the tracer stopped at since `breaks`; empty where nothing stopped it."""
+    """Return the reason of the tracer's stops since `breaks`; empty if it did not stop."""
     new = _breaks_since(breaks)
     return _reason("\n".join(new)) if new else ""
 
 
 @untraced(_ASKS)
 def num_skipped_frames() -> int:
-    """Return how many frames the tracer gave up so far: what such a frame computes itself is not lowered."""
+    """Return the number of frames that the tracer skipped so far, whose own code is not lowered."""
     return int(counters["frames"]["total"] - counters["frames"]["ok"])
 
 
 @untraced(_ASKS)
 def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int) -> str:
-    """Return why the tracer gave up a frame of a model; empty if it did not.
+    """Return why the tracer skipped a frame of a model; empty if it did not.
 
-    `breaks` and `num_skipped` are from before the model ran. The tracer gives a frame up once and for all, so
-    that the reason is kept with its code, for later models that run it. Frames of torch's own layers are
-    traced anew for every model (`compile_forward`).
+    `breaks` and `num_skipped` are from before the model ran. The tracer never retries a skipped frame, so the
+    reason is stored with the frame's code, for later models that run it. Frames of torch's own layers are
+    traced again for every model (`compile_forward`).
     """
     codes = [code for code in forward_codes(model) if _is_given_up(code)]
     if num_skipped_frames() > num_skipped:
@@ -132,9 +132,9 @@ def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int
 
 @untraced(_ASKS)
 def met_recompile_limit(model: torch.nn.Module) -> bool:
-    """Return whether code of a model has as many traces as a torch.compile of the user's may make of it.
+    """Return whether code of a model has reached the recompile limit of the user's torch.compile.
 
-    From there torch runs such code as it is at every new shape, whoever calls it.
+    From then on torch runs this code untraced at every new shape, for every caller.
     """
     limit = torch._dynamo.config.recompile_limit
     own = (code for code in forward_codes(model) if code.co_filename not in LAYER_FILES)
@@ -146,13 +146,13 @@ _SKIPPED: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 
 
 def _is_given_up(code: CodeType) -> bool:
-    """Return whether the tracer met a frame of this code, not of torch's layers, and has no graph of any."""
+    """Return whether the tracer saw this code, outside torch's layers, but has no graph of it."""
     is_torch_s = code.co_filename in LAYER_FILES
     return not is_torch_s and code in convert_frame.input_codes and not _debug_get_cache_entry_list(code)
 
 
 def why_untraced() -> str | None:
-    """Return what makes torch.compile run plain modules now, traced before or not; None for nothing."""
+    """Return the present reason why torch.compile runs modules untraced; None without one."""
     if is_in_any_mode_without_ignore_compile_internals():
         return f"{type(_get_current_dispatch_mode()).__name__} is on, which torch.compile runs nothing under"
     transform = peek_interpreter_stack()
@@ -164,16 +164,16 @@ def why_untraced() -> str | None:
 
 
 def cannot_trace(model: object, error: Exception) -> NothingToLowerError:
-    """Return the error for a model that the tracer failed on, in one sentence."""
+    """Return a one-sentence error for a model that the tracer failed on."""
     return NothingToLowerError(f"torch.compile cannot trace {type(model).__name__}: {_reason(error)}")
 
 
 def nothing_to_lower(
     model: torch.nn.Module, breaks: dict[str, int], ops: Sequence[Op] = ()
 ) -> NothingToLowerError:
-    """Return the error for a model of which nothing can be lowered.
+    """Return the error for a model without an operator that can be lowered.
 
-    It says where the graph broke since `breaks`, or why the traced operators stay as they are.
+    It names the graph break since `breaks`, or the reason why the traced operators are fixed.
     """
     broken = why_broken(breaks)
     reason = broken or "no tensor operator was reached"
@@ -204,10 +204,10 @@ def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], is_opaque: bool = False) -> None:
-    """Raise CalibrationError unless the example batch holds a tensor, and no empty one.
+    """Raise CalibrationError unless the example batch has a tensor, and no empty tensor.
 
-    Tensors may lie deep inside lists and dicts; those inside other objects are not seen, which is no error of
-    a batch that may be opaque.
+    Tensors in nested lists and dicts count. Tensors inside other objects are not visible; with `is_opaque`, a
+    batch without visible tensors is valid.
     """
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     if not tensors and not is_opaque:
@@ -229,12 +229,12 @@ def tensor_names(model: torch.nn.Module) -> dict[int, str]:
     return names
 
 
-_has_autocast = cache(torch.amp.is_autocast_available)  # asked at every call
+_has_autocast = cache(torch.amp.is_autocast_available)  # cached, as every call needs it
 
 
 @untraced(_ASKS)
 def autocast_type(device: torch.device) -> str | None:
-    """Return the type of the torch.autocast that is on for a device; None where none is."""
+    """Return the type of the active torch.autocast for a device; None without one."""
     if not _has_autocast(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return DTYPES[torch.get_autocast_dtype(device.type)]
@@ -242,7 +242,7 @@ def autocast_type(device: torch.device) -> str | None:
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """Switch torch.autocast off inside, if it is on: lowering decides every cast."""
+    """Disable torch.autocast within the context, since lowering decides all casts."""
     if autocast_type(device) is None:
         yield
         return
@@ -252,17 +252,17 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def dynamo_settings() -> Iterator[None]:
-    """Set the tracer up for qsync's graphs, inside.
+    """Configure the tracer for qsync's graphs within the context.
 
-    DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole graph.
-    There is no recompile limit: past it torch silently runs the plain model, in FP32. An RNN is one operator
-    in FP32; torch would not trace the whole frame that calls it. A counter on a module (`self.step += 1`) is
-    no constant of the graph, and a hook added to an inner module later is traced in. nn.MultiheadAttention is
-    traced into its products: torch takes it for one operator, or two layers for one in evaluation. Of a
-    forward that cannot be traced (a loop over experts that asks how many tokens each has) the layers are
-    traced one by one: torch would skip its own modules there. The check of a padding mask is ours: the
-    tracer ends at torch's, whose message names the mask. Hints on how to trace more, ten lines a break, are
-    for who calls torch.compile: `qsync.coverage` says where a trace breaks.
+    DDP's graph splitting is off, since a plan covers the whole graph and DDP forms buckets at run time. There
+    is no recompile limit, beyond which torch silently runs the plain model in FP32. An RNN is one operator in
+    FP32; else torch would skip the whole frame that calls it. A counter on a module (`self.step += 1`) is not
+    a constant of the graph, and a hook added later to an inner module is traced. nn.MultiheadAttention is
+    traced into its products; torch would treat it, or in evaluation several layers, as one operator.
+    If a forward cannot be traced (a loop over experts that reads their token counts), its layers are traced
+    one by one; torch would skip its own modules there. qsync's check of a padding mask replaces torch's, at
+    whose message the tracer stops. The tracer's hints, ten lines per break, are dropped: `qsync.coverage`
+    reports breaks.
     """
     traced_files = trace_rules.get_legacy_mod_inlinelist()
     layers = LAYER_FILES - traced_files
@@ -270,8 +270,8 @@ def dynamo_settings() -> Iterator[None]:
     in_graph, fast = trace_rules.get_torch_obj_rule_map(), torch.backends.mha.get_fastpath_enabled()
     rule = in_graph.pop(
         functional.multi_head_attention_forward, None
-    )  # none inside another context like this one
-    if rule is not None:  # under `with torch.device(...)` the tracer cannot get into the method
+    )  # None inside another context of this kind
+    if rule is not None:  # under `with torch.device(...)` the tracer cannot trace into the method
         in_graph[torch.Tensor.unflatten] = rule
     torch.backends.mha.set_fastpath_enabled(False)
     check_mask = getattr(functional, _CHECKS_MASK, _check_mask)
@@ -286,7 +286,7 @@ def dynamo_settings() -> Iterator[None]:
                 accumulated_recompile_limit=sys.maxsize,
                 allow_unspec_int_on_nn_module=True,
                 skip_nnmodule_hook_guards=False,
-                use_numpy_random_stream=True,  # or NumPy's draws, and its seeds, become torch's
+                use_numpy_random_stream=True,  # else torch's draws and seeds replace NumPy's
             ),
         ):
             yield
@@ -301,7 +301,7 @@ def dynamo_settings() -> Iterator[None]:
 
 @contextmanager
 def _without_hints() -> Iterator[None]:
-    """Drop the tracer's hints about breaks, inside."""
+    """Drop the tracer's logged hints about graph breaks within the context."""
     _HINTING.addFilter(_is_no_hint)
     try:
         yield
@@ -315,10 +315,10 @@ def _is_no_hint(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _constants_of(device: torch.device) -> Iterator[None]:
-    """Let the tracer take the constants that a model on the meta device makes, inside.
+    """Allow constants that a model on the meta device creates, within the context.
 
-    torch.tensor makes those of the meta device past the tracer, which then refuses them as foreign:
-    `torch.tensor([], device="meta")` is the empty cache of a Hugging Face model.
+    torch.tensor creates meta tensors without the tracer, which then rejects them as foreign. An example is
+    `torch.tensor([], device="meta")`, the empty cache of a Hugging Face model.
     """
     before = fake_tensor_tls.allow_non_fake_inputs_override
     fake_tensor_tls.allow_non_fake_inputs_override = True if device.type == "meta" else before
@@ -337,7 +337,7 @@ def _check_mask(key_padding_mask: torch.Tensor, src_len: int, bsz: int) -> None:
 
 
 def _reason(error: object) -> str:
-    """Return the tracer's message in one line: its first, the error that it met in the model, and where."""
+    """Return the tracer's message in one line: its first line, the model's error, and the place."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = lines[0].rstrip(".") if lines else type(error).__name__

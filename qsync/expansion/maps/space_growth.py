@@ -177,7 +177,7 @@ def stacked(growths: Sequence[Growth]) -> Growth:
     The axis of a linear that writes query, key and value is an example.
 
     Raises:
-        UnsupportedError: A space has a rest of means. The mean over the whole axis would differ.
+        UnsupportedError: A space's rest is AVERAGE. Its mean would differ from that over the whole axis.
 
     >>> stacked([circular(2, 3), circular(1, 2)]).index.tolist()
     [0, 1, 0, 2, 2]
