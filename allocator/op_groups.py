@@ -1,4 +1,4 @@
-"""Groups of operators: those with equal precisions on every class, and those that share one cast."""
+"""Groups of operators: with equal precisions on every class, or with a shared cast."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def allocate(
 
 
 def fastest_state(state: State, given: Options) -> list[str]:
-    """Move the classes that may be lowered to their fastest starts; return the names of these classes.
+    """Move the classes that may be lowered to their fastest starts; return their names.
 
     Raises InfeasibleError if a class has no assignment that fits in its memory.
     """
@@ -272,7 +272,7 @@ def as_plan(
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:
-    """Return the classes to lower: all but the fastest per sample, unless the base does not fit on it."""
+    """Return all classes but the fastest per sample, and that one if its base does not fit."""
 
     def seconds_a_sample(name: str) -> float:
         setting = state.classes[name].part.profile.setting
@@ -283,7 +283,7 @@ def _lowerable(state: State, lower_all: bool) -> list[str]:
 
 
 def _check_reachable(state: State, lowerable: Sequence[str], target_s: float, lower_all: bool) -> None:
-    """Raise InfeasibleError if the fastest start misses the target and `shorten_step` does not help."""
+    """Raise InfeasibleError if the fastest start and `shorten_step` miss the target."""
     slowest = max(state.classes, key=lambda name: state.classes[name].work.total_s)
     if state.classes[slowest].work.total_s <= target_s < state.step_s():
         shorten_step(state, lowerable, target_s)

@@ -1,4 +1,4 @@
-"""The allocation problem: the possible precisions of each operator, and the variance each one adds."""
+"""The allocation problem: possible precisions of each operator, and their added variance."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def _merge_group(
     choices: dict[str, tuple[Precision, ...]],
     variance: dict[str, dict[Precision, float]],
 ) -> None:
-    """Merge a group's choices and variance into its first operator: common choices, summed variance."""
+    """Give a group's first operator the common choices and summed variance of the group."""
     shared = [p for p in choices[group[0]] if all(p in choices[op] for op in group)]
     if not shared:
         has = "; ".join(f"{op} can run in {', '.join(choices[op])}" for op in group)
@@ -280,7 +280,7 @@ def gradient_weight(device_class: DeviceClass, profiles: Mapping[str, Profile], 
     setting = profiles[device_class.name].setting
     if setting is None:
         return device_class.count / cluster.num_ranks**2
-    total = cluster.num_ranks * setting.captured_samples  # shares keep the batch
+    total = cluster.num_ranks * setting.captured_samples  # shares keep the global batch
     share = setting.samples / total
     return device_class.count * share**2 * max(1.0, setting.captured_samples / setting.samples)
 

@@ -69,7 +69,7 @@ def strongest_of(plain: Plan) -> str:
 
 
 def _up(op: Op, wanted: Precision | None, base: Precision, profile: Profile) -> list[Precision]:
-    """Return the supported precisions from `wanted` up; if that is FP32 only, those from the base up."""
+    """Return the supported precisions from `wanted` up, or from the base up if only FP32 is left."""
     measured = profile.precisions_of(op.name)
     missing = [p for p in Precision if p not in measured or why_kept(op, p)]
     half = "bf16" if Precision.BF16 in measured else None

@@ -1,4 +1,4 @@
-"""The verdict on a plan: its samples per second, compared with other ways to use the same cards."""
+"""The verdict on a plan: its samples per second, beside other ways to use the cards."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _part(cluster: Cluster, classes: tuple[DeviceClass, ...]) -> Cluster:
 def alone_with_batch(
     name: str, basis: Basis, other: Recapture | None, base: Mapping[str, Any]
 ) -> tuple[Plan, Profile]:
-    """Return the plan and profile of one class alone with the batch, as far as its profiles cover it.
+    """Return the plan and profile of one class alone, with as much of the batch as profiled.
 
     `base` are options of `uniform`.
     """

@@ -1,4 +1,4 @@
-"""Check that plan, graph, profiles and cluster belong together; lower and price every class of them."""
+"""Check that plan, graph, profiles and cluster match; lower and price every class."""
 
 from __future__ import annotations
 

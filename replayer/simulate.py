@@ -111,7 +111,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A steady step and the inputs of its simulation; `works` and `step` are in the order of `costs`."""
+    """A steady step and its simulation's inputs; `works` and `step` have the order of `costs`."""
 
     exchange: GradientExchange
     costs: Mapping[str, VectorizedCosts]

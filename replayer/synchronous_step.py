@@ -92,7 +92,7 @@ class Step:
 
 
 class GradientExchange:
-    """The gradient exchange of one graph: buckets, all-reduce seconds, and bytes copied per operator.
+    """The gradient exchange of one graph: buckets, all-reduce seconds, and copied bytes.
 
     With one rank there is no bucket and no copy. If the model has buffers (running statistics), DDP also
     broadcasts the buffers of rank 0 before every call of the model, and all ranks wait for this broadcast,

@@ -50,7 +50,7 @@ class ClassTimeline:
     memory_bytes: int
     num_ranks: int
     nodes: Sequence[Cast | Run] = ()
-    origin: str = "measured"  # of the costs: Profile.origin
+    origin: str = "measured"  # origin of the costs (Profile.origin)
     loading_s: float = 0.0
 
 

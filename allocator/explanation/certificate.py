@@ -119,7 +119,7 @@ def _illegal(
 
 
 def not_alike(graph: OpGraph, plan: Plan) -> list[str]:
-    """Return a sentence for each operator whose precision differs from its group's (`Plan.together`)."""
+    """Return a sentence per operator whose precision differs from its group (`Plan.together`)."""
     found = []
     for first, *others in matched_groups(graph, plan.together):
         for name, entry in plan.classes.items():
@@ -188,7 +188,7 @@ def _class_violations(
 
 
 def _variance(graph: OpGraph, plan: ClassPlan, sensitivity: Sensitivity) -> float:
-    """Return the gradient variance that a class's assignment adds above its base, over all operators."""
+    """Return the gradient variance that a class's assignment adds above its base."""
     assigned = plan.assignment
     return sum(added_variance(sensitivity, op, assigned[op.name], plan.base) for op in graph.adjustable)
 

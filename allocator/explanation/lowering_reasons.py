@@ -1,4 +1,4 @@
-"""Reasons: the time saved and variance added by each lowered operator, and the effect of raising it."""
+"""Reasons: time saved and variance added by each lowered operator, and effects of raising it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reason(Record):
     memory_if_raised_bytes: int
     variance_regained: float
     verdict: str
-    origin: str = "measured"  # of the class's costs: Profile.origin
+    origin: str = "measured"  # origin of the class's costs (Profile.origin)
 
 
 def explain(

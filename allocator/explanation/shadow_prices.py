@@ -1,4 +1,4 @@
-"""Shadow prices: the variance that more time or memory regains, and the next operators to change."""
+"""Shadow prices: the variance regained by more time or memory, and the next moves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEANINGFUL = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class ShadowPrice(Record):
-    """The variance that a class regains with more time or memory, to first order, and its next moves.
+    """The variance that a class regains per second or byte, to first order, and its next moves.
 
     Prices come from single raises and lowerings: of one operator, or of all readers of one value (q, k, v).
     A price is None if no such change exists:
@@ -44,7 +44,7 @@ class ShadowPrice(Record):
     variance_per_byte: float | None
     next_raise: Alternative | None
     next_lowering: Alternative | None
-    origin: str = "measured"  # of the class's costs: Profile.origin
+    origin: str = "measured"  # origin of the class's costs (Profile.origin)
 
 
 def shadow_prices(

@@ -1,4 +1,4 @@
-"""Report precisions that operators of a plan cannot have; reasons are in `records/kernel_support`."""
+"""Report unsupported precisions of a plan's operators (reasons: `records/kernel_support`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UnsupportedPrecision(Record):
 def unsupported_precisions(
     graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster
 ) -> list[UnsupportedPrecision]:
-    """Return the unsupported precisions of every operator, in the order of the model, class by class.
+    """Return the unsupported precisions of every operator, class by class, in model order.
 
     Only precisions in which a class was profiled count. The result depends only on records: on shapes, the
     kind of device, and the precisions that failed during profiling.

@@ -113,7 +113,7 @@ def _buckets(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) ->
 
 
 def _faster_parts(state: State, name: str) -> Iterator[WhatIf]:
-    """Yield what-ifs with one part of a class's step (a kind of kernel, the loss, ...) twice as fast."""
+    """Yield what-ifs with one part of a class's step (such as the loss) twice as fast."""
     costs, profile = state.classes[name].costs, state.classes[name].part.profile
     trials: list[tuple[str, str, ClassCosts]] = []
     for kind, (forward_s, backward_s) in _by_kind(costs).items():

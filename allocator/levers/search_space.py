@@ -1,4 +1,4 @@
-"""The space of lever settings, and the settings tried first. The caller's trial draws the numbers."""
+"""The space of lever settings, drawn by a trial, and the settings tried first."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Shared:
     levers: Levers
     step_s: float
     own_s: Mapping[str, float]
-    is_lowered: Mapping[str, bool]  # whether the class's precisions were free
+    is_lowered: Mapping[str, bool]  # class -> whether it could be lowered
     crowded: Sequence[str] = ()
 
     @property
@@ -85,7 +85,7 @@ class BatchShares:
         self._strongest: list[str] | None = None  # classes not lowered in the first trial (equal shares)
 
     def best(self, lower: bool = True) -> Shared:
-        """Return the shares of the least step, with the fastest precisions or with none lowered (LB-BSP).
+        """Return the shares of the least step: with fastest precisions, or none lowered (LB-BSP).
 
         Raises InfeasibleError if no shares fit in memory.
         """
@@ -94,7 +94,7 @@ class BatchShares:
         return self._best[lower]
 
     def guess(self) -> dict[str, int]:
-        """Return the samples by class to profile next, predicted near the best shares from one profile.
+        """Return the samples by class to profile next, near the best shares by one profile.
 
         They keep a distance from the first profile, for a line through both, and must fit in memory.
         """
@@ -272,7 +272,7 @@ class BatchShares:
         return Shared(levers, math.inf if crowded else state.step_s(), own_s, is_lowered, crowded)
 
     def _in_more_passes(self, name: str, entry: ClassLevers) -> ClassLevers | None:
-        """Return the lever entry of a class with the next possible number of passes; None without one."""
+        """Return a class's levers with the next possible number of passes; None without one."""
         samples, least = entry.samples or 0, self._ends(name)[0]
         for passes in self._passes:
             if passes > entry.passes and samples % passes == 0 and samples // passes >= least:

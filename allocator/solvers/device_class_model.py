@@ -1,4 +1,4 @@
-"""The linear model of one class: its step's seconds as sums over binary variables of precisions.
+"""The linear model of one class: its step's seconds as sums over binary variables.
 
     seconds = sum over alternatives of running a node of (its price) x (its binary variable)
 
@@ -99,7 +99,7 @@ class ClassModel:
             self._price_casts(value)
 
     def assignment(self, point: FloatArray) -> dict[str, Precision]:
-        """Return the assignment of a solution of the program."""
+        """Return the assignment that a solution of the program encodes."""
         return {
             op: max(binaries, key=lambda p: binaries[p].at(point)) for op, binaries in self.chosen.items()
         }

@@ -171,7 +171,7 @@ def _fastest_that_fits(state: State, device_class: str) -> bool:
 
 
 def _fit(state: State, device_class: str) -> None:
-    """Reduce memory at least cost in time, from the current assignment, then from each uniform start.
+    """Reduce memory at least cost in time, from the current, then from each uniform assignment.
 
     If even the smallest start is far above the budget, raise InfeasibleError without a search.
     """

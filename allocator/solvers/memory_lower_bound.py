@@ -1,4 +1,4 @@
-"""A lower bound of memory: the bytes saved for backward at its beginning, as linear sums over choices.
+"""A lower bound of memory: the bytes saved at the start of backward, as sums over choices.
 
 The functions of the memory model give the tensors that each operator saves, and their types, for every
 alternative of running it. A storage saved by several operators counts once. Workspaces and gradients are left

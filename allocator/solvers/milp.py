@@ -1,4 +1,4 @@
-"""The exact solver: every class's assignment of least variance, by mixed-integer programs (HiGHS in scipy).
+"""The exact solver: assignments of least variance by mixed-integer programs (HiGHS in scipy).
 
 A target for the step decouples the classes. For any class, and for any bucket k of gradients, a step is never
 shorter than

@@ -1,4 +1,4 @@
-"""Stage 2: raise operators within target step and memory (QSync, arXiv:2407.02327, second stage)."""
+"""Stage 2: raise operators within target and memory (QSync, arXiv:2407.02327, second stage)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def raise_classes(state: State, classes: Sequence[str], target_s: float) -> None
 
 
 def holds(state: State, target_s: float) -> bool:
-    """Return whether the step is within the target, margins included, and every class fits in memory."""
+    """Return whether the step (with margins) reaches the target and every class fits in memory."""
     most = target_s * (1 + TOLERANCE)
     if any(one.alone_s * state.late_factor(name) > most for name, one in state.classes.items()):
         return False
@@ -88,7 +88,7 @@ def _raised(state: State, name: str, raised: Raise, target_s: float) -> bool:
 
 
 def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]:
-    """Yield every raise, highest precision first: of single operators, and of all readers of a value."""
+    """Yield all raises, highest first: of single operators, and of all readers of a value."""
     for name in classes:
         choices = state.classes[name].part.choices
         for op, options in choices.items():

@@ -1,4 +1,4 @@
-"""Profiles without measurement: of single operators, other batch shapes, grown models, absent devices.
+"""Profiles without measurement: of operators, other batch shapes, grown models, absent devices.
 
 Filled costs are marked (`Profile.origin`, `Profile.filled`), so that every output can say so. Replay reads
 them like any other cost. No model prices launches (`Profile.launches`): a filled profile has none, as if the
@@ -172,7 +172,7 @@ def priced_on(
 
 
 def _origin(profile: Profile, origin: str) -> str:
-    """Return the origin of costs derived from a profile: `origin`, unless its device was not measured."""
+    """Return `origin`, or the profile's own origin if its device was not measured."""
     return origin if profile.origin in DEVICE_MEASURED else profile.origin
 
 
@@ -195,7 +195,7 @@ def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = Non
 
 
 def _measured(graph: OpGraph, profile: Profile, sheet: DataSheet | None) -> list[Sample]:
-    """Return the samples of a profile; raise CalibrationError if they lack all products of the graph."""
+    """Return the samples of a profile; raise CalibrationError if all products are missing."""
     samples = samples_of(graph, profile, sheet)
     if any(call.is_product for _, call in calls(graph)) and not any(s.call.is_product for s in samples):
         raise CalibrationError(

@@ -1,4 +1,4 @@
-"""An operator as a call: kind and shapes, independent of its model; its operations, bytes and roofline.
+"""An operator as a call of a kind on shapes, with its operations, bytes and roofline.
 
 The roofline of one direction of a call on a device is (Williams et al., CACM 2009; with a launch added)
 

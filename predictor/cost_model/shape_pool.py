@@ -8,7 +8,7 @@ import random
 from qsync.predictor.cost_model.op_calls import Argument, Call
 from qsync.records.graph import num_elements
 
-_MAX_ELEMENTS = 2**22  # of a tensor
+_MAX_ELEMENTS = 2**22  # largest tensor
 _FOLLOWING = (
     "relu", "gelu", "silu", "softmax", "dropout", "layer_norm", "batch_norm", "add", "mul", "max_pool2d",
 )  # fmt: skip

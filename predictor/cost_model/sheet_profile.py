@@ -29,7 +29,7 @@ _INT8_BITS = 6  # mantissa bits whose rounding error is that of INT8 on rows of 
 
 
 class PartsOfPeaks:
-    """A model that prices calls at typical fractions of a device's peaks, with `CostModel`'s interface.
+    """A `CostModel` replacement that prices calls at typical fractions of a device's peaks.
 
     >>> costs_of(PartsOfPeaks(), [(call, "int8")], datasheet("T4"))
     """

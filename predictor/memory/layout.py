@@ -10,7 +10,7 @@ from qsync.records.identity_cache import IdentityCache
 
 
 class Layout:
-    """The shapes and types of a graph's values, their storages, and the operators that use the storages."""
+    """The shapes, types and storages of a graph's values, and the operators that use them."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.ops = graph.ops
@@ -43,14 +43,14 @@ class Layout:
         return next((i + 1 for i in reversed(range(first)) if self.ops[i].kind == "output"), 0)
 
     def is_passed_on(self, value: str, i: int) -> bool:
-        """Return whether a later traced graph enters an equal value to one that output `i` returns."""
+        """Return whether a later traced graph has an input of this output's shape and type."""
         return self.has_gradient[value] and any(
             entry > i and (self.shape[name], self.dtype[name]) == (self.shape[value], self.dtype[value])
             for name, entry in self.entered.items()
         )
 
     def _list_followers(self) -> tuple[list[int], dict[int, list[int]]]:
-        """Return each operator's last product at or before it (else the first product), and the inverse."""
+        """Return each operator's last product up to it (else the first), and the inverse map."""
         product, followers = [], dict[int, list[int]]()
         products = [i for i, op in enumerate(self.ops) if op.role is Role.ADJUSTABLE]
         last = products[0] if products else 0

@@ -1,4 +1,4 @@
-"""The lifetimes of a step's tensors, each from the operator that allocates it to its last reader.
+"""The lifetimes of a step's tensors, each from its allocation to its last reader.
 
 Operator i of n runs forward at time i and backward at time 2n - i. An operator in a product's epilogue runs
 at the time of the product. Tensors belong to values (storages in every type, copies of views, and gradients)
@@ -155,7 +155,7 @@ class Lifetimes:
         return root == first or own < 0 or (not cast and self.layout.ops[own].kind in PASSES_GRADIENT)
 
     def is_cast(self, value: str, taken: str) -> bool:
-        """Return whether readers in type `taken` read a cast of an activation that has its own backward.
+        """Return whether reading a value in type `taken` means reading a cast with a backward.
 
         A cast's backward runs just before that of the operator that computed the value. Encodings have none.
         """
@@ -181,7 +181,7 @@ class Lifetimes:
         return flattened and shape[1] > 1 and shape[2] * shape[3] > 1
 
     def is_partial_view(self, i: int) -> bool:
-        """Return whether operator `i` is a view of a part, whose backward allocates the whole's gradient."""
+        """Return whether operator `i` views a part; its backward allocates the whole's gradient."""
         op = self.layout.ops[i]
         return op.kind == "view" and op.requires_grad and op.num_elements < self.layout.elements[op.inputs[0]]
 
@@ -327,7 +327,7 @@ class _ValueGroup:
             above = lives.layout.position.get(parent, i)
             of_split = parent != self.root and lives.layout.ops[above].splits
             backward = end - (above if of_split else i)
-            if not (of_split or splits or lives.is_partial_view(i)):  # the same elements
+            if not (of_split or splits or lives.is_partial_view(i)):  # views all elements
                 to[parent] += [(time, parent, passed) for time, _, passed in to[value]]
                 continue
             if not splits:
@@ -348,7 +348,7 @@ class _ValueGroup:
         for time, value, _ in self.contributions:
             i = lives.layout.end - time
             reads = dict(zip(lives.layout.ops[i].inputs, lives.run(i).operands, strict=True))
-            taken = reads.get(value, lives.carried(value))  # a cast of a view adds its own sum
+            taken = reads.get(value, lives.carried(value))  # a cast of the parameter's view adds its own sum
             if taken == lives.carried(value) or is_encoded(taken):
                 terms[time] = taken == "fp32"
             else:

@@ -1,4 +1,4 @@
-"""Lifetimes with blocks that run forward again in backward (activation recomputation, checkpointing).
+"""Lifetimes with activation recomputation: blocks run forward again in backward.
 
 Between forward and backward a block holds only its inputs. Just before the backward of its last operator it
 runs forward again, operator by operator, in time slots of its own. The block's backward then reads tensors

@@ -36,7 +36,7 @@ SAVES_AS_TORCH = ("plain", FUSED, *EPILOGUES)
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The tensors that one operator saves: inputs (by index, as cast), its result, kept values (by name)."""
+    """The tensors saved by an operator: inputs (by index), its result, kept values (by name)."""
 
     inputs: tuple[int, ...] = ()
     output: bool = False
@@ -61,9 +61,9 @@ def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", dev
         # torch's convolutions always save both factors.
         if op.kind in CONVOLUTIONS and mode not in INT8_MODES:
             return Saved(pair)
-        if op.kind == "linear" and op.copies and mode in PLAIN:  # a copy of its input: `made_for_backward`
+        if op.kind == "linear" and op.copies and mode in PLAIN:  # the copy counts in `made_for_backward`
             return Saved((1,) if at.has_gradient[op.inputs[0]] else ())
-        copied = dict(copied_operands(op, at, mode))  # `made_for_backward`
+        copied = dict(copied_operands(op, at, mode))  # counted in `made_for_backward`
         saved = (a for a, b in (pair, pair[::-1]) if at.has_gradient[op.inputs[b]])
         return Saved(tuple(a for a in saved if a not in copied))
     if op.kind == "attention" and writes_scores(op, at, mode, device):

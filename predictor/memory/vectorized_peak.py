@@ -1,4 +1,4 @@
-"""The memory peak of a whole lowered graph by array lookups: a fast form of `peak`, equal to the byte.
+"""The memory peak of a lowered graph by array lookups: a fast form of `peak`, equal to the byte.
 
 The tensors of an operator and of a value depend on the neighbourhoods (`qsync.lowering.vectorized`) of the
 operators that compute and read them. `lifetimes` computes each distinct case once. A case is stored as
@@ -47,7 +47,7 @@ class VectorizedPeak:
         self._num_ops = len(graph.ops)
         self._saved: dict[tuple[int, str, str], Saved] = {}
         self._residuals: IdentityCache[_ResidualRows] = IdentityCache()
-        # By neighbourhood: bytes saved for backward, in forward, in backward, and between them.
+        # Neighbourhood number -> bytes saved for backward, in forward, in backward, and at the loss.
         self._op_bytes: list[tuple[int, int, int, int] | None] = []
         self._list_groups()
         # All cases concatenated: allocated (negative: freed) bytes, with the sign and offset of their time.

@@ -60,9 +60,9 @@ GOOD_ENOUGH = 0.005
 
 
 class Wait(NamedTuple):
-    """The seconds of a step beyond this rank's own work: `wait_s` in total, `exposed_s` after its gradients.
+    """The seconds of a step beyond the rank's own work, and those after its last gradient.
 
-    The rest of `wait_s` are the wall seconds that overlapping all-reduces took from compute.
+    `exposed_s` is a part of `wait_s`; overlapping all-reduces took the rest from compute, in wall seconds.
     """
 
     wait_s: float

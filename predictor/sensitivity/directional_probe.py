@@ -70,7 +70,7 @@ Effects = Mapping[tuple[str, int, str], float]  # (operator, index, type) -> E|A
 
 @dataclass(frozen=True, slots=True)
 class RoundingEffects:
-    """Squared movements of one batch's gradient by rounding a value, or a value's gradient, to a type."""
+    """Squared movements of one batch's gradient by rounding values, or their gradients, to types."""
 
     values: Effects
     gradients: Effects
@@ -78,7 +78,7 @@ class RoundingEffects:
 
 @dataclass(slots=True)
 class _Site:
-    """An operand or result of an operator in the first step, with value and (after backward) gradient."""
+    """An operand or result in the first step, with its value and (after backward) gradient."""
 
     op: str
     index: int

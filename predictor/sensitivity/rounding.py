@@ -43,7 +43,7 @@ def rounding_error(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
 
 
 def alike(type_names: Iterable[str]) -> Iterable[list[str]]:
-    """Group types with equal rounding, such as FP16 and TF32, which have equally many mantissa bits."""
+    """Group types with equal rounding, such as FP16 and TF32 (equally many mantissa bits)."""
     groups: dict[int | str, list[str]] = {}
     for type_name in sorted(type_names):
         groups.setdefault(_BITS.get(type_name, type_name), []).append(type_name)
@@ -76,7 +76,7 @@ def stochastic_errors(
 def stochastic_convolution_errors(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the variance that `int8_all` adds to each element of a convolution's dx, and to dW in sum.
+    """Return the variance that `int8_all` adds to a convolution's dx (by element) and dW (sum).
 
     A product adds up independent errors, so its variances are a convolution of squared codes. Stride and
     padding follow from the shapes: `gradient` (n, c, p, q), `x` (n, C, h, w), `weight` (c, C, kh, kw). A

@@ -1,4 +1,4 @@
-"""Count a call's operations, and the saved tensors and workspace of its derivative, by a dry run.
+"""Count a call's operations, saved tensors and backward workspace by a dry run.
 
 For example, the derivative of `x ** 3` saves x and allocates three tensors of its size, of which it frees two
 at its end. A call that no kernel of qsync replaces is run forward and backward on fake tensors, which take no
@@ -91,7 +91,7 @@ def _flops(node: torch.fx.Node) -> int:
     try:
         with torch.no_grad(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
             _run(node, lambda given: _stand_in(given.meta.get("example_value")))
-    except Exception:  # as in `_counted`
+    except Exception:  # the call needs numbers, or has no fake kernel
         return 0
     return int(counter.get_total_flops())
 

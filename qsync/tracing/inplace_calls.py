@@ -1,4 +1,4 @@
-"""Make in-place calls out of place, so that no write goes to a cast's copy. Results stay bitwise equal.
+"""Make in-place calls out of place, so that no write goes to a cast's copy; keep results bitwise.
 
 After a cast of x, `x.add_(y)` would write to the copy. If no other node of the written storage is read later,
 the call becomes `x.add(y)` and later readers of x read its result: the same numbers. Otherwise (a write

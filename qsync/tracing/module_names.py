@@ -15,7 +15,7 @@ _MODULES_OWN = ("linear", "addmm", *CONVOLUTIONS, "rnn")
 
 
 def operator_name(path: str, kind: str) -> str:
-    """Return an operator's name: its module's path, with the kind unless the module is that operator."""
+    """Return an operator's name: its module's path, and its kind unless the module has that kind."""
     own = kind in (*_MODULES_OWN, path.rpartition(".")[2])
     return path if own and path else f"{path}.{kind}" if path else kind
 
@@ -70,7 +70,7 @@ def name_from_model(module: torch.fx.GraphModule, names: Mapping[int, str]) -> N
 
 
 def module_place(node: torch.fx.Node) -> tuple[str, str]:
-    """Return (local name, path from it) of a node's module in its frame; empty texts without a module.
+    """Return (local name, path from it) of a node's module in its frame; empty without a module.
 
     The local name is `self` or another one, or an item: `args[0]` in a decorator that takes `*args`.
     """

@@ -1,4 +1,4 @@
-"""Classify torch calls: their kind, their role, and the operands of products among their arguments.
+"""Classify torch calls: their kind, their role, and their arguments that are operands.
 
 The tables are allow-lists, never deny-lists: an unlisted call is fixed and runs in its traced type.
 """
@@ -72,7 +72,7 @@ _TAKES_NUMBERS = (
     "add", "sub", "rsub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_",
     "div_", "where", "masked_fill", "masked_fill_", "fill_", "full", "full_like", "new_full",
 )  # fmt: skip
-_GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # forward and backward
+_GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # number of a function's graphs: forward, backward
 UNSAVED_FUNCTION = "unsaved_function"  # kind of a user's function that saves nothing for backward
 
 # Products without a low-precision kernel, which run in their traced type. torch does not count their flops.
@@ -120,7 +120,7 @@ _DROPOUTS: dict[str, bool] = {
 
 
 def call_name(node: torch.fx.Node) -> str:
-    """Return the bare name of a call (`linear`, `add`, `view`), with the underscore of in-place calls."""
+    """Return the bare name of a call (`linear`, `add_`), with an in-place call's underscore."""
     if node.op == "call_method":
         return str(node.target)
     name = getattr(node.target, "__name__", str(node.target))
@@ -129,7 +129,7 @@ def call_name(node: torch.fx.Node) -> str:
 
 def bare_name(node: torch.fx.Node) -> str:
     """Return the bare name of a call, without the library that registered it: `grouped_mm_fallback`."""
-    if isinstance(node.target, torch._ops.OpOverload):  # aten.slice.Tensor
+    if isinstance(node.target, torch._ops.OpOverload):  # as aten.slice.Tensor
         return str(node.target.overloadpacket.__name__)
     return call_name(node).rpartition(".")[2]
 
@@ -231,7 +231,7 @@ def large_constants(node: torch.fx.Node) -> list[float]:
 
 
 def draws(node: torch.fx.Node, kind: str) -> bool:
-    """Return whether a call returns random numbers; a dropout does not, as it selects from its input."""
+    """Return whether a call returns random numbers; a dropout selects from its input instead."""
     packet = getattr(torch.ops.aten, bare_name(node).strip("_"), None)
     if kind == "dropout" or not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
@@ -347,7 +347,7 @@ def traced_type(value: torch.Tensor) -> str:
 
 
 def is_torch(target: str | Callable[..., Any]) -> bool:
-    """Return whether a call belongs to torch or Python's operator module, and is not a user's namesake."""
+    """Return whether a call is torch's or Python's own, and not a user's of the same name."""
     if isinstance(target, str):
         return True
     module = getattr(target, "__module__", None) or ""

@@ -1,4 +1,4 @@
-"""Objects that the user's Python code can change: all reachable ones, found without running any code.
+"""Objects that the user's Python code can change: all reachable ones, found without running it.
 
 Containers, attributes, closures, default arguments and globals named by a function are followed. Objects of
 libraries are not followed, since a restored queue or log would contradict the world outside. Exceptions are

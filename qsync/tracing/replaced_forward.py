@@ -177,7 +177,7 @@ def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def replace_forward(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Set a module's forward (None: its class's), and refuse DataParallel replicas of a replaced one.
+    """Set a module's forward (None: its class's); refuse DataParallel replicas of a replaced one.
 
     A library's wrapper around an earlier replacement stays and calls the new forward.
     """
@@ -241,7 +241,7 @@ def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def running_plain(module: torch.nn.Module) -> Iterator[None]:
-    """Remove a module's replaced forward, wrappers around it, and `module.compile()` within the context.
+    """Run a module's plain forward within the context, without replacement, wrappers or compile.
 
     All of them are restored afterwards.
     """
@@ -272,7 +272,7 @@ class _Compiled(ReplacedForward):
 def compiled_by(
     module: torch.nn.Module, backend: Callable[..., Any], dynamic: bool | None = None
 ) -> Iterator[None]:
-    """Compile a module's plain forward for a backend within the context; restore the module afterwards."""
+    """Compile a module's plain forward for a backend within the context, then restore the module."""
     with running_plain(module):
         replace_forward(module, _Compiled(module, compile_forward(module, backend, dynamic)))
         yield

@@ -1,4 +1,4 @@
-"""Segments: traced torch.fx graphs, converted to operators and values, and joined into one OpGraph.
+"""Segments: traced torch.fx graphs, converted to operators, and joined into one OpGraph.
 
 A model is traced as one graph, or as several if Python code between operators cannot be traced (graph
 breaks). Each graph is a `Segment`; `join` joins them into one OpGraph in their execution order. Activation
@@ -106,7 +106,7 @@ def join(segments: Sequence[Segment], model: str) -> OpGraph:
 
 
 def names_at(segments: Sequence[Segment], place: int) -> dict[str, str]:
-    """Return old -> new names of a segment's operators and inputs, if it also ran earlier in the call."""
+    """Return old -> new names of a segment's operators and inputs, if it ran before in the call."""
     here = segments[place]
     if not any(segment is here for segment in segments[:place]):
         return {}
@@ -358,7 +358,7 @@ class _Reader:
         # Example values of `zeros` that are written to later have the requires_grad of the written values.
         count_of = self._counted(node, call) if call.value.requires_grad else None
         trained = call.value.requires_grad and (count_of is None or count_of.has_gradient)
-        is_view = kind == "other" and count_of is not None and count_of.is_view  # aten.slice
+        is_view = kind == "other" and count_of is not None and count_of.is_view  # as aten.slice
         kind = "view" if is_view else kind
         drops = dropped(node, kind) if kind == "attention" else 0.0
         dilated = is_dilated(node) if kind == "conv2d" else False

@@ -1,4 +1,4 @@
-"""Remove hooks of a model that step an optimizer inside backward, or run after a gradient is accumulated."""
+"""Remove a model's hooks that step an optimizer inside backward, or wait for a gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step time of a plan at any membership, without a solver: less than a millisecond each. Pure."""
+"""The step time of a plan at any membership, without a solver, in under a millisecond. Pure."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class ChurnCosts:
 
 @dataclass(frozen=True, slots=True)
 class MembershipTime:
-    """The training at one membership: cards by class, seconds of a step, total seconds, committed steps."""
+    """The training at one membership: cards by class, seconds (of a step, total), committed steps."""
 
     ranks: Mapping[str, int]
     step_s: float

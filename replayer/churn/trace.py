@@ -58,7 +58,7 @@ def read_events(path: str | Path) -> tuple[ChurnEvent, ...]:
 
 
 def check_events(events: Sequence[ChurnEvent], ranks: Mapping[str, int]) -> None:
-    """Raise FormatError unless these events can happen in order to a cluster (class -> number of cards)."""
+    """Raise FormatError unless these events are possible on these ranks (class -> cards)."""
     if not 1 <= sum(ranks.values()) <= MAX_RANKS:
         raise FormatError(f"a trace is played for 1 to {MAX_RANKS} ranks, found {sum(ranks.values())}")
     is_present = {f"{name}:{number}": True for name, count in ranks.items() for number in range(count)}
@@ -89,7 +89,7 @@ def check_events(events: Sequence[ChurnEvent], ranks: Mapping[str, int]) -> None
 
 
 def parse_numbers(pairs: Mapping[str, str], known: Collection[str], what: str) -> dict[str, float]:
-    """Convert name -> text pairs to numbers; raise FormatError for unknown names and negative numbers."""
+    """Convert name -> text pairs to numbers; raise FormatError unless known and non-negative."""
     found = {}
     for name, text in pairs.items():
         if name not in known:

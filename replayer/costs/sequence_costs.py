@@ -1,4 +1,4 @@
-"""The cost of a sequence by its length on each device class, and the division of sequences over ranks.
+"""The cost of a sequence by length and device class, and the division of sequences over ranks.
 
 A profile measures one batch, B sequences of length L. Operators whose result holds a number per pair of
 tokens (attention and the operators inside it) take time in proportion to B L^2. Weights and the optimizer
@@ -138,7 +138,7 @@ def hand_out(
 def _least_cuts(
     ordered: Sequence[int], costs: Sequence[SequenceCost], max_tokens: int | None
 ) -> tuple[float, list[int]] | None:
-    """Return the least seconds in which ranks in this order take all sequences, and each rank's number."""
+    """Return the least seconds for ranks in this order, and each rank's number of sequences."""
     high = max(cost.seconds(len(ordered), ordered[0]) for cost in costs)
     counts = _counts_within(high, ordered, costs, max_tokens)
     if counts is None:
@@ -154,7 +154,7 @@ def _least_cuts(
 def _counts_within(
     time_s: float, ordered: Sequence[int], costs: Sequence[SequenceCost], max_tokens: int | None
 ) -> list[int] | None:
-    """Return each rank's number of sequences within `time_s`; None if some remain or a rank has none."""
+    """Return the number of sequences of each rank within `time_s`; None if they do not fit."""
     counts, start = [], 0
     for k, cost in enumerate(costs):
         left_for_others = len(costs) - 1 - k

@@ -2,7 +2,7 @@
 
 The path is walked back from the end of the last all-reduce. An all-reduce starts when the one before it ends,
 or when the last class has filled its bucket; the path then goes back through the work of that class to the
-start of its step, and to the optimizer that ended its step before. A class that still computes after the last
+start of its step, and to the optimizer of its previous step. A class that still computes after the last
 all-reduce never waits, so its own work alone makes the step.
 """
 

@@ -1,4 +1,4 @@
-"""Measured steps: the logs of all ranks of a job, compared with predictions. Reads files; no clock, no torch.
+"""Measured steps: logs of all ranks, beside predictions. Reads files; no clock, no torch.
 
 A rank alone cannot tell whether other ranks or the network block it. As in replay, the blocked time of the
 least blocked rank is exposed communication. Any further blocked time of a rank is waiting for other ranks.

@@ -44,7 +44,7 @@ def blocks(graph: OpGraph) -> tuple[str, ...]:
 
 
 def numbered(graph: OpGraph) -> tuple[str, ...]:
-    """Return the outermost numbered modules that contain other modules, such as `layers.0`, in order."""
+    """Return the outermost numbered modules with submodules, such as `layers.0`, in order."""
     found: dict[str, bool] = {}
     for op in graph.ops:
         parts = op.name.split(".")

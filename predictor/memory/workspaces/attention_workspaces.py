@@ -108,7 +108,7 @@ def _int8(op: Op, context: OpContext, backward: bool) -> int:
     y = op.num_elements
     most = scores_per_block(context.device)
     chunk = min(max(most // max(queries * keys, 1), 1), heads) * queries * keys
-    base = q + k + 2 * _FP32 * heads * max(queries, keys)  # codes, heads in front, and scales
+    base = q + k + 2 * _FP32 * heads * max(queries, keys)  # codes with heads in front, and scales
     for mask in context.masks:
         base += scores * mask.width if num_elements(mask.shape[:-2]) > 1 else 0
     if not backward:

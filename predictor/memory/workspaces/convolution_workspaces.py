@@ -74,7 +74,7 @@ def convolution_backward(op: Op, run: Run, context: OpContext) -> int:
         signals = op.kind == "conv1d"  # torch reorders signals and gradients; qsync's images are in order
         reordered = 0 if channels_last or windows else _BF16 * (x + y * signals)
         products = reordered + (windows + scratch + made if windows else 4 * _BF16 * w)
-        dx_reordered = 0 if channels_last else made  # to the memory format of x
+        dx_reordered = 0 if channels_last else made  # dx in x's memory format
         return made + _BF16 * w + max(products, bucket, cast_dx, dx_reordered) - passed_on
     # The gradient in 16 bits, and decoded x and W; with windows, dx is summed in FP32.
     base = _BF16 * (x + y + w * has_dx)
@@ -91,7 +91,7 @@ def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
     outputs, window = op.shape[1], num_elements(shapes[1][2:])
     pixels, x_pixels = y // max(outputs, 1), x // max(shapes[0][1], 1)
     bucket = _FP32 * w if context.in_buckets else 0
-    windows = pixels * num_elements(shapes[1][1:])  # of the input, in bytes
+    windows = pixels * num_elements(shapes[1][1:])  # bytes of the input's windows in INT8
     passed_on, first, made = 0, 0, 0
     if context.has_gradient[0]:
         made = passed_on = type_bytes(context.carried[0], x)
@@ -108,7 +108,7 @@ def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
     then = made + y + max(_FP32 * pixels, windows + bucket)
     reordered = _FP32 * w if window > 1 else 0  # the weight's gradient in the weight's memory order
     in_order = _is_channels_last(op, run, context)
-    dx_again = passed_on if made != passed_on or not in_order else 0  # cast, or reordered
+    dx_again = passed_on if made != passed_on or not in_order else 0  # dx, cast or reordered
     return max(first, then, made + bucket + max(reordered, dx_again))
 
 
@@ -123,7 +123,7 @@ def _with_height(op: Op, context: OpContext) -> tuple[Op, OpContext]:
 
 
 def _windows_bytes(op: Op, run: Run, context: OpContext) -> tuple[int, int]:
-    """Return the bytes of unfolded windows, forward and backward; 0 but for conv2d and INT8 conv1d."""
+    """Return the bytes of windows, forward and backward; 0 but for conv2d and INT8 conv1d."""
     if op.kind != "conv2d" and not (op.kind == "conv1d" and run.mode in INT8_MODES):
         return 0, 0
     return windows_bytes(run.mode, context.shapes[0], context.shapes[1], op.shape)
