@@ -60,7 +60,7 @@ class RecomputedBlocks:
             return
         block, readers = self._maker_and_readers(what)
         if casts_again and isinstance(what, str) and what not in self._position:
-            block = self._block[span.birth]  # of the first reader, at whose time it is cast
+            block = self._block[span.birth]  # the first reader's block, where the weight is cast
         if block is None:
             yield from self._across_blocks(span, readers)
         elif readers and readers[-1] > block[1]:  # read after its block: saved, and recomputed

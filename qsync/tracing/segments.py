@@ -47,7 +47,7 @@ from qsync.tracing.operator_table import (
 from qsync.tracing.traced_tensors import copies, example_of, is_channels_last
 
 _CHECKPOINT = "tag_activation_checkpoint"
-# Kinds, beside products, whose saved tensors (backward workspace) the memory model predicts by its own rules.
+# Kinds, beside products, with own rules of the memory model: for saved tensors, and for backward workspace.
 _KNOWN_SAVED = ("dropout", "function", UNSAVED_FUNCTION)
 _KNOWN_BACKWARD = ("view", "contiguous", "float", "cross_entropy", "batch_norm", FROZEN_NORM)
 # Products whose two operands have different encodings.
