@@ -61,6 +61,8 @@ def verdict(content: Mapping[str, Any]) -> str:
     runs = content["runs"]
     rates = {name: samples_to_alone(run, runs[ALONE]) or 0.0 for name, run in runs.items()}
     measured = [(name, text) for name, text in _MEASURED.items() if name in rates]
+    is_whole = runs[ALONE]["samples_a_step"] == runs[DDP]["samples_a_step"]
+    batch = "the whole batch" if is_whole else "its part of the batch (in the verdict it has all)"
     lines = [
         "```",
         *content["verdict"],
@@ -69,7 +71,7 @@ def verdict(content: Mapping[str, Any]) -> str:
         f"({content['description'].split(',')[0]}, on two ranks of an {_where(content)}.",
         f"{_weak(content).strip()})",
         "",
-        "Measured then, against the fast rank alone with the whole batch: "
+        f"Measured then, against the fast rank alone with {batch}: "
         + ", ".join(f"{rates[name]:.2f}x {text}" for name, text in measured)
         + f" ([all of it]({PAGE})).",
     ]

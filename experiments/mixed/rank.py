@@ -176,8 +176,8 @@ class Measuring:
         self._alone_graph = OpGraph.from_json(next(graph for graph in captured if graph is not None))
         if len(batch[0]) > 1:
             self._measure_other_sizes(base)
-        for _ in range(rounds):
-            self.round(only=1)
+        for _ in range(rounds):  # both numbers of samples in turns: a drift between them would lean shares
+            self.round()
 
     def _measure_other_sizes(self, base: Precision) -> None:
         """Measure the model on as many samples as each class will about take, from now on."""
@@ -259,10 +259,10 @@ class Measuring:
         for step in itertools.count(1):
             yield self._on_device(self._workload.batch(_SEED, step, dist.get_rank()))
 
-    def round(self, only: int = 0) -> None:
-        """One more round of the profiles, from the `only`-th on, and of the link."""
+    def round(self) -> None:
+        """Take one more round of every profile, and of the link."""
         dist.barrier()
-        for profiler in self._profilers[only:]:
+        for profiler in self._profilers:
             for k in range(profiler.num_choices):
                 profiler.measure(k)
         dist.barrier()
