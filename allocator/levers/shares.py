@@ -32,6 +32,7 @@ from qsync.replayer.levers.batch_size import Recapture, reach
 PASSES = (1, 2, 4, 8)
 _MAX_TRIED = 12  # shares replayed in the search for one least step
 _ROUNDING = 1e-9  # relative
+_EQUAL = 0.01  # relative difference to which training repeats its steps
 _LEAST_APART = 0.25  # distance between the samples of two profiles / samples of the first
 _HALVINGS = 60  # bisection steps in the search for equal times
 
@@ -164,11 +165,9 @@ class BatchShares:
         return replace(plan, target_s=target_s)
 
     def _error(self, shared: Shared) -> float:
-        """Return the largest relative error of the profiles of lowered classes."""
-        profiles = self.basis.profiles
-        return max(
-            (profiles[name].error for name, is_free in shared.is_lowered.items() if is_free), default=0
-        )
+        """Return the relative difference of steps that count as equal; noisy profiles cost no speed."""
+        profiles, free = self.basis.profiles, [name for name, is_free in shared.is_lowered.items() if is_free]
+        return min(_EQUAL, max((profiles[name].error for name in free), default=0.0))
 
     def _at(self, levers: Levers) -> dict[str, Profile]:
         basis = self.basis

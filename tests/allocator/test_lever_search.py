@@ -109,6 +109,15 @@ def test_slack_is_added_to_the_step_of_shares_too():
     assert plan.target_s == pytest.approx(1.1 * min(map(step_s, (16, 17, 18))))
 
 
+def test_an_uncertain_profile_costs_shares_no_speed():
+    """Nothing tells which of two steps is shorter by a fifth; the shorter one is taken all the same."""
+    graph, profiles, sensitivity, cluster = PARTS
+    unsure = {name: replace(profile, error=0.2) for name, profile in profiles.items()}
+    least = search(graph, unsure, sensitivity, cluster, levers=["share"], other=OTHER, slack=0.0)
+    plan = search(graph, unsure, sensitivity, cluster, levers=["share"], other=OTHER)
+    assert plan.target_s <= 1.011 * least.target_s
+
+
 def test_a_target_that_needs_the_strongest_class_is_reached_by_shares_or_refused():
     target_s = 0.95 * allocate(*PARTS, slack=0.0).target_s
     with pytest.raises(InfeasibleError, match="no plan reaches a step"):
