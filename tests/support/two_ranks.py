@@ -175,11 +175,11 @@ def environment(tmp_path, **more: str) -> dict[str, str]:
 
 
 def said(output: str, what: str) -> list[str]:
-    """What each rank said of one thing, in rank order."""
+    """What each rank said of one thing, in rank order; before it on the line, others may have printed."""
     found = []
     for rank in (0, 1):
         start = f"[{rank}] {what}: "
-        lines = [line.removeprefix(start) for line in output.splitlines() if line.startswith(start)]
+        lines = [line.partition(start)[2] for line in output.splitlines() if start in line]
         assert len(lines) == 1, f"rank {rank} said {lines} of {what}:\n{output}"
         found += lines
     return found
