@@ -14,12 +14,11 @@ from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.uniform import strongest_of, uniform
 from qsync.errors import InfeasibleError, QSyncError
-from qsync.records.base import bases_of
+from qsync.records.base import SIXTEEN_BIT, bases_of
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.levers import ACCUMULATE, SHARE, ClassLevers, samples_of
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.records.verdict import PLAN, Verdict, Way
 from qsync.replayer import Recapture, profiles_under_levers, replay
@@ -28,7 +27,6 @@ from qsync.replayer.levers.batch_size import reach
 
 _WORTH_SAYING = 1.03  # gain in samples per second from which shares are suggested
 _LEVERS = (SHARE, ACCUMULATE)
-_SIXTEEN_BITS = (Precision.BF16, Precision.FP16)
 
 
 def find_verdict(
@@ -82,9 +80,9 @@ def find_verdict(
         about = shares.about()
         with_shares = about if about > _WORTH_SAYING * own.samples_per_s else None
     lower_base = None
-    if plan.base not in _SIXTEEN_BITS:
+    if plan.base not in SIXTEEN_BIT:
         lower_base = _in_16_bits(strongest, basis, other if _has_shares(plan) else None, given, least)
-    if lower_base is not None and lower_base.samples_per_s <= (own.interval or (0.0, own.samples_per_s))[1]:
+    if lower_base is not None and lower_base.samples_per_s <= own.most:
         lower_base = None
     return Verdict((*ways, own), times, tuple(leave_out), with_shares, lower_base)
 
@@ -98,9 +96,9 @@ def _in_16_bits(
 ) -> Way | None:
     """Return the fastest way with the strongest class's 16-bit base; None if the class has none."""
     of_strongest, profile = basis.cluster[strongest], basis.profiles[strongest]
-    profiled = {mode.partition(" ")[0] for modes in profile.ops.values() for mode in modes}
+    profiled = {p for op in basis.graph.adjustable for p in profile.precisions_of(op.name)}
     bases = bases_of(of_strongest.device, of_strongest.precisions)
-    base = next((p for p in bases if p in _SIXTEEN_BITS and str(p) in profiled), None)
+    base = next((p for p in bases if p in SIXTEEN_BIT and p in profiled), None)
     if base is None:
         return None
     with suppress(QSyncError):  # e.g. if the other base lacks a pinned precision

@@ -484,7 +484,7 @@ def _profile_and_plan(
             other, more = recaptured(step, rank, basis, formed[1], profiling, options)
             steps, options = [*steps, *more], {**options, "other": other}
         profiling.progress("links in use")
-        basis = ddp_profiling.in_use(basis, steps, profiling.bucket_cap_bytes)
+        basis = ddp_profiling.calibrated(basis, steps, profiling.bucket_cap_bytes)
         profiling.progress("allocation")
         plan = Plan.from_json(from_rank_zero(
             "planning", lambda: _plan_and_save(basis, folder, profiling.bucket_cap_bytes, options).to_json()

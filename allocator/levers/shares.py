@@ -101,15 +101,22 @@ class BatchShares:
         """
         equal = self._timed(dict.fromkeys(self.basis.profiles, self.equal), True)
         ideal = _equal_times(self.basis, [equal], self._ends, {})
+        found, apart = {}, max(1, math.ceil(_LEAST_APART * self.equal))
+        for name, most in self.room().items():
+            samples = round(ideal[name])
+            more, fewer = max(samples, self.equal + apart), max(1, min(samples, self.equal - apart))
+            found[name] = min(more, most) if samples >= self.equal and most > self.equal else fewer
+        return found
+
+    def room(self) -> dict[str, int]:
+        """Return the samples by class that fit in one pass even if the peak grows in proportion."""
         basis, budgets = self.basis, self.options.get("budgets") or {}
         plain = uniform(basis.graph, basis.profiles, basis.cluster, {}, base=self.options.get("base"))
         found = {}
         for c in basis.cluster.classes:
-            predicted, apart = plain[c.name].predicted, max(1, math.ceil(_LEAST_APART * self.equal))
+            predicted = plain[c.name].predicted
             room = budgets.get(c.name, c.memory_bytes) / (predicted.memory_bytes if predicted else 1)
-            most, samples = int(self.equal * room), round(ideal[c.name])
-            more, fewer = max(samples, self.equal + apart), max(1, min(samples, self.equal - apart))
-            found[c.name] = min(more, most) if samples >= self.equal and most > self.equal else fewer
+            found[c.name] = int(self.equal * room)
         return found
 
     def about(self) -> float:

@@ -50,7 +50,7 @@ from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_mea
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
-from qsync.records.levers import ClassLevers, samples_of
+from qsync.records.levers import ClassLevers
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.replayer import Recapture
 from qsync.replayer.levers.apply import profile_under
@@ -209,10 +209,9 @@ class Measuring:
         basis, name = self._basis(), self.strong
 
         def share() -> tuple[int, int]:
-            equal, of_class = samples_of(basis.graph), basis.cluster[name]
-            predicted = uniform(basis.graph, basis.profiles, basis.cluster, {}, base=base)[name].predicted
-            room = of_class.memory_bytes / (predicted.memory_bytes if predicted else 1)
-            most, whole = max(1, int(equal * room)), basis.cluster.num_ranks * equal // of_class.count
+            shares = BatchShares(basis, None, LEVERS, {"base": base})
+            most = max(1, shares.room()[name])
+            whole = basis.cluster.num_ranks * shares.equal // basis.cluster[name].count
             passes = next(k for k in range(1, whole + 1) if whole % k == 0 and whole // k <= most)
             return whole // passes, passes
 
@@ -292,7 +291,7 @@ class Measuring:
         steps += [replace(step, profiles=others[0]) for of_second in more for step in of_second]
         cluster = replace(self._links[0][0], link=exchanged.link)
         found = Basis(self._graph, cluster, profiles, self._sensitivity)
-        return ddp_profiling.in_use(found, steps, BUCKET_CAP_BYTES)
+        return ddp_profiling.calibrated(found, steps, BUCKET_CAP_BYTES)
 
     def _exchanged(self) -> LinkMeasurement:
         return median_measurement([exchanged for _, exchanged in self._links])

@@ -149,7 +149,7 @@ def recapture(
     return Recapture(graph, profiles), [replace(one, profiles=profiles) for one in steps]
 
 
-def in_use(basis: Basis, steps: Sequence[MeasuredStep], bucket_cap_bytes: int | None) -> Basis:
+def calibrated(basis: Basis, steps: Sequence[MeasuredStep], bucket_cap_bytes: int | None) -> Basis:
     """Return the basis with links and tolls as measured steps of the job say, if there are any."""
     cluster, profiles = with_exchange_in_use(
         basis.graph, basis.profiles, basis.cluster, steps, bucket_cap_bytes

@@ -24,7 +24,7 @@ _ALTERNATIVES = {
     Precision.BF16: (Precision.FP16, Precision.FP32),
     Precision.FP16: (Precision.BF16, Precision.FP32),
 }
-_SIXTEEN_BIT = (Precision.BF16, Precision.FP16)
+SIXTEEN_BIT = (Precision.BF16, Precision.FP16)
 
 
 def parse_base(text: str) -> Precision:
@@ -98,6 +98,6 @@ def is_below(precision: Precision, base: Precision) -> bool:
     >>> is_below(Precision.INT8, Precision.BF16), is_below(Precision.FP16, Precision.BF16)
     (True, False)
     """
-    if precision in _SIXTEEN_BIT and base in _SIXTEEN_BIT:
+    if precision in SIXTEEN_BIT and base in SIXTEEN_BIT:
         return False
     return PRECISION_ORDER[precision] < PRECISION_ORDER[base]

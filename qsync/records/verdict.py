@@ -23,6 +23,11 @@ class Way:
         """Return the lower end of the interval, or the prediction without one."""
         return self.interval[0] if self.interval else self.samples_per_s
 
+    @property
+    def most(self) -> float:
+        """Return the upper end of the interval, or the prediction if there is none."""
+        return self.interval[1] if self.interval else self.samples_per_s
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Record):

@@ -21,7 +21,7 @@ def profiled(model, device_class, precisions=None):
     own, step = job.detect_rank(model, name=device_class), job.TrainingStep(model, batch(seed=rank), loss_fn)
     options = ddp_profiling.ProfileOptions(precisions)
     formed = ddp_profiling.form_basis(step, own, job.form_graph(step), job.form_cluster(own), options)
-    return ddp_profiling.in_use(*formed, None)
+    return ddp_profiling.calibrated(*formed, None)
 """
 
 
