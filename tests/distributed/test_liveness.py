@@ -37,6 +37,10 @@ watch = liveness.start(timeout_s={TIMEOUT_S})
 dist.barrier()
 """
 SLEEP = "time.sleep(600)\n"
+SUSPENDED = (
+    "import subprocess; me = os.getpid(); "
+    "subprocess.Popen(['sh', '-c', f'kill -STOP {me}; sleep 1.5; kill -CONT {me}'])"
+)
 REDUCE = "for _ in range(10**6): dist.all_reduce(torch.ones(10)); time.sleep(0.01)\n"
 # With beats so rare, a rank that waited for one would end a minute later.
 RARE = """
@@ -103,6 +107,8 @@ JOBS = {
     **{("dies", *case): Job([case[1], dies(case[0])], awaited=(0,)) for case in DEATHS},
     **{("finishes", *case): Job(finishes_first(*case)) for case in FAREWELLS},
     **{("rare", first): Job(ends_first(first), header=HEADER.split("watch =")[0] + RARE) for first in (0, 1)},
+    # Rank 1 runs again 1.2 s after rank 0 ends: longer than four beats, shorter than the timeout.
+    "reads late": Job(["time.sleep(0.3); watch.finish()", f"{SUSPENDED}; time.sleep({TIMEOUT_S + 1.5})"]),
     "ends its loop": Job([REDUCE, "time.sleep(0.5)"]),
     "serves the store": Job([dies(signal.SIGKILL), SLEEP], awaited=(1,)),
     "leaves": Job([SLEEP, "with watch:\n    raise ValueError('NaN in the loss')\n"]),
@@ -193,6 +199,12 @@ def test_a_rank_that_finishes_early_alarms_nobody(outcome, case):
     for code, output in outcome(("finishes", *case)):
         assert code == 0
         assert "stops" not in output
+
+
+@pytest.mark.dist
+def test_the_rank_that_serves_the_store_waits_until_a_slow_one_has_read(outcome):
+    for code, output in outcome("reads late"):
+        assert code == 0 and "stops" not in output, output
 
 
 @pytest.mark.dist

@@ -20,11 +20,16 @@ from qsync.tracing.replaced_forward import is_replaced
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def accelerator():
-    yield Accelerator(cpu=True, mixed_precision="bf16")
+def reset():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture
+def accelerator():
+    reset()  # a Trainer of another test leaves its state to the process
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    reset()
 
 
 def network():

@@ -25,7 +25,6 @@ from qsync.runtime.planned_forward import program_of
 
 INT8, BF16, FP32 = Precision.INT8, Precision.BF16, Precision.FP32
 X = torch.randn(6, 8)
-CPU = backend.select("cpu")
 SLOW_FP32 = {("fp32", rows): 9.0 for rows in (4, 12)}
 
 
@@ -33,11 +32,12 @@ class Ticking(Kernels):
     """The CPU's kernels, which take the seconds of a table by the clock of a test."""
 
     plain_casts = ()  # each one ticks
+    chosen, unsupported = {}, {}  # by this clock: the process's own kernels keep theirs
 
     def __init__(self, products, casts=None):
         super().__init__(torch.device("cpu"))
         self.products, self.casts, self.now = products, casts or {}, 0.0
-        self._chosen, self._unsupported = CPU._chosen, CPU._unsupported
+        self._chosen, self._unsupported = self.chosen, self.unsupported
 
     def kernel(self, kind, precision, reference=False):
         found = super().kernel(kind, precision, reference)

@@ -212,15 +212,19 @@ class Watch:
     def _wait_until_read(self) -> None:
         """Wait until the others have read rank 0's farewell: the store may end with rank 0.
 
-        A rank that is leaving itself reads no more; its own farewell counts instead.
+        A rank that is leaving itself reads no more; its own farewell counts instead. A rank that beats is
+        waited for as long as it may be silent; one that has stopped or never came, for a few intervals.
         """
         assert self._store is not None
-        unread = set(self._pulses.since_s) | self._absent
+        began_s = time.monotonic()
+        silent = set(self._pulses.silent(began_s, 3 * self._interval_s)) | self._absent
+        unread = set(self._pulses.since_s) | silent
         for other in unread:
             self._store.set(f"bell/{other}", "1")
-        end_s = time.monotonic() + 4 * self._interval_s
-        while unread and time.monotonic() < end_s:
-            unread = {other for other in unread if not self._has_read(other)}
+        while unread:
+            waited_s = time.monotonic() - began_s
+            late = (silent if waited_s > 4 * self._interval_s else set()) if waited_s < self.timeout_s else unread
+            unread = {other for other in unread - late if not self._has_read(other)}
             time.sleep(_POLL_S)
 
     def _has_read(self, other: int) -> bool:
