@@ -41,8 +41,8 @@ from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan, m
 from qsync.distributed.share_sampler import ShareSampler, sampler_of
 from qsync.distributed.shared_batches import (
     Batches,
+    batch_of_share,
     hand_out_shares,
-    recaptured,
     takes_samples,
     that_can_be,
     with_shares,
@@ -478,13 +478,10 @@ def _profile_and_plan(
         is_equal = len(formed[0].classes) == 1 and not _TIMES_DECIDE.intersection(options)
         base = base_of_graph(graph, options.get("base"))
         profiling = replace(profiling, base=base, briefly=is_equal)
-        basis, steps = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
-        if takes_samples(options) and options.get("other") is None:
-            profiling.progress("another number of samples")
-            other, more = recaptured(step, rank, basis, formed[1], profiling, options)
-            steps, options = [*steps, *more], {**options, "other": other}
-        profiling.progress("links in use")
-        basis = ddp_profiling.calibrated(basis, steps, profiling.bucket_cap_bytes)
+        takes_others = takes_samples(options) and options.get("other") is None
+        second = partial(batch_of_share, step, rank, options) if takes_others else None
+        basis, other = ddp_profiling.form_basis(step, rank, graph, formed, profiling, second)
+        options = {**options, "other": other} if takes_others else options
         profiling.progress("allocation")
         plan = Plan.from_json(from_rank_zero(
             "planning", lambda: _plan_and_save(basis, folder, profiling.bucket_cap_bytes, options).to_json()

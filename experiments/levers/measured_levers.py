@@ -24,7 +24,7 @@ from qsync.allocator import allocate, search
 from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
-from qsync.distributed.ddp_profiling import ProfileOptions, calibrated, form_basis
+from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command, table_of
 from qsync.experiments.harness.planned_steps import PlannedSteps, plans_of_first_rank
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
@@ -114,7 +114,7 @@ def _basis(step: job.TrainingStep, rank: job.Rank, save_less: bool = False) -> B
     torch._dynamo.reset()
     graph = job.form_graph(step)
     options = ProfileOptions(PRECISIONS, make_optimizer(1e-3), save_less=save_less)
-    return calibrated(*form_basis(step, rank, graph, job.form_cluster(rank), options), None)
+    return form_basis(step, rank, graph, job.form_cluster(rank), options)[0]
 
 
 def _plans(basis: Basis, other: Recapture, trials: int) -> dict[str, Plan]:

@@ -160,7 +160,7 @@ class Measuring:
             model, [batch], self._loss_fn, precisions=profiled).to_json())  # fmt: skip
         self._sensitivity = ddp_profiling.mean_sensitivity(found)
         self._links: list[tuple[Cluster, LinkMeasurement]] = []
-        self._profilers, self._second_graph = [self._stepping(batch)], self._graph
+        self._profilers = [self._stepping(batch)]
         self._alone: Profiler | None = None
         for _ in range(rounds):
             self.round()
@@ -176,7 +176,7 @@ class Measuring:
         self._alone_graph = OpGraph.from_json(next(graph for graph in captured if graph is not None))
         if len(batch[0]) > 1:
             self._measure_other_sizes(base)
-        for _ in range(rounds):  # both numbers of samples in turns: a drift between them would lean shares
+        for _ in range(rounds):  # both numbers of samples in turns
             self.round()
 
     def _measure_other_sizes(self, base: Precision) -> None:
@@ -186,12 +186,7 @@ class Measuring:
         samples = from_rank_zero(
             "sharing the batch", lambda: BatchShares(basis, None, LEVERS, options, self.least).guess()
         )[self.rank.device_class.name]
-        batch = self._of_samples(samples)
-        torch._dynamo.reset()  # otherwise a second shape makes sizes symbols
-        model = self._workload.make_model(0).to(self.place.device)
-        self._second_graph = job.form_graph(job.TrainingStep(model, batch, self._loss_fn), alike=False)
-        torch._dynamo.reset()
-        self._profilers.append(self._stepping(batch, is_second=True))
+        self._profilers.append(self._profilers[0].beside(self._of_samples(samples)))
 
     def _of_samples(self, samples: int) -> Batch:
         """Return a batch with so many samples, of as many steps as they take."""
@@ -221,14 +216,14 @@ class Measuring:
     def _on_device(self, batch: Batch) -> Batch:
         return batch[0].to(self.place.device), batch[1].to(self.place.device)
 
-    def _stepping(self, batch: Batch, is_second: bool = False) -> DdpProfiler:
-        """Return the profiler of steps on a batch, with the samples of a plan or others."""
+    def _stepping(self, batch: Batch) -> DdpProfiler:
+        """Return the profiler of the job's steps on a batch."""
         model, program = self._attached()
         return DdpProfiler(
             program, job.TrainingStep(model, batch, self._loss_fn), self.rank,
             ddp_profiling.ProfileOptions(
                 self._precisions, make_optimizer(self._workload.lr), self._loader(), BUCKET_CAP_MB,
-                progress=self.show, is_second=is_second,
+                progress=self.show,
             ),
         )  # fmt: skip
 
@@ -241,7 +236,7 @@ class Measuring:
 
     def _attached(self) -> tuple[torch.nn.Module, Program]:
         model = self._workload.make_model(0).to(self.place.device)
-        return model, planned_forward.attach(model, lambda graph: {})
+        return model, planned_forward.attach(model, lambda graph: {}, dynamic=False)
 
     def _profiler_alone(self, samples: int, precisions: list[Precision]) -> Profiler:
         torch._dynamo.reset()  # otherwise a second shape makes sizes symbols
@@ -285,10 +280,9 @@ class Measuring:
 
     def _basis(self) -> Basis:
         exchanged = self._exchanged()
-        profiles, *others = (profiler.gathered(exchanged) for profiler in self._profilers)
-        steps, *more = (profiler.measured_steps() for profiler in self._profilers)
-        self.other = Recapture(self._second_graph, others[0]) if others else None
-        steps += [replace(step, profiles=others[0]) for of_second in more for step in of_second]
+        profiles, *others = ddp_profiling.gathered_together(self._profilers, exchanged)
+        steps = ddp_profiling.measured_together(self._profilers, others)
+        self.other = Recapture(self._profilers[1].profiler.graph, others[0]) if others else None
         cluster = replace(self._links[0][0], link=exchanged.link)
         found = Basis(self._graph, cluster, profiles, self._sensitivity)
         return ddp_profiling.calibrated(found, steps, BUCKET_CAP_BYTES)

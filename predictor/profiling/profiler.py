@@ -94,7 +94,7 @@ class Profiler:
     A round is one step in each of `precisions` and in mixtures of them. `loss` runs the model forward on the
     example batch and returns the scalar loss. The profiler runs backward and the optimizer, then restores the
     weights. More rounds can be added at any time, for example between training steps, to measure the machine
-    under training's conditions.
+    under training's conditions. A profiler of another batch may follow a `first` one of the same parameters.
 
     >>> profiler = Profiler(program, loss, parameters, [Precision.FP32, Precision.BF16], clock)
     >>> for _ in range(3): profiler.round()
@@ -109,6 +109,7 @@ class Profiler:
         precisions: Sequence[Precision],
         clock: Clock,
         options: ProfilerOptions | None = None,
+        first: Profiler | None = None,
     ) -> None:
         options = options or ProfilerOptions()
         self._runner, self._loss, self._parameters = runner, loss, list(parameters)
@@ -139,13 +140,19 @@ class Profiler:
         self._num_steps = 0
         self._ran: dict[str, set[str]] = {}  # label -> operators of its first timed step
         self.unused: set[int] = set()  # ids of parameters without a gradient in some step
-        self._optimizer = made(options.make_optimizer, self._parameters)
-        self._weights = [parameter.detach().clone() for parameter in self._parameters]
+        # Profilers of the same model in turns share what takes as much memory as the model.
+        self._optimizer: Any
+        self._weights: list[torch.Tensor]
+        if first is not None:
+            self._optimizer, self._weights = first._optimizer, first._weights
+        else:
+            self._optimizer = made(options.make_optimizer, self._parameters)
+            self._weights = [parameter.detach().clone() for parameter in self._parameters]
         self._typical_s = self._warm_up()
         self._memory_residuals = self._measure_memory()
         self._optimizer_s.clear()
         self.graph = runner.graph
-        self._warmed_up_s = time.perf_counter() - self._began_s
+        self._measuring_s = 0.0  # of all `measure` so far
 
     def _warm_up(self) -> list[float]:
         """Trace the model, compile all kernels, and return approximate seconds of a round's steps."""
@@ -201,6 +208,7 @@ class Profiler:
         timed step first. One more step before short steps warms the caches. Python collects garbage only
         between measurements, since one collection takes as long as several steps.
         """
+        begun_s = time.perf_counter()
         choice, number = self._round[k], len(self._samples) // self.num_choices
         self._progress(f"profile {choice.label}, round {number + 1}{self._left()}")
         num_twins = self._num_twins(k)
@@ -225,6 +233,7 @@ class Profiler:
         if k == 0:
             self._held_down.append(self._clock.held_down())
             self._bucket_s_per_byte.append(_time_bucket_copy(self._parameters, self._clock))
+        self._measuring_s += time.perf_counter() - begun_s
 
     def _num_twins(self, k: int) -> int:
         """Return the number of twins without the timer of a round's k-th step."""
@@ -350,8 +359,7 @@ class Profiler:
             return True
         rounds = done / self.num_choices
         is_known = done % self.num_choices == 0 and label_error(*self._sampled()) < GOOD_ENOUGH
-        now_s = time.perf_counter()
-        is_late = now_s + (now_s - self._began_s - self._warmed_up_s) / done > until_s
+        is_late = time.perf_counter() + self._measuring_s / done > until_s
         return not is_known and not is_late and rounds < MAX_ROUNDS
 
     def drift_factors(self) -> list[float]:

@@ -35,6 +35,7 @@ from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.loader_wait import undrawn
+from qsync.predictor.profiling.machine_drift import drift_factors
 from qsync.predictor.profiling.made_optimizer import MakeOptimizer
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
@@ -54,7 +55,7 @@ PROFILE_S_VARIABLE = "QSYNC_PROFILE_S"  # of the environment: a bound in the pla
 # How long ranks wait for the gradients of a rank that failed in the midst of a step: the longer of so many
 # seconds and so many steps.
 MIN_PATIENCE_S, PATIENCE_STEPS = 60.0, 20
-_SECOND_PART = 0.3  # of the time of the first profile, for that with another number of samples
+_MORE_FOR_SECOND = 0.2  # of the time of one number of samples, for a second one
 _NEVER = 1e6  # assignment cost that excludes pairing a step that saves less with one that does not
 
 
@@ -68,9 +69,8 @@ class ProfileOptions:
     With `save_less` following operators are also timed in their forms that save less for backward, which
     takes twice as many steps.
     A plan's `base` is profiled even where it is not worth choosing. Planning began at `began_s`
-    (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times. With `is_second`
-    only steps of uniform precisions are taken, in a part of the time: memory and mixed precisions are in the
-    first profile. `bitwise`: the program runs FP32 by torch's own kernels.
+    (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times. `bitwise`: the
+    program runs FP32 by torch's own kernels.
     """
 
     precisions: Sequence[Precision | str] | None = None
@@ -83,31 +83,27 @@ class ProfileOptions:
     base: Precision | None = None
     began_s: float = field(default_factory=time.perf_counter)
     briefly: bool = False
-    is_second: bool = False
     bitwise: bool = False
 
-    def until_s(self, step_s: float) -> float:
-        """Return when planning shall end, if a step takes so long. FormatError for an unusable bound."""
+    def until_s(self, step_s: float, more: float = 0.0) -> float:
+        """Return when planning shall end, if a step takes so long, with so much `more` of the time.
+
+        Raises FormatError for an unusable bound.
+        """
         asked = bool(os.environ.get(PROFILE_S_VARIABLE))
         whole_s = profile_seconds() if asked else max(PROFILE_S, PROFILE_STEPS * step_s)
-        return self.began_s + (_SECOND_PART if self.is_second else 1.0) * whole_s
-
-    @property
-    def warm_until_s(self) -> float:
-        """When to stop measuring memory and warming up mixed precisions."""
-        return -math.inf if self.is_second else self.until_s(math.inf)
+        return self.began_s + (1.0 + more) * whole_s
 
     @property
     def bucket_cap_bytes(self) -> int | None:
         """The size of DDP's buckets in bytes; None for DDP's own."""
         return int(self.bucket_cap_mb * 2**20) if self.bucket_cap_mb else None
 
-    def of_profiler(self, num_precisions: int) -> ProfilerOptions:
+    def of_profiler(self, num_precisions: int, warm_until_s: float) -> ProfilerOptions:
         """Return the part of these options that one rank's profiler takes."""
         return ProfilerOptions(
-            self.make_optimizer, self.progress, self.save_less, self.loader, num_precisions,
-            self.warm_until_s,
-        )  # fmt: skip
+            self.make_optimizer, self.progress, self.save_less, self.loader, num_precisions, warm_until_s
+        )
 
 
 def form_basis(
@@ -116,37 +112,53 @@ def form_basis(
     graph: OpGraph,
     formed: tuple[Cluster, LinkMeasurement],
     options: ProfileOptions,
-) -> tuple[Basis, list[MeasuredStep]]:
+    second: Callable[[Basis], Any] | None = None,
+) -> tuple[Basis, Recapture | None]:
     """Profile every class on its own ranks, in steps of the job, and gather the sensitivity of the model.
 
     `formed` is what `job.form_cluster` returned. All ranks of a class take the same measurements; the profile
     of the first rank stands for the class. Each rank gathers the sensitivity on its own batch; the basis has
-    the mean. Links and tolls are those between barriers: the measured steps tell `with_exchange_in_use` what
-    they are in steps of the job.
+    the mean. Links and tolls are as the measured steps of the job say.
+
+    `second` returns this rank's batch with another number of samples, from the basis of the first round. Both
+    numbers are then measured in turns, so that a drift of the machine falls on both alike; the second's graph
+    is this rank's own.
     """
     cluster, link = formed
     ddp = options.ddp_options or {}
     broadcasts = ddp.get("forward_sync_buffers", ddp.get("broadcast_buffers", True))
-    cluster = replace(cluster, broadcasts_buffers=bool(broadcasts))
+    cluster = replace(cluster, broadcasts_buffers=bool(broadcasts), link=link.link)
     options.progress("sensitivity")
     found = agree("sensitivity", lambda: api.sensitivity(step.model, [step.batch], step.loss_fn).to_json())
-    profiles, steps = _stepping(step, rank, options, link)
+
+    def basis_of(profiles: dict[str, Profile]) -> Basis:
+        return Basis(graph, cluster, profiles, mean_sensitivity(found))
+
+    # One batch, whose shapes are those of the graph; what a loader gives is not used.
+    running = api.running(step.model, step.loss(), dynamic=False)
+    with undrawn(options.loader), running as program:
+        profilers = [DdpProfiler(program, step, rank, options)]
+        first, more = profilers[0], 0.0
+        if second is not None:
+            fill_in_turns(profilers, -math.inf)
+            options.progress("another number of samples")
+            profilers.append(first.beside(second(basis_of(first.gathered(link)))))
+            more = _MORE_FOR_SECOND
+        fill_in_turns(profilers, -math.inf if options.briefly else options.until_s(first.step_s, more))
+        profiles, *others = gathered_together(profilers, link)
+        steps = measured_together(profilers, others)
+        graphs = [replace(profiler.profiler.graph, num_calls=graph.num_calls) for profiler in profilers[1:]]
+        if second is not None:
+            step.loss()()  # training goes on from the planned batch
+    group = first.group
+    del first, profilers
+    gc.collect()  # a DDP that is gone takes its hooks along
+    if group is not None:
+        dist.destroy_process_group(group)
     agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
-    return Basis(graph, replace(cluster, link=link.link), profiles, mean_sensitivity(found)), steps
-
-
-def recapture(
-    step: job.TrainingStep, rank: job.Rank, link: LinkMeasurement, options: ProfileOptions
-) -> tuple[Recapture, list[MeasuredStep]]:
-    """Capture and profile the model once more, on a batch whose number of samples goes by class.
-
-    All ranks step together, as for the first profile, in a part of its time. The graph is this rank's own.
-    """
-    options = replace(options, began_s=time.perf_counter(), is_second=True)
-    graph = job.form_graph(step, alike=False)
-    profiles, steps = _stepping(step, rank, options, link)
-    agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
-    return Recapture(graph, profiles), [replace(one, profiles=profiles) for one in steps]
+    options.progress("links in use")
+    basis = calibrated(basis_of(profiles), steps, options.bucket_cap_bytes)
+    return basis, Recapture(graphs[0], others[0]) if others else None
 
 
 def calibrated(basis: Basis, steps: Sequence[MeasuredStep], bucket_cap_bytes: int | None) -> Basis:
@@ -171,27 +183,6 @@ def profile_seconds() -> float:
     return seconds
 
 
-def _stepping(
-    step: job.TrainingStep,
-    rank: job.Rank,
-    options: ProfileOptions,
-    link: LinkMeasurement,
-) -> tuple[dict[str, Profile], list[MeasuredStep]]:
-    """Take as many steps as the options say; return the profiles of all classes, and the steps."""
-    # One batch, whose shapes are those of the graph; what a loader gives is not used.
-    running = api.running(step.model, step.loss(), dynamic=False)
-    with undrawn(options.loader), running as program:
-        profiler = DdpProfiler(program, step, rank, options)
-        profiler.fill(-math.inf if options.briefly else options.until_s(profiler.step_s))
-        found = profiler.gathered(link), profiler.measured_steps()
-    group = profiler.group
-    del profiler
-    gc.collect()  # a DDP that is gone takes its hooks along
-    if group is not None:
-        dist.destroy_process_group(group)
-    return found
-
-
 def _check_stateless(graph: OpGraph, profile: Profile) -> None:
     """Raise UnsupportedError where profiled calls take other tensors than the first did of the same batch."""
     if graph.batch_shapes != profile.batch:
@@ -209,14 +200,23 @@ class DdpProfiler:
     nobody waits for its gradients. A class with fewer precisions than another repeats the first steps
     of its round. An error that any rank meets is raised on every rank.
 
+    A profiler `beside` a first one, of another batch of the same model, takes its DDP, optimizer and weights,
+    and steps of uniform precisions alone: memory and mixed precisions are in the first profile.
+
     >>> profiler = DdpProfiler(program, step, rank, ProfileOptions(save_less=True))
-    >>> profiler.fill(time.perf_counter() + 30.0)
+    >>> fill_in_turns([profiler], time.perf_counter() + 30.0)
     """
 
     def __init__(
-        self, program: Program, step: job.TrainingStep, rank: job.Rank, options: ProfileOptions
+        self,
+        program: Program,
+        step: job.TrainingStep,
+        rank: job.Rank,
+        options: ProfileOptions,
+        first: DdpProfiler | None = None,
     ) -> None:
-        self._rank = rank
+        self._program, self._step, self._rank, self._options = program, step, rank, options
+        self._turn = 0
         self.precisions = agree_locally(
             "profiling",
             lambda: precisions_to_profile(rank.device_class, step.model, options.precisions, options.base),
@@ -230,18 +230,25 @@ class DdpProfiler:
         self._loss = _checked_loss(program, step.loss(), parameters)
         self._bucket_bytes = _bucket_bytes(parameters, options.ddp_options or {})
         most = max(agree("profiling", lambda: len(self.precisions)))
+        warm_until_s = options.until_s(math.inf) if first is None else -math.inf
         self.profiler = agree_locally("profiling", lambda: Profiler(
-            program, lambda: self._loss(), parameters, self.precisions, clock, options.of_profiler(most)
+            program, lambda: self._loss(), parameters, self.precisions, clock,
+            options.of_profiler(most, warm_until_s), first.profiler if first is not None else None,
         ))  # fmt: skip
-        is_late = agree("profiling", lambda: time.perf_counter() > options.warm_until_s)
+        is_late = agree("profiling", lambda: time.perf_counter() > warm_until_s)
         if any(is_late) and not options.save_less:
             self.profiler.shorten_round(most)
         self.step_s = max(self.profiler.typical_s())  # of the slowest assignment and rank
         self._order = list(range(self.profiler.num_choices))  # by turn of a round, which of this rank's steps
         if job.world_size() > 1:
-            self._step_together(step, options)
+            self._step_together(first)
 
-    def _step_together(self, step: job.TrainingStep, options: ProfileOptions) -> None:
+    def beside(self, batch: Any) -> DdpProfiler:
+        """Return a profiler of another batch, to take steps in turns with this one (`fill_in_turns`)."""
+        step = replace(self._step, batch=batch)
+        return DdpProfiler(self._program, step, self._rank, self._options, self)
+
+    def _step_together(self, first: DdpProfiler | None) -> None:
         """Time steps on all ranks as the slowest rank would; if `in_ddp`, step through DDP from now on."""
         everyone: list[Any] = agree("profiling", lambda: [
             self._rank.device_class.name, self.profiler.typical_s(),
@@ -257,16 +264,20 @@ class DdpProfiler:
         turn = {k: turn for turn, k in enumerate(self._order)}
         own = [turn[k] for k in range(self.num_choices)]
         self.profiler.set_typical_s([typical_s[t] for t in own], [twinned[t] for t in own])
-        if self.in_ddp:
+        if self.in_ddp and first is not None:
+            self.group, self.model = first.group, first.model
+        elif self.in_ddp:
+            options = self._options
             patience = timedelta(seconds=max(MIN_PATIENCE_S, PATIENCE_STEPS * max(typical_s)))
             ddp_options = dict(options.ddp_options or {})
-            agree_locally("profiling", lambda: self._check_unused(step.model, ddp_options))
+            agree_locally("profiling", lambda: self._check_unused(self._step.model, ddp_options))
             given = ddp_options.get("process_group")
             backend = dist.get_backend(given) if given is not None else None
             self.group = ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
             ddp_options["init_sync"] = False  # it would write to the model, which is put back afterwards
-            self.model = data_parallel.in_ddp(step.model, options.bucket_cap_mb, ddp_options)
-            self._loss = replace(step, model=self.model).loss()
+            self.model = data_parallel.in_ddp(self._step.model, options.bucket_cap_mb, ddp_options)
+        if self.in_ddp:
+            self._loss = replace(self._step, model=self.model).loss()
 
     def _check_unused(self, model: torch.nn.Module, ddp_options: Mapping[str, object]) -> None:
         """Raise UnsupportedError where DDP would wait for the gradient of a parameter that is not used."""
@@ -292,16 +303,19 @@ class DdpProfiler:
         """Take the k-th step of a round, on all ranks."""
         agree("profiling", partial(self.profiler.measure, self._order[k]))
 
-    def fill(self, until_s: float) -> None:
-        """Take steps until every rank knows a step's time to half a per cent, or until `until_s`.
+    def take_round(self, until_s: float) -> bool:
+        """Take the rest of a round's steps while any rank wants more; return whether one was taken.
 
-        That is a time of `time.perf_counter`. In any case the first step of a round is taken twice and every
-        other step once.
+        No rank wants more once it knows a step's time to half a per cent, or after `until_s` (of
+        `time.perf_counter`); in any case the first step of a round is taken twice and every other step once.
         """
-        k = 0
+        begun = self._turn
         while any(agree("profiling", lambda: self.profiler.wants_more(until_s))):
-            self.measure(k)
-            k = (k + 1) % self.num_choices
+            self.measure(self._turn % self.num_choices)
+            self._turn += 1
+            if self._turn % self.num_choices == 0:
+                break
+        return self._turn > begun
 
     def gathered(self, link: LinkMeasurement, drift: Sequence[float] | None = None) -> dict[str, Profile]:
         """Return the profiles of all classes, with the tolls of the link as measured between barriers.
@@ -357,6 +371,34 @@ class DdpProfiler:
                 plan.setdefault(name, {op: Precision(p) for op, p in assignment.items()})
         plain = [not any(less[k] for _, _, less in everyone) for k in turns]
         return [name for name, _, _ in everyone], plans, plain
+
+
+def fill_in_turns(profilers: Sequence[DdpProfiler], until_s: float) -> None:
+    """Take rounds of all profilers in turns, as long as any wants more (`DdpProfiler.take_round`)."""
+    while any([profiler.take_round(until_s) for profiler in profilers]):
+        pass
+
+
+def gathered_together(profilers: Sequence[DdpProfiler], link: LinkMeasurement) -> list[dict[str, Profile]]:
+    """Return the profiles of all classes for each profiler, freed of one drift: that of all their samples."""
+    samples = [(n, *sample) for n, profiler in enumerate(profilers) for sample in profiler.profiler.samples()]
+    labels, seconds, at_s = zip(*(((n, label), s, at) for n, label, s, at in samples), strict=True)
+    drift = drift_factors(labels, seconds, at_s)
+    own = [
+        [factor for (n, *_), factor in zip(samples, drift, strict=True) if n == k]
+        for k in range(len(profilers))
+    ]
+    return [profiler.gathered(link, of_it) for profiler, of_it in zip(profilers, own, strict=True)]
+
+
+def measured_together(
+    profilers: Sequence[DdpProfiler], others: Sequence[dict[str, Profile]]
+) -> list[MeasuredStep]:
+    """Return what the exchange took in the steps of all profilers; `others` has the later ones' profiles."""
+    steps = profilers[0].measured_steps()
+    for profiler, profiles in zip(profilers[1:], others, strict=True):
+        steps += [replace(one, profiles=profiles) for one in profiler.measured_steps()]
+    return steps
 
 
 def _bucket_bytes(parameters: Sequence[torch.nn.Parameter], ddp_options: Mapping[str, Any]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,21 +13,17 @@ from torch.utils._pytree import tree_map
 from qsync.allocator.levers.shares import BatchShares
 from qsync.allocator.planner import Options
 from qsync.backend.devices.device_detection import device_of
-from qsync.distributed import accelerate_state, ddp_profiling, job
+from qsync.distributed import accelerate_state, job
 from qsync.distributed.agreement import agree, agree_locally, from_rank_zero
-from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.gradient_weighting import batch_norms, of_samples
 from qsync.distributed.share_sampler import ShareSampler
 from qsync.errors import CalibrationError
-from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.loader_wait import first_batch, undrawn
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ACCUMULATE, SHARE, samples_of
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.replayer import Recapture
-from qsync.replayer.exchange_calibration import MeasuredStep
 from qsync.tracing.held_state import undisturbed
 
 LEAST_WITH_BATCH_NORM = 16  # samples of a pass
@@ -97,15 +93,8 @@ def that_can_be(options: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in dropped}
 
 
-def recaptured(
-    step: job.TrainingStep,
-    rank: job.Rank,
-    basis: Basis,
-    link: LinkMeasurement,
-    profiling: ProfileOptions,
-    options: Mapping[str, Any],
-) -> tuple[Recapture, list[MeasuredStep]]:
-    """Return the model with about as many samples as each class will take, and the steps that profiled it."""
+def batch_of_share(step: job.TrainingStep, rank: job.Rank, options: Mapping[str, Any], basis: Basis) -> Any:
+    """Return a batch of about as many samples as this rank's class will take."""
 
     def guess() -> dict[str, int]:
         known = {name: value for name, value in options.items() if name in _OF_PLANNER}
@@ -115,10 +104,7 @@ def recaptured(
     samples = from_rank_zero("sharing the batch", guess)[rank.device_class.name]
     captured = samples_of(basis.graph)
     # Of the same samples: those of another draw may be padded to another length.
-    batch = agree_locally("making a second batch", lambda: of_samples(step.batch, captured, samples))
-    found = ddp_profiling.recapture(replace(step, batch=batch), rank, link, profiling)
-    job.form_graph(step)  # training goes on from the planned batch
-    return found
+    return agree_locally("making a second batch", lambda: of_samples(step.batch, captured, samples))
 
 
 def hand_out_shares(sampler: ShareSampler, model: torch.nn.Module, plan: Plan, device_class: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from two_ranks import launch, said
 
 from qsync.distributed import ddp_profiling, job
 from qsync.distributed.ddp_profiling import orders_of_classes
+from qsync.predictor.profiling import profiler
 
 pytestmark = pytest.mark.dist
 
@@ -20,8 +23,7 @@ def profiled(model, device_class, precisions=None):
     job.join_job(torch.device("cpu"))
     own, step = job.detect_rank(model, name=device_class), job.TrainingStep(model, batch(seed=rank), loss_fn)
     options = ddp_profiling.ProfileOptions(precisions)
-    formed = ddp_profiling.form_basis(step, own, job.form_graph(step), job.form_cluster(own), options)
-    return ddp_profiling.calibrated(*formed, None)
+    return ddp_profiling.form_basis(step, own, job.form_graph(step), job.form_cluster(own), options)[0]
 """
 
 
@@ -150,14 +152,66 @@ def test_steps_that_save_less_are_taken_beside_steps_that_save_less():
     assert orders["strong"] == [1, 0, 3, 2]
 
 
-def test_a_second_profile_takes_uniform_steps_alone():
-    """Memory and mixed precisions are in the first profile."""
-    model, rows = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.randn(4, 8)
+@pytest.fixture
+def two_sizes(monkeypatch):
+    """A linear model measured on four samples and on two in turns, and the sizes in the order of steps."""
+    model, rows, taken, bases = (
+        torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in "ab")),
+        torch.randn(4, 8),
+        [],
+        [],
+    )
     step = job.TrainingStep(model, rows, lambda model, rows: model(rows).sum())
     rank, options = job.detect_rank(model), ddp_profiling.ProfileOptions(["fp32", "bf16"])
-    formed = job.form_cluster(rank)
-    first, _ = ddp_profiling.form_basis(step, rank, job.form_graph(step), formed, options)
-    other, steps = ddp_profiling.recapture(replace(step, batch=rows[:2]), rank, formed[1], options)
-    (before,), (after,) = first.profiles.values(), other.profiles.values()
-    assert set(after.step_s) == {"fp32", "bf16"} < set(before.step_s) and steps == []
+    measure = profiler.Profiler.measure
+
+    def noting(self, k):
+        measure(self, k)
+        taken.append(self.graph.batch_shapes[0][0])
+
+    def second(basis):
+        bases.append(basis)
+        return rows[:2]
+
+    monkeypatch.setattr(profiler, "GOOD_ENOUGH", 0.0)  # as many rounds as there may be
+    monkeypatch.setattr(profiler.Profiler, "measure", noting)
+    formed = job.form_graph(step), job.form_cluster(rank)
+    first, other = ddp_profiling.form_basis(step, rank, *formed, options, second)
+    return bases[0], first, other, taken
+
+
+def test_a_second_profile_takes_uniform_steps_alone(two_sizes):
+    """Memory and mixed precisions are in the first profile."""
+    early, first, other, _ = two_sizes
+    (soon,), (before,), (after,) = (basis.profiles.values() for basis in (early, first, other))
+    assert set(after.step_s) == {"fp32", "bf16"} < set(before.step_s) == set(soon.step_s)
     assert not after.memory_residuals.ops and other.graph.batch_shapes == ((2, 8),)
+    assert soon.num_steps < before.num_steps and first.graph.batch_shapes == ((4, 8),)
+
+
+def test_rounds_of_two_numbers_of_samples_take_turns(two_sizes):
+    taken = two_sizes[3]
+    turns = [size for size, _ in itertools.groupby(taken)]
+    assert turns == [4, 2] * (profiler.MAX_ROUNDS - 1), turns  # the second size is known after a round
+    assert taken.count(2) == 2 * profiler.MAX_ROUNDS
+
+
+def test_a_drift_of_the_machine_falls_on_both_numbers_of_samples():
+    """The machine becomes twice as slow; the second profile begins late."""
+    slow = [1.0 + k / 23 for k in range(24)]
+    late = range(9, 24, 2)
+    first, other = (
+        [("fp32", seconds * slow[at], float(at)) for at in times]
+        for seconds, times in ((4.0, [at for at in range(24) if at not in late]), (2.0, late))
+    )
+    profilers = [
+        SimpleNamespace(
+            profiler=SimpleNamespace(samples=lambda of_it=of_it: of_it),
+            gathered=lambda link, drift, of_it=of_it: statistics.fmean(
+                seconds / factor for (_, seconds, _), factor in zip(of_it, drift, strict=True)
+            ),
+        )
+        for of_it in (first, other)
+    ]
+    four, two = ddp_profiling.gathered_together(profilers, None)
+    assert four / two == pytest.approx(2.0, rel=0.03)

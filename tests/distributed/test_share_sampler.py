@@ -334,7 +334,7 @@ other = qsync.ShareSampler(data, batch_size=100)
 refused("leading", loader=DataLoader(data, batch_sampler=other, collate_fn=leading),
         loss_fn=lambda model, batch: F.cross_entropy(model(batch[0])[0], batch[1][0]))
 small = DataLoader(data, batch_sampler=qsync.ShareSampler(data, batch_size=20))
-refused("other plan", loader=small, plan=plan, base=None, precisions=None, example_batch=None, loss_fn=None)
+refused("other plan", loader=small, plan=uneven, base=None, precisions=None, example_batch=None, loss_fn=None)
 profiled = []
 form_basis = ddp_profiling.form_basis
 ddp_profiling.form_basis = lambda *args, **options: profiled.append(1) or form_basis(*args, **options)

@@ -216,15 +216,14 @@ class Watch:
         waited for as long as it may be silent; one that has stopped or never came, for a few intervals.
         """
         assert self._store is not None
-        began_s = time.monotonic()
-        silent = set(self._pulses.silent(began_s, 3 * self._interval_s)) | self._absent
+        now_s = time.monotonic()
+        soon_s, end_s = now_s + 4 * self._interval_s, now_s + self.timeout_s
+        silent = set(self._pulses.silent(now_s, 3 * self._interval_s)) | self._absent
         unread = set(self._pulses.since_s) | silent
         for other in unread:
             self._store.set(f"bell/{other}", "1")
-        while unread:
-            waited_s = time.monotonic() - began_s
-            late = (silent if waited_s > 4 * self._interval_s else set()) if waited_s < self.timeout_s else unread
-            unread = {other for other in unread - late if not self._has_read(other)}
+        while unread and time.monotonic() < (soon_s if unread <= silent else end_s):
+            unread = {other for other in unread if not self._has_read(other)}
             time.sleep(_POLL_S)
 
     def _has_read(self, other: int) -> bool:
