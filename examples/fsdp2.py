@@ -1,8 +1,7 @@
-"""Shard a model with FSDP2, on two ranks of which one is weak.
+"""Shard a model with FSDP2, on two ranks of which one is weak and takes a smaller share of the batch.
 
 `qsync.hybrid(..., ddp=False)` plans the model and does not wrap it. torch's `fully_shard` then shards each
-block and the model. The full state dict loads into a plain model. Run it with
-`OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/fsdp2.py`.
+block and the model. Run it with `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/fsdp2.py`.
 """
 
 import copy
@@ -14,10 +13,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.nn import GELU, LayerNorm, Linear, Sequential
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 import qsync
 
-STEPS, BATCH = 40, 128
+EPOCHS, BATCH = 7, 256
 
 
 class Block(Sequential):  # noqa: D101
@@ -34,19 +34,19 @@ def main() -> None:
     blocks = [Block(LayerNorm(256), Linear(256, 1024), GELU(), Linear(1024, 256)) for _ in range(2)]
     model = Sequential(Linear(64, 256), *blocks, Linear(256, 10))
     plain = copy.deepcopy(model)
-    # Rank 1 emulates a weak device: it gets half a core.
-    options = {"ddp": False, "emulated_share": 0.5 if dist.get_rank() == 1 else None}
-    example = (images[:BATCH], labels[:BATCH])
-    model = qsync.hybrid(model, example, lambda m, batch: cross_entropy(m(batch[0]), batch[1]), **options)
+    options = {"ddp": False, "emulated_share": 0.5 if dist.get_rank() == 1 else None}  # half a core
+    data = TensorDataset(images[:1500], labels[:1500])
+    loader = DataLoader(data, batch_sampler=qsync.ShareSampler(data, batch_size=BATCH))  # of all ranks
+    loss_fn = lambda m, batch: cross_entropy(m(batch[0]), batch[1])  # noqa: E731
+    model = qsync.hybrid(model, loader=loader, loss_fn=loss_fn, **options)
     for part in (model[1], model[2], model):
         fully_shard(part)
-
-    torch.manual_seed(dist.get_rank())  # every rank draws batches of its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # its state is sharded, too
-    for chosen in torch.randint(1500, (STEPS, BATCH)):
-        optimizer.zero_grad()
-        cross_entropy(model(images[chosen]), labels[chosen]).backward()
-        optimizer.step()
+    for _ in range(EPOCHS):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), targets).backward()  # averaged over all ranks' samples
+            optimizer.step()
 
     plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
     with torch.no_grad():

@@ -24,7 +24,7 @@ from qsync.distributed.agreement import agree_locally, check_same, from_rank_zer
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp, settled_options
 from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.framework_ddp import FirstCall
-from qsync.distributed.gradient_weighting import note_share, set_share, warn_of_batch_norm
+from qsync.distributed.gradient_weighting import check_passes, note_share, set_share, warn_of_batch_norm
 from qsync.distributed.monitoring import liveness
 from qsync.distributed.monitoring.drift_monitor import (
     STEPS_PER_COMPARISON,
@@ -182,7 +182,7 @@ def hybrid(
     def check_arguments() -> None:
         nonlocal sampler, options
         sampler = sampler_of(loader)
-        options = with_shares(options, sampler, model)
+        options = with_shares(options, sampler, model, ddp)
         _check_options(model, options, ddp, ddp_options, bucket_cap_mb)
         _check_first_steps_option(check, plan, options)
         _check_report_option(report, plan)
@@ -252,6 +252,8 @@ def hybrid(
         attend(model, model)
         return model
     if not ddp:
+        if planned.share.samples is not None:  # the loop cuts its first batch before its first call
+            note_share(model, planned.share.samples, planned.share.passes)
         FirstCall(model, attend)
         return model
     made: dict[str, Any] = {}
@@ -317,6 +319,14 @@ class _PlannedRank:
     options: Mapping[str, Any]
     sampler: ShareSampler | None = None
 
+    @property
+    def share(self) -> ClassLevers:
+        """This rank's share of the batch; without samples where all are equal."""
+        share = self.plan.levers_of(self.device_class) if self.plan is not None else ClassLevers()
+        if self.sampler is not None and not self.sampler.is_equal:
+            share = replace(share, samples=self.sampler.share.samples)
+        return share
+
     def plan_again(self, measured: Measured) -> Plan:
         """Return the plan of profiles corrected by the first steps; it replaces the cached one."""
         assert self.plan and self.prediction and self.folder, "there is something to check"
@@ -350,13 +360,13 @@ def _attend(
     `called` is what the loop calls: DDP, or the model itself.
     """
     plan, device_class, prediction = planned.plan, planned.device_class, planned.prediction
-    share = plan.levers_of(device_class) if plan is not None else ClassLevers()
-    if planned.sampler is not None and not planned.sampler.is_equal:
-        share = replace(share, samples=planned.sampler.share.samples)
+    share = planned.share
     captured = next((shape[0] for shape in plan.batch if shape), None) if plan is not None else None
     if captured is not None:
         note_share(called, planned.sampler.share.samples if planned.sampler is not None else captured)
     if share.samples is not None and dist.is_initialized():
+        if plan is not None and plan.levers is not None:
+            check_passes(called, (levers.passes for levers in plan.levers.classes.values()))
         set_share(called, share.samples, share.passes, (captured or 1) * job.world_size())
         if planned.folder is None:  # a plan that was made here has said so
             warn_of_batch_norm(called)

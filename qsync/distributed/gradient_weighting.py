@@ -13,16 +13,19 @@ after their exchange cannot be overlapped.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
@@ -120,6 +123,58 @@ class GradientHook:
         return averaged
 
 
+# torch 2.13 renamed it.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class WeighedReduceScatter:
+    """FSDP2's reduce-scatter (`set_custom_reduce_scatter`), of gradients multiplied by this rank's factor.
+
+    FSDP2 averages over ranks; the factors make that the mean over samples.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a buffer, as FSDP2's own."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce the weighed gradients; FSDP2 names the arguments."""
+        input_tensor.mul_(self.factor)
+        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+        return work
+
+
+def _shards_of(model: torch.nn.Module) -> list[FSDPModule]:
+    """Return the modules that FSDP2 shards, each of which reduces the gradients of its own parameters.
+
+    Raises UnsupportedError where some gradients are reduced otherwise.
+    """
+    shards: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    known = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    if shards and not (isinstance(model, FSDPModule) and all(_num_shards(one) > 1 for one in known)):
+        raise UnsupportedError(
+            f"some gradients of {type(model).__name__} are not reduced between shards, so they cannot be "
+            "weighed; call fully_shard(model) on the whole, or plan without shares (levers=())"
+        )
+    return shards
+
+
+def _num_shards(parameter: DTensor) -> int:
+    """Return the number of ranks that a parameter is sharded over."""
+    placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, place in placed if isinstance(place, Shard))
+
+
 _MIXED = "token_mean was called on some ranks only; call it on every rank, before backward of every loss"
 
 
@@ -156,7 +211,7 @@ def weigh_gradients(
     `qsync.token_mean`.
 
     Args:
-        model: in DistributedDataParallel.
+        model: in DistributedDataParallel, or sharded (fully_shard).
         samples: this rank's samples per optimizer step.
         passes: the number of equal micro-batches that it takes them in (see `micro_batches`). Losses that
             Accelerate already divides by its number of passes are not divided again.
@@ -166,7 +221,7 @@ def weigh_gradients(
         The model.
 
     Raises:
-        UnsupportedError: the model is not in DistributedDataParallel, or that has a communication hook.
+        UnsupportedError: the model is in neither of them, or its DDP has a communication hook.
         FormatError: no samples or passes, or samples that the passes do not divide.
         MismatchError: the ranks do not have `total` samples.
         Every rank raises the same error.
@@ -177,12 +232,14 @@ def weigh_gradients(
     parallel = ddp_of(model)
     group = parallel.process_group if parallel is not None else None
 
-    def own() -> int:
-        _weights_of(_in_ddp(model))
+    def own() -> tuple[int, int]:
+        if not _shards_of(model):
+            _weights_of(_in_ddp(model))
         check_share(samples, passes)
-        return samples
+        return samples, passes
 
-    each = agree("weighing gradients", own, group)
+    each, each_passes = zip(*agree("weighing gradients", own, group), strict=True)
+    check_passes(model, each_passes)
     check_same({"the samples that all ranks are to have": total}, group)
     if total is not None and sum(each) != total:
         raise MismatchError(
@@ -198,11 +255,26 @@ def weigh_gradients(
 def set_share(model: torch.nn.Module, samples: int, passes: int, expected: int) -> None:
     """Weight this rank's gradients by its samples, given the `expected` sum over all ranks.
 
-    Every rank must expect the same, such as the plan's. If the actual sum differs, gradients are rescaled.
+    Every rank must expect the same, such as the plan's. If the actual sum differs, DDP's gradients are
+    rescaled; those of a sharded model are weighed by the expected sum.
     """
-    weights = _weights_of(_in_ddp(model))
-    weights.samples, weights.passes, weights.expected = samples, passes, float(expected)
+    if shards := _shards_of(model):
+        weighed = WeighedReduceScatter(dist.get_world_size() * samples / (passes * expected))
+        for module in shards:
+            module.set_custom_reduce_scatter(weighed)  # type: ignore[arg-type]
+    else:
+        weights = _weights_of(_in_ddp(model))
+        weights.samples, weights.passes, weights.expected = samples, passes, float(expected)
     note_share(model, samples, passes)
+
+
+def check_passes(model: torch.nn.Module, passes: Iterable[int]) -> None:
+    """Raise UnsupportedError where ranks of a sharded model take different numbers of passes."""
+    if len(set(passes)) > 1 and _shards_of(model):
+        raise UnsupportedError(
+            f"all ranks of the sharded {type(model).__name__} gather its parameters in every pass, and so "
+            'must take equally many; plan with levers=["share"]'
+        )
 
 
 # This rank's samples and passes per step, by model.
@@ -307,7 +379,7 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None)
     samples. After `weigh_gradients(..., passes=passes)` the accumulated gradient is that of the whole batch.
 
     Args:
-        model: in DistributedDataParallel.
+        model: in DistributedDataParallel, or sharded (fully_shard).
         batch: a tensor, or tuples, lists, mappings and dataclasses of them. Each tensor is cut along its
             first dimension; tensors without dimensions and all else go into every part.
         passes: the number of parts; default: the plan's for this rank.
@@ -317,7 +389,7 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None)
 
     Raises:
         FormatError: a tensor cannot be cut into equal parts, or the batch holds none to cut.
-        UnsupportedError: the model is not in DistributedDataParallel.
+        UnsupportedError: the model is in neither of them.
 
     Example:
         >>> for part in qsync.micro_batches(model, batch):
@@ -330,10 +402,10 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None)
     if parallel is None and passes == 1:  # a single process
         yield batch
         return
-    if parallel is None:
+    if parallel is None and not isinstance(model, FSDPModule):
         raise UnsupportedError(
-            f"micro_batches needs a model in DistributedDataParallel, found {type(model).__name__}; wrap it "
-            "first"
+            f"micro_batches needs a model in DistributedDataParallel or fully_shard, found "
+            f"{type(model).__name__}; wrap it first"
         )
     check_share(passes, passes)
     if passes > 1 and not _has_samples(batch):
@@ -342,8 +414,22 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int | None = None)
             "tuples, lists, mappings or dataclasses of them"
         )
     for k in range(passes):
-        with nullcontext() if k == passes - 1 else parallel.no_sync():
+        with nullcontext() if k == passes - 1 else _no_sync(parallel or model):
             yield _part(batch, k, passes)
+
+
+@contextmanager
+def _no_sync(parallel: torch.nn.Module) -> Iterator[None]:
+    """Accumulate gradients of this rank without exchanging them."""
+    if isinstance(parallel, DistributedDataParallel):
+        with parallel.no_sync():
+            yield
+    elif isinstance(parallel, FSDPModule):
+        parallel.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            parallel.set_requires_gradient_sync(True)
 
 
 def of_samples(batch: Any, captured: int, samples: int) -> Any:

@@ -68,14 +68,16 @@ class Batches:
 
 
 def with_shares(
-    options: Mapping[str, Any], sampler: ShareSampler | None, model: torch.nn.Module
+    options: Mapping[str, Any], sampler: ShareSampler | None, model: torch.nn.Module, ddp: bool
 ) -> dict[str, Any]:
     """Return the options with the levers that a ShareSampler stands for, where none are given."""
     found = dict(options)
     if sampler is not None:
         sampler.check_free(model)
-        # Accelerate's loops take a batch in one pass: what they accumulate are global batches.
-        found = {"levers": (SHARE,) if accelerate_state.is_used() else (SHARE, ACCUMULATE), **found}
+        # Accelerate's loops take a batch in one pass: what they accumulate are global batches. The ranks of a
+        # sharded model (without qsync's DDP) gather its parameters in every pass.
+        in_one = accelerate_state.is_used() or not ddp
+        found = {"levers": (SHARE,) if in_one else (SHARE, ACCUMULATE), **found}
     if takes_samples(found) and batch_norms(model):
         found = {"least_samples": LEAST_WITH_BATCH_NORM, **found}
     return found

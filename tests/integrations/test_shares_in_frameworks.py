@@ -377,3 +377,122 @@ def test_accelerate_leaves_the_batches_of_shares_whole(tmp_path):
     assert all("leave split_batches out" in text for text in said(output, "split"))
     assert "leave dispatch_batches out" in said(output, "dealt")[0]
     assert all("the plan already divides the batch by samples" in text for text in said(output, "lengths"))
+
+
+SHARDED = (
+    SHARED
+    + """
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_model_state_dict, set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+x, y = batch(size=42, width=32)
+data = TensorDataset(x, y, torch.arange(42))
+loss_fn = lambda model, one: F.cross_entropy(model(one[0]), one[1])
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+        self.head = torch.nn.Linear(32, 10)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return self.head(x)
+
+def job_of(plan=None, **more):
+    torch.manual_seed(0)
+    sampler = qsync.ShareSampler(data, batch_size=8)
+    loader = DataLoader(data, batch_sampler=sampler)
+    given = {"plan": plan, "device_class": own} if plan is not None else {**planning, **more}
+    model = qsync.hybrid(Blocks(), loader=loader, loss_fn=loss_fn, ddp=False, **given)
+    for layer in (*model.layers, model):
+        fully_shard(layer)
+    return model, sampler, loader, torch.optim.SGD(model.parameters(), lr=0.05)
+
+def whole(model):
+    options = StateDictOptions(full_state_dict=True)
+    return {name: value.clone() for name, value in get_model_state_dict(model, options=options).items()}
+
+def norm_of(model):
+    return float(torch.cat([p.grad.full_tensor().flatten().double() for p in model.parameters()]).norm())
+
+def train(model, loader, optimizer, most=None):
+    steps, worst, calls = [], 0.0, 0
+    plain = Blocks()
+    for one in loader:
+        plain.load_state_dict(whole(model))
+        plain.zero_grad()
+        for part in qsync.micro_batches(model, one):
+            calls += 1
+            loss_fn(model, part).backward()
+        together = sum(everywhere(one[2].tolist()), [])
+        loss_fn(plain, (x[together], y[together])).backward()
+        worst = max(worst, abs(norm_of(model) / norm(plain) - 1.0))
+        steps.append(sorted(together))
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(steps) == most:
+            break
+    return steps, worst, calls
+
+job_of(levers=())
+plan = uneven((6, 2), "Blocks")
+model, sampler, loader, optimizer = job_of(plan)
+say(f"samples: {sampler.share.samples} {qsync.samples_of(model)}")
+steps, worst, calls = train(model, loader, optimizer)
+say(f"exact: {worst < 1e-6} {calls // len(steps)}")
+say(f"once: {sorted(set(sum(steps, []))) == list(range(42))} {len(sum(steps, []))}")
+sampler.set_epoch(1)
+batches = iter(loader)
+train(model, batches, optimizer, most=2)
+position, state = sampler.state_dict(), whole(model)
+rest, _, _ = train(model, batches, optimizer)
+again, sampler, loader, optimizer = job_of(plan)
+set_model_state_dict(again, state, options=StateDictOptions(full_state_dict=True))
+sampler.load_state_dict(position)
+sampler.set_epoch(1)
+resumed, _, _ = train(again, loader, optimizer)
+trained = whole(model), whole(again)
+same = all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
+say(f"resumed: {resumed == rest} {len(rest)} {same}")
+qsync.weigh_gradients(again, 6 if rank == 0 else 2, passes=2, total=8)
+_, worst, calls = train(again, loader, optimizer, most=2)
+say(f"two passes: {worst < 1e-6} {calls}")
+
+def refused(what, run):
+    try:
+        run()
+        say(f"{what}: went through")
+    except QSyncError as error:
+        say(f"{what}: {error}")
+
+part = Blocks()
+fully_shard(part.head)
+refused("a part", lambda: qsync.weigh_gradients(part, 4))
+refused("none", lambda: list(qsync.micro_batches(Blocks(), (x, y), passes=2)))
+refused("tokens", lambda: qsync.token_mean(model, loss_fn(model, (x, y)), 3))
+refused("other passes", lambda: qsync.weigh_gradients(model, 6 if rank == 0 else 2, passes=2 - rank))
+apart = replace(plan, levers=Levers({"strong": ClassLevers(6, passes=3), "weak": ClassLevers(2)}))
+model, _, loader, optimizer = job_of(apart)
+refused("a plan's passes", lambda: train(model, loader, optimizer, most=1))
+dist.destroy_process_group()
+"""
+)
+
+
+def test_the_ranks_of_a_sharded_model_take_their_shares(tmp_path):
+    output = launch(tmp_path, SHARDED)
+    assert said(output, "samples") == ["6 6", "2 2"], output[-6000:]
+    assert said(output, "exact") == ["True 1"] * 2 and said(output, "once") == ["True 48"] * 2
+    assert said(output, "resumed") == ["True 3 True"] * 2
+    assert said(output, "two passes") == ["True 4"] * 2
+    assert all("are not reduced between shards" in text for text in said(output, "a part"))
+    assert all(
+        "DistributedDataParallel or fully_shard, found Blocks" in text for text in said(output, "none")
+    )
+    assert all("needs a model in DistributedDataParallel" in text for text in said(output, "tokens"))
+    for what in ("other passes", "a plan's passes"):
+        assert all("in every pass, and so must take equally many" in text for text in said(output, what))
