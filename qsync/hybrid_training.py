@@ -24,7 +24,14 @@ from qsync.distributed.agreement import agree_locally, check_same, from_rank_zer
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp, settled_options
 from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.framework_ddp import FirstCall
-from qsync.distributed.gradient_weighting import check_passes, note_share, set_share, warn_of_batch_norm
+from qsync.distributed.gradient_weighting import (
+    check_compression,
+    check_passes,
+    compress_gradients,
+    note_share,
+    set_share,
+    warn_of_batch_norm,
+)
 from qsync.distributed.monitoring import liveness
 from qsync.distributed.monitoring.drift_monitor import (
     STEPS_PER_COMPARISON,
@@ -90,6 +97,7 @@ def hybrid(
     bitwise: bool = False,
     ddp: bool = True,
     ddp_options: Mapping[str, Any] | None = None,
+    compression: str | None = None,
     log_steps: str | Path | None = None,
     report: str | Path | None = None,
     check: bool = False,
@@ -141,6 +149,9 @@ def hybrid(
             `broadcast_buffers` (in torch 2.13 `forward_sync_buffers`), `init_sync`, `bucket_cap_mb`,
             `process_group` (of all ranks). Profiling uses them too; with `ddp=False` they are those that the
             framework gives its DDP.
+        compression: "bf16" sends gradients between ranks in BF16: half the bytes, for slow links. Each rank's
+            gradients are rounded once (to 8 bits of mantissa) and added up in BF16; weights, optimizer and
+            what an operator computes stay as planned. Profiling sends them so, too. Not under FSDP2.
         log_steps: a folder in which every rank logs the phases of its steps, a line of JSON each, for
             `qsync explain --measured`. The same on every rank, or None.
         report: rank 0 writes the page of `qsync report` about the plan here (.html), or warns that it cannot.
@@ -184,6 +195,7 @@ def hybrid(
         sampler = sampler_of(loader)
         options = with_shares(options, sampler, model, ddp)
         _check_options(model, options, ddp, ddp_options, bucket_cap_mb)
+        check_compression(compression)
         _check_first_steps_option(check, plan, options)
         _check_report_option(report, plan)
         if plan is not None:
@@ -198,6 +210,7 @@ def hybrid(
         "the global batch of the loader": sampler.global_batch if sampler is not None else 0,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
         "bitwise": bitwise, "the training mode": model.training, "ddp": ddp, "check": check,
+        "compression": compression or "none",
         "a report": report is not None,
         **_accelerate_facts(plan, options), **_option_facts(options),
         **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
@@ -216,7 +229,7 @@ def hybrid(
             progress = stack.enter_context(shown_on_rank_zero("qsync: planning"))
             profiling = ProfileOptions(
                 precisions, make_optimizer, loader, bucket_cap_mb, ddp_options, _may_save_less(options),
-                progress, bitwise=bitwise,
+                progress, bitwise=bitwise, compression=compression,
             )  # fmt: skip
             stack.enter_context(_in_training_mode(model))
             loss = agree_locally("reading the example batch", step.loss)
@@ -240,7 +253,7 @@ def hybrid(
     if report is not None and plan is not None and folder is not None:
         from_rank_zero("writing the report", partial(_write_report, Path(report), plan, folder))
     prediction = Prediction.of(plan, folder) if plan is not None and folder is not None else None
-    planned = _PlannedRank(plan, own, prediction, folder, options, sampler)
+    planned = _PlannedRank(plan, own, prediction, folder, options, sampler, compression)
     if prediction is not None:
         note_prediction(model, prediction, own)
     if plan is not None and plan.verdict is not None and prediction is not None and job.is_rank_zero():
@@ -318,6 +331,7 @@ class _PlannedRank:
     folder: Path | None  # None for a plan that was given
     options: Mapping[str, Any]
     sampler: ShareSampler | None = None
+    compression: str | None = None
 
     @property
     def share(self) -> ClassLevers:
@@ -370,6 +384,8 @@ def _attend(
         set_share(called, share.samples, share.passes, (captured or 1) * job.world_size())
         if planned.folder is None:  # a plan that was made here has said so
             warn_of_batch_norm(called)
+    if dist.is_initialized():
+        compress_gradients(called, planned.compression)
     in_job = job.world_size() > 1
     check = check and prediction is not None
     if not (in_job or check or log is not None):
@@ -479,6 +495,7 @@ def _profile_and_plan(
         "precisions": profiling.precisions, "optimizer": profiling.make_optimizer, "loss": step.loss_fn,
         "cap": profiling.bucket_cap_bytes, "bitwise": profiling.bitwise,
         **({"loader": "given"} if profiling.loader is not None else {}),
+        **({"compression": profiling.compression} if profiling.compression is not None else {}),
         **{name: value for name, value in (profiling.ddp_options or {}).items() if isinstance(value, bool)},
         **named,
     })  # fmt: skip

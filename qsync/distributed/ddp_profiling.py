@@ -31,6 +31,7 @@ from qsync.backend.devices.device_detection import machine
 from qsync.backend.precisions_that_pay import precisions_to_profile
 from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally
+from qsync.distributed.gradient_weighting import compress_gradients
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
@@ -70,7 +71,7 @@ class ProfileOptions:
     takes twice as many steps.
     A plan's `base` is profiled even where it is not worth choosing. Planning began at `began_s`
     (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times. `bitwise`: the
-    program runs FP32 by torch's own kernels.
+    program runs FP32 by torch's own kernels. `compression`: what gradients are sent in.
     """
 
     precisions: Sequence[Precision | str] | None = None
@@ -84,6 +85,7 @@ class ProfileOptions:
     began_s: float = field(default_factory=time.perf_counter)
     briefly: bool = False
     bitwise: bool = False
+    compression: str | None = None
 
     def until_s(self, step_s: float, more: float = 0.0) -> float:
         """Return when planning shall end, if a step takes so long, with so much `more` of the time.
@@ -125,6 +127,8 @@ def form_basis(
     is this rank's own.
     """
     cluster, link = formed
+    if options.compression is not None:  # as a first guess: steps through DDP tell what it really takes
+        link = link.with_half_the_bytes()
     ddp = options.ddp_options or {}
     broadcasts = ddp.get("forward_sync_buffers", ddp.get("broadcast_buffers", True))
     cluster = replace(cluster, broadcasts_buffers=bool(broadcasts), link=link.link)
@@ -276,6 +280,7 @@ class DdpProfiler:
             self.group = ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
             ddp_options["init_sync"] = False  # it would write to the model, which is put back afterwards
             self.model = data_parallel.in_ddp(self._step.model, options.bucket_cap_mb, ddp_options)
+            compress_gradients(self.model, options.compression)
         if self.in_ddp:
             self._loss = replace(self._step, model=self.model).loss()
 

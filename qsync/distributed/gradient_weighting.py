@@ -53,6 +53,7 @@ class GradientHook:
         # Whether forward ran since the last all-reduce; False on a joined rank, None if unknown.
         self.has_run: bool | None = None
         self.loss_is_divided = False  # by the number of passes, before backward
+        self.compression: str | None = None  # "bf16": what FP32 gradients are sent in
         # This step's gradient factor, and its part that all ranks share
         self._factor, self._divisor = 1.0, 1.0
         self._first: Any = None  # the all-reduce of the step's weights
@@ -85,6 +86,11 @@ class GradientHook:
         passes = 1 if self.loss_is_divided else self.passes
         return self.samples / passes, float(self.samples if has_run else 0), False
 
+    def _sent(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return the gradients as they travel."""
+        is_wide = gradients.dtype is torch.float32 and not gradients.is_sparse
+        return gradients.to(torch.bfloat16) if self.compression is not None and is_wide else gradients
+
     def exchange(self, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         """Sum a tensor over the ranks, in place."""
         future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
@@ -109,7 +115,7 @@ class GradientHook:
             weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64, device=buffer.device)] * 2)
             self._first = self.exchange(weights if is_counted else weights * weights.new_tensor([1.0, 0.0]))
         numbers.mul_(self._factor)
-        future, first, divisor = self.exchange(gradients), self._first, self._divisor
+        future, first, divisor = self.exchange(self._sent(gradients)), self._first, self._divisor
 
         def mean(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             total, counted = first.wait()[0]
@@ -266,6 +272,36 @@ def set_share(model: torch.nn.Module, samples: int, passes: int, expected: int) 
         weights = _weights_of(_in_ddp(model))
         weights.samples, weights.passes, weights.expected = samples, passes, float(expected)
     note_share(model, samples, passes)
+
+
+def check_compression(compression: object) -> None:
+    """Raise FormatError for a `compression` that does not exist."""
+    if compression not in (None, "bf16"):
+        raise FormatError(
+            f"compression must be 'bf16', found {shortened(compression)}; leave it out for none"
+        )
+
+
+def compress_gradients(model: torch.nn.Module, compression: str | None) -> None:
+    """Send the gradients of a model in DDP in a narrower type; None: as they are.
+
+    Each rank rounds its weighed gradients to BF16, the ranks add them up in BF16, and every rank gets the
+    same sum back in FP32. Sparse gradients and those of other types travel as they are.
+
+    Raises:
+        UnsupportedError: the model is sharded, or its DDP has another communication hook.
+    """
+    if compression is None:
+        return
+    if _shards_of(model):
+        raise UnsupportedError(
+            f"FSDP2 reduces the gradients of the sharded {type(model).__name__}; leave compression out, and "
+            "give fully_shard mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
+        )
+    weights = _weights_of(_in_ddp(model))
+    weights.compression = compression
+    if weights.expected == 1.0:  # ranks without shares count alike
+        weights.expected = float(dist.get_world_size(weights.group))
 
 
 def check_passes(model: torch.nn.Module, passes: Iterable[int]) -> None:
