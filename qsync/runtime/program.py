@@ -419,7 +419,7 @@ class Program:
 
             @cache
             def begin() -> None:
-                title = f"qsync: tracing {self.name} anew, for inputs unlike those before"
+                title = f"qsync: tracing {self.name} anew, since inputs or its own state changed"
                 shown.enter_context(shown_on_rank_zero(title))
 
             def show(_: CallbackArgs) -> None:
