@@ -161,10 +161,10 @@ def hybrid(
             number of optimizer steps. Not with a `plan` or `levers`.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`
             and their `other`). With a `qsync.ShareSampler` the levers are "share" and "accumulate" unless
-            others are given, and "share" alone under Accelerate; `levers=()` keeps equal batches. Where ranks
-            take other numbers of samples, and no `other` is given, the batch is profiled with another one,
-            too. With BatchNorm a share keeps 16 samples a pass, unless `least_samples` says otherwise. Where
-            operators may save less, profiling takes twice as many steps.
+            others are given, and "share" alone under Accelerate and with `ddp=False`; `levers=()` keeps equal
+            batches. Where ranks take other numbers of samples, and no `other` is given, the batch is profiled
+            with another one, too. With BatchNorm a share keeps 16 samples a pass, unless `least_samples` says
+            otherwise. Where operators may save less, profiling takes twice as many steps.
 
     Returns:
         The model in DistributedDataParallel. With `ddp=False`, and without a job (plain `python script.py`),

@@ -213,7 +213,7 @@ def one_hook(there: str) -> str:
     """Return the message that DDP already has another communication hook."""
     return (
         f"DDP takes one communication hook, and this one has {there}; leave one of them out (under "
-        "token_mean, weigh_gradients and levers qsync's own weighs gradients, and none fits beside it)"
+        "token_mean, weigh_gradients, compression and levers it is qsync's own, and none fits beside it)"
     )
 
 

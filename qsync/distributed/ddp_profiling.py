@@ -30,7 +30,7 @@ from qsync import api
 from qsync.backend.devices.device_detection import machine
 from qsync.backend.precisions_that_pay import precisions_to_profile
 from qsync.distributed import data_parallel, job
-from qsync.distributed.agreement import agree, agree_locally
+from qsync.distributed.agreement import agree, agree_locally, check_same
 from qsync.distributed.gradient_weighting import compress_gradients
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
@@ -152,8 +152,8 @@ def form_basis(
         profiles, *others = gathered_together(profilers, link)
         steps = measured_together(profilers, others)
         graphs = [replace(profiler.profiler.graph, num_calls=graph.num_calls) for profiler in profilers[1:]]
-        if second is not None:
-            step.loss()()  # training goes on from the planned batch
+        if second is not None:  # training goes on from the planned batch
+            agree_locally("profiling", step.loss())
     group = first.group
     del first, profilers
     gc.collect()  # a DDP that is gone takes its hooks along
@@ -250,7 +250,9 @@ class DdpProfiler:
     def beside(self, batch: Any) -> DdpProfiler:
         """Return a profiler of another batch, to take steps in turns with this one (`fill_in_turns`)."""
         step = replace(self._step, batch=batch)
-        return DdpProfiler(self._program, step, self._rank, self._options, self)
+        other = DdpProfiler(self._program, step, self._rank, self._options, self)
+        check_same({"the traced graph of another number of samples": other.profiler.graph.hash})
+        return other
 
     def _step_together(self, first: DdpProfiler | None) -> None:
         """Time steps on all ranks as the slowest rank would; if `in_ddp`, step through DDP from now on."""

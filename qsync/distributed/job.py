@@ -202,15 +202,10 @@ def is_first_of(device_class: str) -> bool:
     return not dist.is_initialized() or dist.get_rank() == first
 
 
-def form_graph(step: TrainingStep, alike: bool = True) -> OpGraph:
-    """Capture this rank's graph. Raises MismatchError unless it is equal on all ranks.
-
-    With `alike` the numbers of samples must be equal, too.
-    """
+def form_graph(step: TrainingStep) -> OpGraph:
+    """Capture this rank's graph. Raises MismatchError unless it is equal on all ranks."""
     graph = agree_locally("tracing the model", lambda: api.trace_step(step.model, step.batch, step.loss_fn))
-    check_same(
-        {"the traced graph": graph.hash, **({"the batch's shapes": graph.shapes_hash} if alike else {})}
-    )
+    check_same({"the traced graph": graph.hash, "the batch's shapes": graph.shapes_hash})
     return graph
 
 

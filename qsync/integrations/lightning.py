@@ -24,7 +24,6 @@ from qsync.hybrid_training import hybrid
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, needs_sampler, warn_of_other_plan
 from qsync.predictor.profiling.loader_wait import undrawn
-from qsync.records.levers import SHARE
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of, wrapping_of
 from qsync.tracing.held_state import undisturbed
@@ -109,7 +108,6 @@ class QSyncStrategy(DDPStrategy):
         samplers = [sampler for sampler in map(sampler_of, loaders.flattened) if sampler is not None]
         if len(loaders.flattened) == 1 and samplers:
             (self._sampler,), (found["loader"],) = samplers, loaders.flattened
-            found = {"levers": (SHARE,), **found}
         else:
             needs_sampler(found, "the Trainer's one training loader has no qsync.ShareSampler")
         batch = found.get("example_batch")

@@ -157,12 +157,8 @@ def test_steps_that_save_less_are_taken_beside_steps_that_save_less():
 @pytest.fixture
 def two_sizes(monkeypatch):
     """A linear model measured on four samples and on two in turns, and the sizes in the order of steps."""
-    model, rows, taken, bases = (
-        torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in "ab")),
-        torch.randn(4, 8),
-        [],
-        [],
-    )
+    model, rows = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.randn(4, 8)
+    taken, bases = [], []
     step = job.TrainingStep(model, rows, lambda model, rows: model(rows).sum())
     rank, options = job.detect_rank(model), ddp_profiling.ProfileOptions(["fp32", "bf16"])
     measure = profiler.Profiler.measure

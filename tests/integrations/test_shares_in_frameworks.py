@@ -52,6 +52,13 @@ class Checked:
         self.worst = max(self.worst, abs(self.norms[-1] / exact - 1.0))
         self.batches = []
 
+def refused(what, do):
+    try:
+        do()
+        say(f"{what}: went through")
+    except QSyncError as error:
+        say(f"{what}: {error}")
+
 def identical(model):
     mine = parameters(model)
     return all(torch.equal(mine, torch.as_tensor(other)) for other in everywhere(mine.tolist()))
@@ -346,13 +353,6 @@ for epoch in (2, None, 0):
     epochs.append(len([one for one in loader]))
 say(f"epochs: {epochs} {sampler.state_dict()}")
 
-def refused(what, do):
-    try:
-        do()
-        say(f"{what}: went through")
-    except QSyncError as error:
-        say(f"{what}: {error}")
-
 whole = DataLoaderConfiguration(split_batches=True)
 refused("split", lambda: Accelerator(cpu=True, dataloader_config=whole).prepare(loader_of()[0]))
 from accelerate.state import AcceleratorState, GradientState
@@ -461,13 +461,6 @@ say(f"resumed: {resumed == rest} {len(rest)} {same}")
 qsync.weigh_gradients(again, 6 if rank == 0 else 2, passes=2, total=8)
 _, worst, calls = train(again, loader, optimizer, most=2)
 say(f"two passes: {worst < 1e-6} {calls}")
-
-def refused(what, run):
-    try:
-        run()
-        say(f"{what}: went through")
-    except QSyncError as error:
-        say(f"{what}: {error}")
 
 part = Blocks()
 fully_shard(part.head)
