@@ -91,8 +91,7 @@ class Program:
 
     def __init__(self, script: Path, environment: Mapping[str, str], *arguments: str) -> None:
         pipe, end = _WARM.Pipe(duplex=False)
-        self.process = _WARM.Process(target=warm_rank.run, args=(script, arguments, [end, end], environment))
-        self.process.start()
+        self.process = _start(script, arguments, [end, end], environment)
         end.close()
         self._output = _READERS.submit(_read, pipe)
 
@@ -136,10 +135,9 @@ def launch(tmp_path: Path, body: str, ranks: int = 2, timeout_s: float = _TIMEOU
     pipes = [_WARM.Pipe(duplex=False) for _ in ("stdout", "stderr")]
     jobs = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     ends = [end for _, end in pipes]
-    processes = [_WARM.Process(target=warm_rank.run, args=(script, (), ends, job)) for job in jobs]
+    processes: list[BaseProcess] = []
     try:
-        for process in processes:
-            process.start()
+        processes += [_start(script, (), ends, job) for job in jobs]
         for end in ends:
             end.close()
         with ThreadPoolExecutor() as pool:
@@ -152,6 +150,20 @@ def launch(tmp_path: Path, body: str, ranks: int = 2, timeout_s: float = _TIMEOU
             process.join()
     assert codes == [0] * ranks, f"exit codes {codes}:\n{errors[-8000:]}"
     return printed
+
+
+def _start(
+    script: Path, arguments: tuple[str, ...], ends: list[Connection], environment: Mapping[str, str]
+) -> BaseProcess:
+    """Start a process whose exit code one thread alone reads.
+
+    Any other `start` polls all children that multiprocessing lists. An exit code can be read once, and who
+    comes second notes 255.
+    """
+    process = _WARM.Process(target=warm_rank.run, args=(script, arguments, ends, environment))
+    process.start()
+    multiprocessing.process._children.discard(process)
+    return process
 
 
 def _read(pipe: Connection) -> str:
