@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from qsync.errors import FormatError, MismatchError, nearest
+from qsync.operators.precision import Precision
 from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
 
 _WILDCARD = re.compile(r"\*|\?|\[!?\]?[^\]]*\]")
 

@@ -16,12 +16,12 @@ from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import fastest_starts, shorten_step
 from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.errors import FormatError, InfeasibleError
+from qsync.operators.precision import Precision
 from qsync.records.base import base_of, base_of_graph, base_on, bases_of, check_base
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import Levers
 from qsync.records.plans import ClassPlan, Plan, Predicted
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import replay
 

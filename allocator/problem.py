@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 from qsync.allocator.op_groups import check_pins, matched_groups, unmatched
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError, shortened
+from qsync.operators.precision import LARGEST, PRECISION_ORDER, Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.base import base_of, base_of_graph, base_on, bases_of, is_below, why_kept
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import unsupported_by_shape
 from qsync.records.plans import check_saving
-from qsync.records.precision import LARGEST, PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import GradientExchange

@@ -9,12 +9,12 @@ from qsync.allocator.planner import as_plan
 from qsync.allocator.problem import Constraints
 from qsync.errors import UnsupportedError
 from qsync.lowering.incremental import Lowering
+from qsync.operators.precision import Precision
 from qsync.records.base import base_of, base_of_graph, base_on, bases_of, why_kept
 from qsync.records.cluster import Cluster
 from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import supported_up
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import ClassCosts
 from qsync.replayer.check_records import check_profiles

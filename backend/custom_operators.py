@@ -30,9 +30,8 @@ from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.selection.kernel_selection import Kernels, select
 from qsync.errors import UnsupportedError
-from qsync.lowering.lowered_graph import REPLACED
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded
-from qsync.records.save_less import FORMS
+from qsync.operators.precision import Precision, is_encoded
+from qsync.operators.registry import FORMS, PRECISIONS_BY_KIND, REPLACED
 
 _CAST, _KERNEL, _SAVING, _FOLLOWING = "cast", "kernel", "saving", "following"
 _SCHEMA = "(Tensor[] tensors, str call) -> Tensor[]"

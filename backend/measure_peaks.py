@@ -15,7 +15,7 @@ from qsync.backend.devices.kernel_timing import timings
 from qsync.backend.devices.onednn import has_onednn
 from qsync.backend.kernels.fp16_tf32 import product_tf32
 from qsync.backend.selection.kernel_candidates import device_precisions
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 # Side of the matrices: large enough that every product takes far longer than its call, small enough for FP16,
 # which CPUs emulate (0.1 s).

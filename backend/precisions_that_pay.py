@@ -15,9 +15,9 @@ from qsync.backend.kernels import fp32
 from qsync.backend.measure_peaks import matrix_product
 from qsync.backend.shape_choices import choose
 from qsync.errors import FormatError, UnsupportedError
+from qsync.operators.precision import Precision
 from qsync.records.base import base_on, bases_of
 from qsync.records.cluster import DeviceClass
-from qsync.records.precision import Precision
 
 # A type counts as emulated if its product takes more than this many times FP32's time. An Intel Xeon of 2023
 # without AMX multiplies BF16 in hardware at half of FP32's rate.

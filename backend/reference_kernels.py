@@ -21,7 +21,8 @@ from qsync.backend.casts.epilogues import Activation
 from qsync.backend.encoding import Operand, decode, encode
 from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds
 from qsync.backend.kernels.linear import DTYPES
-from qsync.records.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_BY_KIND, Precision
+from qsync.operators.precision import MANTISSA_BITS, Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND, PRODUCTS
 
 Kernel = Callable[..., Tensor]
 
@@ -128,7 +129,7 @@ class _RoundGradient(torch.autograd.Function):
 
 def _eight_bit_gradients(kind: str, precision: Precision) -> Kernel:
     """Return a linear layer whose products take 8-bit gradients, with one scale per row."""
-    first = ENCODED_OPERANDS[kind].index("row")
+    first = PRODUCTS[kind].factors[0]
 
     def kernel(
         target: Kernel, out_type: str, *args: Any, activation: Activation | None = None, **kwargs: Any

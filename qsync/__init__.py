@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # real imports for type checkers only
     from qsync.expansion.transfer.costs_and_sensitivity import carry_sensitivity as carry_sensitivity
     from qsync.expansion.transfer.memory_check import check_growth as check_growth
     from qsync.hybrid_training import hybrid as hybrid
+    from qsync.operators.precision import Precision as Precision
     from qsync.planning import plan as plan
     from qsync.planning import replay as replay
     from qsync.records.cluster import Cluster as Cluster
@@ -49,7 +50,6 @@ if TYPE_CHECKING:  # real imports for type checkers only
     from qsync.records.cluster import Link as Link
     from qsync.records.graph import OpGraph as OpGraph
     from qsync.records.plans import Plan as Plan
-    from qsync.records.precision import Precision as Precision
     from qsync.records.profiles import Profile as Profile
     from qsync.records.profiles import Sensitivity as Sensitivity
     from qsync.runtime.model_coverage import coverage as coverage
@@ -94,7 +94,7 @@ _PUBLIC = {
     "Link": "qsync.records.cluster",
     "OpGraph": "qsync.records.graph",
     "Plan": "qsync.records.plans",
-    "Precision": "qsync.records.precision",
+    "Precision": "qsync.operators.precision",
     "Profile": "qsync.records.profiles",
     "Sensitivity": "qsync.records.profiles",
     "QSyncError": "qsync.errors",

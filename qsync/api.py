@@ -28,6 +28,7 @@ from qsync.errors import (
     not_called,
     shortened,
 )
+from qsync.operators.precision import Precision
 from qsync.predictor.profiling.clocks import clock_for
 from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
@@ -38,7 +39,6 @@ from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_kind
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.runtime import planned_forward
 from qsync.runtime.activation_recomputation import recompute

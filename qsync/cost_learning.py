@@ -22,6 +22,7 @@ from qsync.backend.devices.device_detection import detect_class, machine
 from qsync.backend.measure_peaks import measured_peaks
 from qsync.backend.precisions_that_pay import default_precisions
 from qsync.errors import QSyncError, shortened
+from qsync.operators.precision import Precision
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.op_calls import Argument, Call
 from qsync.predictor.cost_model.samples import Sample, choose, samples_of
@@ -29,7 +30,6 @@ from qsync.predictor.cost_model.shape_pool import pool
 from qsync.predictor.profiling.clocks import clock_for
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import OpGraph, num_elements
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 
 NUM_SAMPLES = 160

@@ -55,6 +55,7 @@ from qsync.distributed.shared_batches import (
     with_shares,
 )
 from qsync.errors import FormatError, NoGradientError, NothingToLowerError, QSyncError, shortened
+from qsync.operators.precision import Precision
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import base_of_graph, parse_base
@@ -63,7 +64,6 @@ from qsync.records.json_files import check_kind
 from qsync.records.levers import SAVE_LESS, ClassLevers
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.replayer import Recapture, profiles_under_levers
 from qsync.runtime.coverage import say_once
 from qsync.runtime.wrapping import check_plan_base, swap_plan, wrapping_of

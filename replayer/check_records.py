@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.vectorized import Tabulated
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ClassLevers
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, check_versions
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer.costs.vectorized_costs import VectorizedCosts, vectorized_costs_of

@@ -10,9 +10,9 @@ from functools import cache, partial
 
 import numpy as np
 
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.replayer.check_records import checked_lowerings
 from qsync.replayer.costs.class_costs import ClassCosts

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from qsync.lowering.lowered_graph import LoweredGraph, Run
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import StepMemory
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.replayer.check_records import checked_lowerings
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.replayer.check_records import costs_of_classes
 from qsync.replayer.costs.vectorized_costs import VectorizedCosts

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync.errors import FormatError
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.replayer.simulate import simulate_step
 from qsync.replayer.synchronous_step import step_time

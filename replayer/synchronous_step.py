@@ -21,9 +21,9 @@ from operator import sub, truediv
 
 import numpy as np
 
+from qsync.operators.precision import type_bytes
 from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
-from qsync.records.precision import type_bytes
 from qsync.records.profiles import Profile
 from qsync.replayer.communication import Bucket, buckets, cluster_all_reduce_s, gradient_bytes
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync.errors import FormatError, MismatchError, QSyncError, shortened
+from qsync.operators.precision import Precision
 from qsync.predictor.cost_model.model import CostModel
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan, Predicted
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 
 GRAPH = encoder(1)

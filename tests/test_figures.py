@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from qsync.errors import QSyncError
 from qsync.figures import churn, memory, pareto, precision_map
 from qsync.figures import timeline as timeline_figure
-from qsync.records.graph import Op, OpGraph, Role
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.records.graph import Op, OpGraph
 from qsync.records.plans import ClassPlan, Plan, Predicted
-from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 from qsync.replayer import Peak
 from qsync.replayer.churn import ChurnEvent, play

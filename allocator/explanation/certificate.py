@@ -10,11 +10,11 @@ from typing import Any
 from qsync.allocator.op_groups import matched_groups
 from qsync.allocator.problem import added_variance, check_sensitivity, gradient_weight
 from qsync.errors import QSyncError
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.kernel_support import unsupported_by_shape
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import Timeline, replay
 from qsync.replayer.slowdown import slowed

@@ -9,10 +9,10 @@ from qsync.allocator.explanation.certificate import not_alike
 from qsync.allocator.problem import Constraints, make_problem, with_chosen
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.precision_recovery import TOLERANCE
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer.check_records import checked_assignments
 

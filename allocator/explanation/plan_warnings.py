@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from qsync.operators.precision import Precision
 from qsync.records.base import base_of, is_below
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ACCUMULATE, SHARE
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import CARRIED, LEARNED, MEASURED, Profile
 from qsync.replayer import replay
 from qsync.replayer.check_records import checked_lowerings

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from qsync.allocator.explanation.plan_state import Alternative, alternative, state_of_plan
 from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.search_state import State
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.record_json import Record
 

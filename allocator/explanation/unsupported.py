@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from qsync.operators.precision import LARGEST, Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND, why_unwritten
 from qsync.records.base import why_kept
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
-from qsync.records.kernel_support import is_fixed_despite_kernels, unsupported_by_shape, why_unwritten
+from qsync.records.kernel_support import is_fixed_despite_kernels, unsupported_by_shape
 from qsync.records.plans import Plan
-from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile
 from qsync.records.record_json import Record
 

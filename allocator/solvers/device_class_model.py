@@ -27,10 +27,12 @@ from qsync.allocator.solvers.milp_expressions import (
 )
 from qsync.errors import MismatchError
 from qsync.lowering import cast_rules as rule
-from qsync.lowering.lowered_graph import REPLACED, Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.lowering.wiring import wiring
-from qsync.records.graph import Input, Op, OpGraph, Role
-from qsync.records.precision import Precision
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import REPLACED
+from qsync.records.graph import Input, Op, OpGraph
 from qsync.records.profiles import Cost
 from qsync.replayer.costs.class_costs import cast_cost, run_cost
 

@@ -11,8 +11,8 @@ from qsync.allocator.search_state import State
 from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.milp_expressions import Sum, total
 from qsync.errors import InfeasibleError
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import Memory
-from qsync.records.precision import Precision
 from qsync.replayer import step_time
 
 # Savings below this fraction of the class's time count as rounding.

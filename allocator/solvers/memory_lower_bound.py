@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.milp_expressions import Sum
+from qsync.operators.precision import keeps_weight_casts
 from qsync.predictor.memory.layout import layout
 from qsync.predictor.memory.lifetimes import storage_bytes
 from qsync.predictor.memory.saved_tensors import made_for_backward, saved_by_op
 from qsync.records.graph import OpGraph
-from qsync.records.precision import keeps_weight_casts
 
 
 def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:

@@ -47,8 +47,8 @@ from qsync.allocator.solvers.milp_expressions import (
 )
 from qsync.allocator.solvers.precision_recovery import TOLERANCE, holds, raise_classes, recover, repair
 from qsync.allocator.solvers.replayed_assignments import MAX_REPLAYED, ReplayedAssignments, num_assignments
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import bytes_throughout, stated_error
-from qsync.records.precision import Precision
 from qsync.replayer import step_time
 from qsync.replayer.synchronous_step import LEAST_RATE, least_losses_s
 

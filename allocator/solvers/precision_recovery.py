@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.search_state import State
-from qsync.records.precision import PRECISION_ORDER, Precision
+from qsync.operators.precision import PRECISION_ORDER, Precision
 
 # Operators of one class that are raised together -> their new precisions.
 Raise = Mapping[str, Precision]

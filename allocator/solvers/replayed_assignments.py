@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from qsync.allocator.problem import ClassProblem
 from qsync.allocator.solvers.precision_recovery import TOLERANCE
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 MAX_REPLAYED = 20_000  # assignments; their replay takes seconds
 _ROUNDING = 1e-9  # relative error of a variance

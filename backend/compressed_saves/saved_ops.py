@@ -8,7 +8,7 @@ Forward is torch's own, bit for bit. The form "output" of gelu is Tempo's (arXiv
 | bits   | one bit per element (relu, dropout)                                   | exact            |
 | codes  | eight bits per element: gelu', silu', a norm's input, sqrt of softmax | see each         |
 
-Lowering chooses an operator's form (`qsync.records.save_less.FORMS`); this module runs it.
+Lowering chooses an operator's form (`qsync.operators.registry.FORMS`); this module runs it.
 """
 
 from __future__ import annotations

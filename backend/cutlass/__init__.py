@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from qsync.records.precision import Precision
+    from qsync.operators.precision import Precision
 
 __all__ = ["kernel", "serves", "state"]
 

@@ -18,8 +18,8 @@ from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernels.convolution.image_order import is_channels_first
 from qsync.backend.kernels.fp16_tf32 import conv2d_fp16
 from qsync.backend.kernels.linear import DTYPES
-from qsync.records.kernel_support import why_not_in_cutlass
-from qsync.records.precision import Precision
+from qsync.operators.convolution import why_not_in_cutlass
+from qsync.operators.precision import Precision
 
 
 def unsupported(
@@ -32,7 +32,7 @@ def unsupported(
     """
     if len(input) != 4:
         return "CUTLASS needs a batch dimension"
-    return why_not_in_cutlass(groups, any(d != 1 for d in _pair(dilation)), weight[2:])
+    return why_not_in_cutlass([input, weight], any(d != 1 for d in _pair(dilation)))
 
 
 def conv2d(precision: Precision) -> Callable[..., Tensor]:

@@ -17,7 +17,7 @@ from qsync.backend.kernels.fp16_tf32 import product_fp16
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.sixteen_bit_operands import power_of_two
 from qsync.errors import UnsupportedError
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 # Gradients are scaled so that their largest element is below this: half of FP16's range, so that no rounding
 # overflows. Sums are FP32 and cannot overflow.

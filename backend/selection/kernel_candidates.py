@@ -32,8 +32,9 @@ from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16, grouped_mm_fp3
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.backend.kernels.matmul import matmul_int8
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.kernel_support import why_not_multiplied
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 Kernel = Callable[..., Tensor]
 

@@ -28,13 +28,8 @@ from qsync.backend.reference_kernels import reference_kernel
 from qsync.backend.selection.kernel_candidates import FP32_KERNELS, Kernel, candidates, device_precisions
 from qsync.backend.selection.shape_checks import checked, is_checked
 from qsync.errors import QSyncError, UnsupportedError
-from qsync.records.precision import (
-    PRECISIONS_BY_KIND,
-    Precision,
-    is_encoded,
-    keeps_weight_casts,
-    operand_type,
-)
+from qsync.operators.precision import Precision, is_encoded, keeps_weight_casts
+from qsync.operators.registry import PRECISIONS_BY_KIND, operand_type
 
 # A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise. Both
 # round the operands alike, so they differ by the rounding of the gradient and of the sums only; a wrong scale

@@ -20,7 +20,8 @@ from qsync.backend.devices.amx import has_amx
 from qsync.backend.devices.kernel_timing import apart
 from qsync.backend.encoding import Operand, encode
 from qsync.errors import MiscomputedError
-from qsync.records.precision import CONVOLUTIONS, Precision
+from qsync.operators.precision import Precision
+from qsync.operators.registry import is_convolution
 
 Kernel = Callable[..., Tensor]
 
@@ -35,7 +36,7 @@ _MOST_IMAGES = 4
 def is_checked(kind: str, precision: Precision, device: torch.device) -> bool:
     """Return whether kernels of this kind must be checked on this machine."""
     rounds_operands = precision not in (Precision.FP32, Precision.TF32)
-    return kind in CONVOLUTIONS and rounds_operands and has_amx(device)
+    return is_convolution(kind) and rounds_operands and has_amx(device)
 
 
 def checked(kernel: Kernel) -> Kernel:

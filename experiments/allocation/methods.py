@@ -15,8 +15,8 @@ from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.precision_recovery import recover
 from qsync.allocator.uniform import strongest_of
 from qsync.experiments.harness.emulated_profiles import without_casts
+from qsync.operators.precision import PRECISION_ORDER
 from qsync.records.plan_folder import Basis
-from qsync.records.precision import PRECISION_ORDER
 
 MILP, TWO_STAGES = "qsync", "QSync's two stages"
 NO_CASTS = "casts left out"

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync.backend.devices.emulation import Throttle
 from qsync.experiments.diagnosis.job import Training
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 from qsync.runtime.wrapping import plan_of, swap_plan
 
 LONG_S = 60.0  # not forever: the job ends even if nobody ends it

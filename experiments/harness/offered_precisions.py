@@ -6,7 +6,7 @@ import torch
 
 from qsync.backend.devices.device_detection import detect_class
 from qsync.backend.precisions_that_pay import default_precisions, emulated_precisions, sixteen_bits_pay
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 
 def offered_precisions(device: torch.device) -> tuple[Precision, ...]:

@@ -23,7 +23,8 @@ from qsync import Precision
 from qsync.backend import Kernels, Operand, select
 from qsync.errors import UnsupportedError
 from qsync.experiments.harness.peers import peers
-from qsync.records.precision import PRECISIONS_BY_KIND, is_encoded, operand_type
+from qsync.operators.precision import is_encoded
+from qsync.operators.registry import PRECISIONS_BY_KIND, operand_type
 
 LINEAR_SHAPES = ((512, 768, 768), (1024, 768, 3072), (2048, 1024, 4096), (4096, 256, 256))  # M x K x N
 # batch, channels in and out, side, kernel

@@ -38,11 +38,11 @@ from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Batch, make_optimizer, seeded
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory import peak
 from qsync.predictor.profiling.memory_trace import measure_residuals
 from qsync.progress import shown_on_rank_zero
 from qsync.records.memory_residuals import MemoryResiduals
-from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.records.save_less import can_save_less
 from qsync.runtime import choosers, planned_forward
 from qsync.runtime.choosers import Chooser

@@ -16,8 +16,8 @@ from qsync.experiments.harness import Experiment, Page, bar, run_command
 from qsync.experiments.harness.options import Fresh, Out, Publish
 from qsync.experiments.harness.tables import table_of
 from qsync.integrations.hugging_face import PREFIX
+from qsync.operators.precision import Precision
 from qsync.records.json_files import write_json
-from qsync.records.precision import Precision
 from qsync.records.verdict import PLAN
 
 PILES = ("A100:4,T4:8", "A100:1,T4:1", "H100:8,L4:8", "V100:4,T4:4", "RTX4090:1,RTX3090:1",

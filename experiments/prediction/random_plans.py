@@ -27,12 +27,12 @@ from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.workloads.families import family_named
 from qsync.experiments.workloads.workload import make_optimizer
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.machine_drift import drift_factors
 from qsync.predictor.profiling.made_optimizer import made
 from qsync.progress import shown_on_rank_zero
 from qsync.records.kernel_support import unsupported_by_shape
-from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.replayer import replay
 from qsync.replayer.exchange_calibration import with_exchange_in_use
 from qsync.replayer.explanation import phases

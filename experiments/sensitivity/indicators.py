@@ -32,8 +32,8 @@ from qsync.experiments.sensitivity.baselines import INDICATORS, sensitivity_by
 from qsync.experiments.sensitivity.indicator_report import summary, table
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Workload, train
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
-from qsync.records.precision import PRECISIONS_BY_KIND
 
 PRECISIONS = (Precision.BF16, Precision.INT8)
 _PAGE = Page(Path("docs/results/sensitivity.md"), note="One thread.")

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision, type_bytes
+from qsync.operators.declaration import Role
+from qsync.operators.precision import CARRIED_FLOATS, Precision, type_bytes
+from qsync.operators.registry import PRECISIONS_BY_KIND
+from qsync.records.graph import Op, OpGraph
 from qsync.records.profiles import Cost, Profile, Sensitivity
 
 Meta = tuple[torch.nn.Module, dict[str, torch.Tensor]]  # a model and a batch, without storage

@@ -13,13 +13,15 @@ from dataclasses import replace
 from typing import TypeVar
 
 from qsync.errors import CalibrationError, MismatchError
+from qsync.operators.declaration import Role
+from qsync.operators.precision import LARGEST, Precision, is_encoded
+from qsync.operators.registry import PRECISIONS_BY_KIND, operand_type
 from qsync.predictor.cost_model.model import CostModel, Priced, costs_of
 from qsync.predictor.cost_model.op_calls import Call, calls, calls_by_name, cast_call, modes, value_call
 from qsync.predictor.cost_model.samples import Sample, samples_of, sheet_of
 from qsync.records.datasheets import DataSheet
-from qsync.records.graph import Op, OpGraph, Role
+from qsync.records.graph import Op, OpGraph
 from qsync.records.memory_residuals import MemoryResiduals
-from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 from qsync.records.profiles import CARRIED, DEVICE_MEASURED, LEARNED, Cost, Profile
 
 T = TypeVar("T")

@@ -13,40 +13,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from qsync.operators.declaration import Role
+from qsync.operators.precision import LARGEST, Precision, is_encoded, type_bytes
+from qsync.operators.registry import PRECISIONS_BY_KIND, PRODUCTS, declared, operand_type
 from qsync.records.datasheets import DataSheet
-from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
-from qsync.records.precision import (
-    LARGEST,
-    PRECISIONS_BY_KIND,
-    Precision,
-    is_encoded,
-    operand_type,
-    type_bytes,
-)
+from qsync.records.graph import Input, Op, OpGraph, num_elements
 from qsync.records.record_json import Count
 
 Direction = Literal["forward", "backward"]
 Shape = tuple[Count, ...]
 
-# Kinds that return a view of their input, and move no bytes.
-_MOVE_NOTHING = ("view", "input", "output")
+CAST = "cast"  # kind of the call that casts a value
 _PRECISIONS = frozenset(map(str, Precision))
-# Operations of backward / operations of forward, for kinds for which it is not the number of gradients.
-# Attention: five products / two, as probabilities are recomputed (Dao et al. 2022). RNN: two per product.
-_BACKWARD = {"attention": 2.5, "rnn": 2.0}
-
-
-# Kind -> family: kinds of one algorithm, whose laws are fitted together. All other kinds are "rest".
-_FAMILIES = {
-    "linear": "product", "addmm": "product", "matmul": "matmul", "conv2d": "convolution",
-    "conv1d": "convolution", "conv3d": "convolution", "conv_transpose": "convolution",
-    "attention": "attention", "grouped_mm": "matmul", "baddbmm": "matmul", "cast": "cast", "view": "view",
-}  # fmt: skip
 
 
 def family(kind: str) -> str:
     """Return the family of a kind: the name of the kinds that are fitted together."""
-    return _FAMILIES.get(kind, "rest")
+    return kind if kind == CAST else declared(kind).family
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +67,7 @@ class Call:
     @property
     def is_product(self) -> bool:
         """Return whether the call multiplies matrices."""
-        return self.kind in PRECISIONS_BY_KIND
+        return self.kind in PRODUCTS
 
     @property
     def num_gradients(self) -> int:
@@ -94,7 +77,7 @@ class Call:
 
 def cast_call(shape: Shape, gradient: bool, parameter: bool) -> Call:
     """Return the call of a cast of a tensor of this shape."""
-    return Call("cast", (Argument(shape, gradient, parameter),), shape)
+    return Call(CAST, (Argument(shape, gradient, parameter),), shape)
 
 
 def calls(graph: OpGraph) -> Iterator[tuple[Op, Call]]:
@@ -143,7 +126,8 @@ def operations(call: Call, mode: str, direction: Direction, float_16bit: str) ->
         return {}
     total = float(call.flops)
     if direction == "backward":
-        total *= _BACKWARD.get(call.kind, call.num_gradients)
+        backward = PRODUCTS[call.kind].backward
+        total *= call.num_gradients if backward is None else backward
     if mode == Precision.INT8_ALL:
         return {"int8": total}
     if mode != Precision.INT8:
@@ -159,9 +143,9 @@ def moved_bytes(call: Call, mode: str, direction: Direction) -> float:
 
     Backward reads the gradient and the operands and writes gradients. Their addition counts in `sum_s`.
     """
-    if call.kind in _MOVE_NOTHING:
+    if declared(call.kind).moves_nothing:
         return 0.0
-    if call.kind == "cast":
+    if call.kind == CAST:
         source, _, target = mode.partition(" ")
         return type_bytes(source, num_elements(call.output)) + type_bytes(target, num_elements(call.output))
     given = sum(
@@ -188,7 +172,7 @@ def has_direction(call: Call, mode: str, direction: Direction) -> bool:
     """Return whether a direction has work; encodings and calls without gradients have no backward."""
     if direction == "forward":
         return True
-    return call.num_gradients > 0 and not (call.kind == "cast" and is_encoded(mode.partition(" ")[2]))
+    return call.num_gradients > 0 and not (call.kind == CAST and is_encoded(mode.partition(" ")[2]))
 
 
 def parts(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> tuple[float, float, float]:

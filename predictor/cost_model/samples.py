@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from qsync.errors import MismatchError
 from qsync.lowering.lowered_graph import AS_TRACED, FUSED
+from qsync.operators.registry import FORMS
 from qsync.predictor.cost_model.op_calls import (
     Call,
     Direction,
@@ -23,7 +24,6 @@ from qsync.predictor.cost_model.op_calls import (
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
-from qsync.records.save_less import FORMS
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 _FORMS = {form for forms in FORMS.values() for form in forms} - {"plain"}

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from qsync.operators.precision import MANTISSA_BITS
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.cost_model.fill_profile import priced_on
 from qsync.predictor.cost_model.op_calls import Call, Direction, calls, least_s, moved_bytes
 from qsync.predictor.cost_model.roofline_law import Array
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import OpGraph
-from qsync.records.precision import MANTISSA_BITS, PRECISIONS_BY_KIND
 from qsync.records.profiles import SIMULATED, Cost, Profile, Sensitivity
 
 # Fractions of the peaks that training steps reach (an assumption; docs/results/gpu.md has steps of an H100).

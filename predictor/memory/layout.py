@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from qsync.operators.declaration import Role
+from qsync.operators.registry import declared
 from qsync.predictor.memory.recomputation import RecomputedBlocks
-from qsync.records.graph import Input, Op, OpGraph, Role
+from qsync.records.graph import Input, Op, OpGraph
 from qsync.records.identity_cache import IdentityCache
 
 
@@ -29,7 +31,7 @@ class Layout:
         self.product, self.followers = self._list_followers()
         # Value computed by an earlier traced graph -> position of the operator before which it enters.
         self.entered = {v.name: self._entry(v.name) for v in graph.inputs if v.passed_on}
-        self.loss_inside = any(op.kind in ("cross_entropy", "loss") for op in graph.ops)
+        self.loss_inside = any(declared(op.kind).is_loss for op in graph.ops)
         blocks = graph.recomputed
         self.recomputed = (
             RecomputedBlocks(blocks, len(graph.ops), self.position, self.users) if blocks else None

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from qsync.backend.kernels.convolution.conv_strategy import packed_bytes
 from qsync.lowering.lowered_graph import FUSED, Cast, Run
+from qsync.operators.precision import is_encoded, keeps_weight_casts, type_bytes
+from qsync.operators.registry import declared
 from qsync.predictor.memory.cuda_allocator import block_bytes
 from qsync.predictor.memory.layout import Layout
 from qsync.predictor.memory.saved_tensors import (
@@ -26,10 +28,6 @@ from qsync.predictor.memory.workspaces.op_context import Mask, OpContext
 from qsync.predictor.memory.workspaces.op_workspaces import backward_workspace, forward_workspace
 from qsync.records.graph import Op, num_elements
 from qsync.records.memory_residuals import MemoryResiduals, Residual
-from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
-
-# Kind -> number of its first inputs whose gradient is the gradient of its result, unchanged.
-PASSES_GRADIENT = {"add": 2, "sub": 1}
 
 
 class Lifetimes:
@@ -135,8 +133,8 @@ class Lifetimes:
     def passes_gradient(self, i: int, j: int) -> bool:
         """Return whether operator `i` passes its result's gradient unchanged to its `j`-th operand."""
         op, run = self.layout.ops[i], self.run(i)
-        same = op.kind in PASSES_GRADIENT and self.layout.shape[op.inputs[j]] == op.shape
-        return same and j < PASSES_GRADIENT[op.kind] and run.operands[j] == run.output
+        same = j < declared(op.kind).passes_gradient and self.layout.shape[op.inputs[j]] == op.shape
+        return same and run.operands[j] == run.output
 
     def takes_over_gradient(self, root: str, i: int, cast: bool) -> bool:
         """Return whether operand `root` of the sum `i` reuses the tensor of the sum's gradient.
@@ -152,7 +150,9 @@ class Lifetimes:
         ]
         first = min(roots, key=lambda value: self.layout.position.get(value, -1))
         own = self.layout.position.get(root, -1)
-        return root == first or own < 0 or (not cast and self.layout.ops[own].kind in PASSES_GRADIENT)
+        return (
+            root == first or own < 0 or (not cast and declared(self.layout.ops[own].kind).passes_gradient > 0)
+        )
 
     def is_cast(self, value: str, taken: str) -> bool:
         """Return whether reading a value in type `taken` means reading a cast with a backward.

@@ -10,20 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qsync.backend.kernels.attention.attention_strategy import saves_weights, torch_fuses
-from qsync.lowering.lowered_graph import EPILOGUES, FUSED
+from qsync.lowering.lowered_graph import FUSED
+from qsync.operators.precision import LARGEST, Precision, type_bytes
+from qsync.operators.registry import EPILOGUES, PRODUCTS, declared
 from qsync.predictor.memory.expanded_operands import expanded
 from qsync.predictor.memory.layout import Layout
 from qsync.records.graph import Derivative, Op, num_elements
-from qsync.records.precision import CONVOLUTIONS, LARGEST, Precision, type_bytes
 
-# Kinds that save nothing, for graphs in which torch's derivative was not counted.
-SAVES_NOTHING = ("view", "contiguous", "float", "input", "output", "dropout", "unsaved_function")
-# The two factors of a product: each is saved if the other one has a gradient.
-FACTORS = {
-    "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1),
-    "grouped_mm": (0, 1), "conv3d": (0, 1), "conv_transpose": (0, 1), "baddbmm": (1, 2),
-}  # fmt: skip
-NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 # Modes in which torch's own linear kernel runs, on values in their given memory order.
 PLAIN = ("fp32", "bf16")
 INT8_MODES = (Precision.INT8, Precision.INT8_ALL)
@@ -54,12 +47,13 @@ def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", dev
     if form not in SAVES_AS_TORCH:
         return Saved(output=form == "output")
     everything = tuple(range(len(op.inputs)))
-    if op.derivative is not None and op.kind not in NORMS:
+    if op.derivative is not None and not declared(op.kind).is_norm:
         return _as_counted(op, op.derivative)
-    if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
-        pair = FACTORS[op.kind]
+    product = PRODUCTS.get(op.kind)
+    if product is not None and product.saves_factors and len(op.inputs) > max(product.factors):
+        pair = product.factors
         # torch's convolutions always save both factors.
-        if op.kind in CONVOLUTIONS and mode not in INT8_MODES:
+        if product.saves_both and mode not in INT8_MODES:
             return Saved(pair)
         if op.kind == "linear" and op.copies and mode in PLAIN:  # the copy counts in `made_for_backward`
             return Saved((1,) if at.has_gradient[op.inputs[0]] else ())
@@ -78,7 +72,7 @@ def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", dev
         return Saved(everything, output=True)
     if op.kind == "embedding":
         return Saved(indices=tuple(v for v in (*op.inputs, *op.kept) if at.dtype[v] not in LARGEST))
-    if op.kind in SAVES_NOTHING or (op.kind == "rms_norm" and (device, mode) == ("cpu", "bf16")):
+    if declared(op.kind).saves_nothing or (op.kind == "rms_norm" and (device, mode) == ("cpu", "bf16")):
         return Saved()
     return Saved(everything)  # an overestimate for unknown kinds
 
@@ -95,7 +89,7 @@ def made_for_backward(op: Op, at: Layout, form: str, mode: str, device: str) -> 
     """Yield the bytes of each further tensor saved for backward: masks, indices, statistics."""
     if form not in SAVES_AS_TORCH:
         yield from _made_saving_less(op, form)
-    elif op.derivative is not None and op.kind not in NORMS:
+    elif op.derivative is not None and not declared(op.kind).is_norm:
         for dtype, elements in op.derivative.besides:
             yield type_bytes(mode if dtype == op.dtype else dtype, elements)
     elif op.kind == "dropout":
@@ -130,7 +124,7 @@ def made_for_backward(op: Op, at: Layout, form: str, mode: str, device: str) -> 
         yield FP32_BYTES * _rows(op)  # deviation
         if device == "cpu":  # composed of FP32 calls, which save the normalized values and the cast input
             yield FP32_BYTES * op.num_elements * (bool(op.kept) + (mode != "fp32"))
-    elif op.kind in NORMS:
+    elif declared(op.kind).is_norm:
         yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
 
 
@@ -202,7 +196,7 @@ def _made_saving_less(op: Op, form: str) -> Iterator[int]:
         yield (elements + 7) // 8
     if form == "codes":
         yield elements
-    if op.kind in NORMS:
+    if declared(op.kind).is_norm:
         yield FP32_BYTES * _rows(op)  # deviation
     if form == "codes" and op.kind not in ("gelu", "silu"):
         yield FP32_BYTES * (op.shape[0] if op.kind == "batch_norm" else num_elements(op.shape[:-1]))  # scales

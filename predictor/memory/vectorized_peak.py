@@ -19,15 +19,16 @@ import numpy.typing as npt
 
 from qsync.lowering.lowered_graph import Cast
 from qsync.lowering.vectorized import Tables, Tabulated, tables
+from qsync.operators.precision import Precision
+from qsync.operators.registry import declared
 from qsync.predictor.memory.layout import Layout, layout
-from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes
+from qsync.predictor.memory.lifetimes import Lifetimes
 from qsync.predictor.memory.peak import bytes_throughout, margin_bytes
 from qsync.predictor.memory.saved_tensors import Saved
 from qsync.predictor.memory.spans import Span
 from qsync.records.graph import OpGraph
 from qsync.records.identity_cache import IdentityCache
 from qsync.records.memory_residuals import MemoryResiduals
-from qsync.records.precision import Precision
 
 Ints = npt.NDArray[np.int64]
 
@@ -115,7 +116,7 @@ class VectorizedPeak:
             if layout.root[value] == root
         ]
         order: tuple[int, ...] = ()
-        if op.kind in PASSES_GRADIENT:
+        if declared(op.kind).passes_gradient:
             places = [layout.position.get(layout.root[value], -1) for value in op.inputs]
             order = tuple(sorted(set(places)).index(place) for place in places)
         epilogue_of = None if product is None else product - base
@@ -125,7 +126,7 @@ class VectorizedPeak:
     def _view(self, root: str | int, i: int) -> tuple[int, ...]:
         """List the operand indices that matter to a group (kept values follow); empty for all."""
         op, layout = self.layout.ops[i], self.layout
-        if layout.root[op.name] == root or op.kind in PASSES_GRADIENT:
+        if layout.root[op.name] == root or declared(op.kind).passes_gradient:
             return ()
         return tuple(j for j, v in enumerate((*op.inputs, *op.kept)) if layout.root[v] == root)
 

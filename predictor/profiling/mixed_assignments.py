@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.profiling.runner import Choose
 from qsync.records.graph import OpGraph
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 NUM_CANDIDATES = 192
 # The most nodes to lower in search of mixtures: a graph of thousands of operators gets fewer candidates.

@@ -22,6 +22,7 @@ import torch
 
 from qsync.errors import CalibrationError, UnsupportedError, shortened
 from qsync.lowering.lowered_graph import Run
+from qsync.operators.precision import Precision
 from qsync.predictor.profiling.clocks import Clock, CudaClock, KernelClock, LaunchClock, ShareClock, WallClock
 from qsync.predictor.profiling.launches import Launches
 from qsync.predictor.profiling.loader_wait import TimedLoader
@@ -42,7 +43,6 @@ from qsync.predictor.profiling.step_statistics import (
 )
 from qsync.records.graph import OpGraph
 from qsync.records.memory_residuals import MemoryResiduals
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
 

@@ -11,8 +11,8 @@ import torch
 from qsync.backend.selection.kernel_selection import Kernels
 from qsync.errors import CalibrationError, shortened
 from qsync.lowering.lowered_graph import LoweredGraph
+from qsync.operators.precision import Precision
 from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
 
 Choose = Callable[[OpGraph], Mapping[str, Precision]]
 

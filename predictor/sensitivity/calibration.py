@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from qsync.errors import CalibrationError
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.profiling.runner import Runner, check_finite, check_scalar
 from qsync.records.graph import OpGraph
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ import torch
 from qsync.errors import CalibrationError, NoGradientError, UnsupportedError, shortened
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, Run
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND, PRODUCTS, declared, reads_fp32
 from qsync.predictor.sensitivity.calibration import Calibration, below_fp32
 from qsync.predictor.sensitivity.rounding import (
     alike,
@@ -44,8 +47,7 @@ from qsync.predictor.sensitivity.rounding import (
     stochastic_convolution_errors,
     stochastic_errors,
 )
-from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.precision import PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS, Precision
+from qsync.records.graph import Op, OpGraph
 
 # Step of the parameters / their root mean square: between the error of a weight in BF16 (1e-3) and in INT8
 # (8e-3). Its size is irrelevant for smooth models (BERT, ViT: equal omega from 1e-3 to 1e-2). It matters if
@@ -57,11 +59,6 @@ STEP = 3e-3
 RESULT = -1  # the index of an operator's result; its operands are 0, 1, ...
 STOCHASTIC = "int8_stochastic"
 
-# Following operators whose result is exact in the type of their operand, without rounding.
-_EXACT = (
-    "relu", "relu6", "hardtanh", "max_pool2d", "view", "contiguous", "clone", "cat", "stack", "neg", "pad",
-    "where", "masked_fill", "roll", "dropout",
-)  # fmt: skip
 # The least number of squares in a sum.
 _MIN_SQUARES = 64
 
@@ -196,7 +193,7 @@ class Probe:
         for site in self._sites:
             op, tensor = self._ops[site.op], site.tensor
             site.tensor = None
-            if op.role is Role.FIXED and op.kind in ROUNDS_WHAT_IT_READS:
+            if op.role is Role.FIXED and reads_fp32(op.kind):
                 continue  # its gradient may be sparse
             if op.kind in PRECISIONS_BY_KIND or site.op in self._rounded:
                 if tensor is not None:
@@ -270,7 +267,7 @@ class Probe:
         for types in alike(_gradient_types(op, site.index, self._precisions)):
             error = rounding_error(site.gradient, types[0])
             self._add(1, site, types, _squares(error.mul_(moved), op, site.is_parameter))
-        first = 1 if op.kind == "addmm" else 0
+        first = PRODUCTS[op.kind].factors[0] if op.kind in PRODUCTS else 0
         if site.index == first and Precision.INT8_ALL in below_fp32(op.kind, self._precisions):
             weight, result = (self._first[op.name, at, site.call] for at in (first + 1, RESULT))
             matrix = weight.value.t() if op.kind == "addmm" else weight.value
@@ -338,7 +335,7 @@ def rounded_results(graph: OpGraph) -> dict[str, tuple[str, ...]]:
 
 def _is_exact(kind: str, lowered: bool) -> bool:
     """Return whether a BF16 result needs no rounding (as an embedding's already rounded rows)."""
-    return kind in ROUNDS_WHAT_IT_READS or (kind in _EXACT and not lowered)
+    return reads_fp32(kind) or (declared(kind).is_exact and not lowered)
 
 
 def _value_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[str]:
@@ -356,7 +353,7 @@ def _gradient_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[
 
     There is none for an embedding's table, whose gradient is summed in FP32.
     """
-    if op.kind in ROUNDS_WHAT_IT_READS and index != RESULT:
+    if reads_fp32(op.kind) and index != RESULT:
         return set()
     found = {"bf16", *(str(p) for p in precisions if p is Precision.FP16)}
     if index == RESULT and op.kind in PRECISIONS_BY_KIND:
@@ -369,7 +366,7 @@ def _squares(product: torch.Tensor, op: Op, is_parameter: bool) -> torch.Tensor:
     """Return the sum over columns of squared row sums; for parameters, the sum of squares."""
     if is_parameter or product.ndim < 2:
         return product.square().sum()
-    images = op.kind == "conv3d" or (product.ndim == 4 and op.kind not in ("attention", "matmul", "softmax"))
+    images = op.kind == "conv3d" or (product.ndim == 4 and declared(op.kind).has_channels)
     channel = 1 if images else product.ndim - 1
     rest, left = [], product.numel()
     for dim in (0, *reversed(range(1, product.ndim))):

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from qsync.errors import CalibrationError
+from qsync.operators.precision import Precision
 from qsync.predictor.sensitivity.calibration import Calibration
-from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 
 # Draws of a stochastic rounding per batch. The error of one draw is a sum over all parameters and varies

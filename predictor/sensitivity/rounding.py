@@ -9,7 +9,8 @@ import torch
 from qsync.backend.encoding import decode, encode
 from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds
 from qsync.backend.reference_kernels import round_mantissa
-from qsync.records.precision import MANTISSA_BITS, Precision, rounded_type
+from qsync.operators.precision import MANTISSA_BITS, Precision
+from qsync.operators.registry import rounded_type
 
 _BITS = {"e5m2": 2, **MANTISSA_BITS}
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from qsync.operators.precision import Precision
 from qsync.predictor.sensitivity.calibration import Calibration, below_fp32, mean_over_batches
 from qsync.predictor.sensitivity.directional_probe import (
     RESULT,
@@ -28,7 +29,6 @@ from qsync.predictor.sensitivity.directional_probe import (
 )
 from qsync.predictor.sensitivity.rounding import rounded_to
 from qsync.records.graph import Op, OpGraph
-from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 
 

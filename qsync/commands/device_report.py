@@ -19,8 +19,8 @@ from qsync.backend.measure_peaks import measured_peaks, peak_of
 from qsync.backend.precisions_that_pay import emulation_note
 from qsync.backend.selection.kernel_candidates import candidates
 from qsync.commands.doctor_tables import passed_over
-from qsync.records.kernel_support import SHAPE_LIMITS, why_unwritten
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND, PRODUCTS, why_unwritten
 
 
 def examine() -> dict[str, Any]:
@@ -60,8 +60,10 @@ def describe(device: torch.device) -> dict[str, Any]:
         "peak_flops_per_s": peaks,
         "build": build_state(device),
         "limits": [
-            {"kind": kind, "precision": str(precision), "why": why}
-            for kind, precision, why in SHAPE_LIMITS[device.type]
+            {"kind": product.kind, "precision": str(limit.precision), "why": limit.reason}
+            for product in PRODUCTS.values()
+            for limit in product.limits
+            if limit.device == device.type and limit.applies is not None
         ],
         "kernels": [
             _rated(chosen[kind, str(p)], peak_of(kind, p, half, peaks), device)

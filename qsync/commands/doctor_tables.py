@@ -7,7 +7,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 _ORDER = {str(precision): number for number, precision in enumerate(Precision)}
 

@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 from qsync.errors import MismatchError, UnsupportedError
+from qsync.operators.precision import Precision
 from qsync.records.levers import ClassLevers
-from qsync.records.precision import Precision
 
 _BASES = ("bf16", "fp16")
 

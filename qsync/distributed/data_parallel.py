@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync.backend.devices.device_detection import device_of
 from qsync.distributed import accelerate_state
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened, unknown_name
+from qsync.operators.precision import Precision
 from qsync.records.levers import ClassLevers
-from qsync.records.precision import Precision
 from qsync.tracing.replaced_forward import is_replaced, untraced
 
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters

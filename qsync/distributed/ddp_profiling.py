@@ -33,6 +33,7 @@ from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally, check_same
 from qsync.distributed.gradient_weighting import compress_gradients
 from qsync.errors import FormatError, UnsupportedError, shortened
+from qsync.operators.precision import Precision
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.loader_wait import undrawn
@@ -43,7 +44,6 @@ from qsync.predictor.profiling.runner import check_finite, check_scalar
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity, shown_shapes
 from qsync.replayer import Recapture
 from qsync.replayer.exchange_calibration import MeasuredStep, with_exchange_in_use

@@ -30,12 +30,12 @@ from qsync.distributed.plan_cache import make_folder, stable_text, step_key
 from qsync.elastic_training.healing import Server, fetch
 from qsync.elastic_training.rendezvous import Card
 from qsync.errors import InfeasibleError, QSyncError
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph, digest
 from qsync.records.json_files import read_json, write_json
 from qsync.records.levers import samples_of
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.record_json import as_json, as_record
 

@@ -32,11 +32,11 @@ from qsync.elastic_training.plan_book import PlanBook, class_costs
 from qsync.elastic_training.rendezvous import LIGHTHOUSE_VARIABLE, Card, Rendezvous
 from qsync.elastic_training.share_loader import Options
 from qsync.errors import FormatError, shortened
+from qsync.operators.precision import Precision
 from qsync.records.base import parse_base
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import digest
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.tracing.held_state import undisturbed
 
 logger = logging.getLogger("qsync")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from qsync.figures.style import FAINT, MEMORY_PARTS, PRECISION_COLOURS, SERIES_COLOURS
 from qsync.figures.timeline import KIND_COLOURS
+from qsync.operators.precision import Precision
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 from qsync.replayer import Peak
 from qsync.replayer.timeline import Event, Timeline

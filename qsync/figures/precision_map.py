@@ -13,9 +13,9 @@ from matplotlib.patches import Patch
 
 from qsync.errors import QSyncError
 from qsync.figures.style import INK, PRECISION_COLOURS, save_png, strip_axes
+from qsync.operators.precision import Precision
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity, shown
 
 

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qsync.errors import FormatError, shortened
+from qsync.operators.precision import Precision
 from qsync.records.json_files import write_bytes
-from qsync.records.precision import Precision
 
 INK, FAINT = "#333333", "#8a9099"
 

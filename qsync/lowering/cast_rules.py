@@ -23,7 +23,7 @@ The rules in full:
 - An 8-bit linear layer computes a GELU or ReLU in its epilogue if that operator is the only reader of the
   layer's result and is not to save less. The node of the computed operator then runs nothing.
 - A following operator that is to save less saves its result for backward if an adjustable consumer saves this
-  same tensor anyway; else it saves bits or 8-bit codes (`qsync.records.save_less.FORMS`).
+  same tensor anyway; else it saves bits or 8-bit codes (`qsync.operators.registry.FORMS`).
 
 `incremental` and `vectorized` apply these functions to whole graphs; no other module decides about casts.
 """
@@ -32,45 +32,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from qsync.lowering.lowered_graph import EIGHT_BIT, EPILOGUES, FUSED
-from qsync.records.graph import Op, Role
-from qsync.records.precision import (
-    CARRIED_FLOATS,
-    LARGEST,
-    PRECISIONS_BY_KIND,
-    ROUNDS_WHAT_IT_READS,
-    Precision,
-    is_encoded,
-    operand_type,
-)
-from qsync.records.save_less import FORMS
+from qsync.lowering.lowered_graph import EIGHT_BIT, FUSED
+from qsync.operators.declaration import Role
+from qsync.operators.precision import CARRIED_FLOATS, LARGEST, Precision, is_encoded
+from qsync.operators.registry import FORMS, PRECISIONS_BY_KIND, PRODUCTS, declared, operand_type
+from qsync.records.graph import Op
 
 _WIDTH = {name: -position for position, name in enumerate(CARRIED_FLOATS)}
-
-# Kinds of operators whose 4-D result is not an image.
-_NO_IMAGES = ("view", "contiguous", "matmul", "attention", "softmax", "output")
-# Products, with the precisions in which they can compute a following activation.
-_WITH_EPILOGUE = {
-    "linear": (Precision.INT8, Precision.INT8_ALL),
-    "addmm": (Precision.INT8, Precision.INT8_ALL),
-}
-# Operands that a product saves for backward; for kinds not listed, all.
-_SAVED_OPERANDS = {
-    "linear": (0,),
-    "conv2d": (0,),
-    "conv1d": (0,),
-    "conv3d": (0,),
-    "conv_transpose": (0,),
-    "addmm": (1,),
-    "matmul": (0, 1),
-    "baddbmm": (1, 2),
-    "embedding": (),
-}
 
 
 def may_be_cast_for(op: Op) -> bool:
     """Return whether an operator's inputs may be cast; not for an embedding, which reads an FP32 table."""
-    return op.role is Role.ADJUSTABLE and op.kind not in ROUNDS_WHAT_IT_READS
+    return op.role is Role.ADJUSTABLE and not PRODUCTS[op.kind].reads_fp32
 
 
 def runs_as_traced(op: Op, precision: Precision) -> bool:
@@ -133,7 +106,7 @@ def passes_16bit_on(op: Op, floats_may: Sequence[bool]) -> bool:
 
 def makes_channels_last(op: Op, precision: Precision, first_channels_last: bool) -> bool:
     """Return whether an operator's result is images that lowering makes channels-last."""
-    if len(op.shape) != 4 or op.kind in _NO_IMAGES:
+    if len(op.shape) != 4 or not declared(op.kind).keeps_order:
         return False
     if op.kind == "conv2d" and precision is not Precision.TF32 and not runs_as_traced(op, precision):
         return True
@@ -147,7 +120,8 @@ def needed_casts(taken: Iterable[str | None], carried: str) -> tuple[str, ...]:
 
 def has_epilogue(op: Op, readers: Sequence[Op]) -> bool:
     """Return whether an operator can compute its only reader in its epilogue, at some precision."""
-    if op.kind not in _WITH_EPILOGUE or op.role is not Role.ADJUSTABLE or op.exposed or len(readers) != 1:
+    able = op.role is Role.ADJUSTABLE and PRODUCTS[op.kind].computes_epilogue
+    if not able or op.exposed or len(readers) != 1:
         return False
     follower = readers[0]
     # The follower reads and returns the product's result type.
@@ -155,12 +129,12 @@ def has_epilogue(op: Op, readers: Sequence[Op]) -> bool:
     # If gradients were switched off in between, only one of the two has a backward.
     same &= follower.requires_grad == op.requires_grad and follower.shape == op.shape
     alone = follower.inputs == (op.name,) and not follower.kept
-    return follower.role is Role.FOLLOWING and follower.kind in EPILOGUES and same and alone
+    return follower.role is Role.FOLLOWING and declared(follower.kind).is_epilogue and same and alone
 
 
 def computes_follower(op: Op, precision: Precision, follower_saves_less: bool) -> bool:
     """Return whether an operator computes its follower in its epilogue under these precisions."""
-    return not follower_saves_less and precision in _WITH_EPILOGUE[op.kind]
+    return not follower_saves_less and precision in PRODUCTS[op.kind].computes_epilogue
 
 
 def run_form_of(
@@ -185,4 +159,5 @@ def saves_operand(op: Op, j: int, taken: str | None, carried: str) -> bool:
     """Return whether an operator saves its `j`-th input for backward in its carried type."""
     if op.role is not Role.ADJUSTABLE or not op.requires_grad:
         return False
-    return j in _SAVED_OPERANDS.get(op.kind, range(len(op.inputs))) and taken == carried
+    saved = PRODUCTS[op.kind].saved
+    return (saved is None or j in saved) and taken == carried

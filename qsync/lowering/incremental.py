@@ -21,10 +21,12 @@ from qsync.lowering.cast_rules import (
     taken_type,
     takes_16bit,
 )
-from qsync.lowering.lowered_graph import REPLACED, Cast, LoweredGraph, Run
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.lowering.wiring import wiring
-from qsync.records.graph import OpGraph, Role
-from qsync.records.precision import Precision
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import REPLACED
+from qsync.records.graph import OpGraph
 
 # One undoable write to a list: the list, the index, and the old value.
 _Write = tuple[list[Any], int, Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from qsync.operators.precision import Precision
 from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
 
 EIGHT_BIT = (Precision.FP8, Precision.INT8, Precision.INT8_ALL)
 
@@ -15,11 +15,7 @@ CHANNELS_LAST = " channels_last"
 TO_16BIT = " narrowing"
 # Suffix of a profile's mode: torch's own kernel runs, because no product is lowered.
 AS_TRACED = " as traced"
-# Following operators with their own kernel in lowered graphs; a graph in FP32 runs as traced.
-REPLACED = ("dropout", "interpolate")
-# Kinds of operators that an 8-bit product can compute in its epilogue; also its form then.
-EPILOGUES = ("gelu", "relu")
-FUSED = "fused"
+FUSED = "fused"  # form of an operator that a product computes in its epilogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ class Run:
     """An operator node of the lowered graph.
 
     `mode` is an adjustable operator's precision, or another operator's type. `form` names its saved tensors:
-    "plain" as in torch, or one of `qsync.records.save_less.FORMS`. A product that computes its follower in
+    "plain" as in torch, or one of `qsync.operators.registry.FORMS`. A product that computes its follower in
     its epilogue has the follower's kind as form (`EPILOGUES`), and the follower the form `FUSED`.
     `channels_last`: it reads images that a lowered convolution made channels-last. `after_other`,
     `before_other`: the product before, or after, this product runs in another precision, which slows its

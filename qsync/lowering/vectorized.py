@@ -22,9 +22,11 @@ from qsync.lowering import cast_rules as rule
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.lowering.numbering import GrowingRows, Ints, Numbered
 from qsync.lowering.wiring import wiring
-from qsync.records.graph import Op, OpGraph, Role
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
+from qsync.records.graph import Op, OpGraph
 from qsync.records.identity_cache import IdentityCache
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 Bools = npt.NDArray[np.bool_]
 

@@ -13,11 +13,12 @@ from qsync.lowering.cast_rules import (
     passes_16bit_on,
     saves_operand,
 )
-from qsync.lowering.lowered_graph import REPLACED
-from qsync.records.graph import Input, Op, OpGraph, Role
+from qsync.operators.declaration import Role
+from qsync.operators.precision import LARGEST, Precision
+from qsync.operators.registry import FORMS, PRECISIONS_BY_KIND, REPLACED
+from qsync.records.graph import Input, Op, OpGraph
 from qsync.records.identity_cache import IdentityCache
-from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
-from qsync.records.save_less import FORMS, can_save_less
+from qsync.records.save_less import can_save_less
 
 
 class Wiring:

@@ -1,15 +1,14 @@
 """Records: what is measured, planned and predicted, as frozen dataclasses with JSON in and out. No torch.
 
 `graph`           the operators of a captured model
-`precision`       precisions, and the types that operands have in them
 `base`            the precision of the strong class, by torch.autocast's list
 `cluster`         device classes, ranks and links
 `datasheets`      peak rates of GPUs that need not be here
 `profiles`        measured costs of a device class; sensitivities of operators
 `plans`           an assignment of precisions per device class
 `levers`          what a plan changes beside precisions
-`save_less`       operators that can save less for backward, and their forms
-`kernel_support`  which kernels exist, and the reason for each that is missing
+`save_less`       operators that can save less for backward
+`kernel_support`  which kernels a graph's operators lack on a device, and why
 `plan_folder`     a folder with a plan and all it was made from
 `json_files`      read and write JSON files
 `record_json`     records as JSON, with every type and limit checked by msgspec

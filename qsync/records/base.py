@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from qsync.errors import FormatError, UnsupportedError, shortened
+from qsync.operators.precision import PRECISION_ORDER, Precision
+from qsync.operators.registry import PRODUCTS
 from qsync.records.graph import Op, OpGraph
-from qsync.records.precision import PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
 
 BASES = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
-# Kinds of operators that torch.autocast lowers on CPUs and GPUs (aten/src/ATen/autocast_mode.h).
-_AUTOCAST_KINDS = (
-    "linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose", "matmul", "baddbmm", "attention",
-    "rnn", "einsum",
-)  # fmt: skip
 # Substitutes for a class without the base, first match wins: a T4 runs FP16 beside an A100's BF16.
 _ALTERNATIVES = {
     Precision.TF32: (Precision.FP32,),
@@ -81,7 +77,8 @@ def base_of(op: Op, base: Precision) -> Precision:
         return Precision.BF16
     if why_kept(op, base):
         return Precision.FP32
-    return base if op.kind in _AUTOCAST_KINDS and base in PRECISIONS_BY_KIND[op.kind] else Precision.FP32
+    product = PRODUCTS[op.kind]
+    return base if product.in_autocast and base in product.precisions else Precision.FP32
 
 
 def base_of_graph(graph: OpGraph, asked: str | None = None) -> Precision:

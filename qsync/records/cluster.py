@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from qsync.errors import FormatError, shortened
+from qsync.operators.precision import Precision
 from qsync.records.datasheets import datasheet
 from qsync.records.json_files import read_text
-from qsync.records.precision import Precision
 from qsync.records.record_json import LARGEST_FLOAT, Fraction, Number, Positive, Record, as_record
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qsync.errors import FormatError, nearest, shortened
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 from qsync.records.record_json import Count, Number, Record
 
 # Seconds of the shortest GPU kernel. Data sheets do not state it: back-to-back launches of small kernels take

@@ -12,21 +12,14 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from qsync.errors import FormatError, shortened
+from qsync.operators.declaration import Role
+from qsync.operators.precision import type_bytes
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.identity_cache import IdentityCache
-from qsync.records.precision import PRECISIONS_BY_KIND, type_bytes
 from qsync.records.record_json import NOT_IN_FILES, Count, FileRecord, Number
-
-
-class Role(StrEnum):
-    """What determines an operator's precision."""
-
-    ADJUSTABLE = "adjustable"  # by the plan
-    FOLLOWING = "following"  # by its inputs: the widest type among them
-    FIXED = "fixed"  # by the trace: the traced type
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""List the existing kernels by kind of operator, precision, device and shape, with reasons for the rest.
+"""List the precisions that a device, or its kernels for a shape, lack, each with its reason.
 
 Everything is computed from records: planning for a GPU, and explaining the plan, need no GPU. Only a profile
 knows what a machine lacks (a compiler, a library): see `Profile.refused`.
@@ -8,29 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND, PRODUCTS
+from qsync.records.graph import Op, OpGraph
 
-# Largest filter side: CUTLASS uses one bit per row and column of a filter.
-LARGEST_FILTER = 32
-
-_SIGNALS = "there is no INT8 convolution of signals on GPUs"
-_GROUPED = "CUTLASS has no grouped convolutions"
-_DILATED = "CUTLASS has no input gradient of dilated convolutions"
-_FORWARD_ONLY = "the INT8 convolutions of CUTLASS are forward only"
-_GROUPED_GRADIENTS = "the windows of grouped convolutions are too short for INT8 products"
-
-# Unsupported shapes of otherwise supported kinds, by device: (kind, precision, reason). On CPUs every shape
-# has a kernel (grouped 3.2, dilated 3.4 times as fast as FP32; Zen 5), but gradients of groups have no INT8
-# product.
-SHAPE_LIMITS: dict[str, tuple[tuple[str, Precision, str], ...]] = {
-    "cpu": (("conv2d", Precision.INT8_ALL, _GROUPED_GRADIENTS),),
-    "cuda": (
-        ("conv2d", Precision.INT8, _GROUPED),
-        ("conv2d", Precision.INT8, _DILATED),
-        ("conv2d", Precision.INT8, f"CUTLASS has no filters longer than {LARGEST_FILTER}"),
-    ),
-}
 # Least compute capability of tensor cores for each type. TF32 and BF16 came with Ampere, INT8 with Turing
 # (Volta's four-byte dot products are no faster than its FP16), FP8 with Ada.
 _LEAST_CAPABILITY = {
@@ -40,36 +22,12 @@ _LEAST_CAPABILITY = {
     Precision.INT8_ALL: (7, 5),
     Precision.FP8: (8, 9),
 }
-_NO_FP8_CONVOLUTION = "not written; torch has no convolution in FP8"
-# Reasons for combinations missing in PRECISIONS_BY_KIND: for a whole kind, or one precision of a kind.
-_UNWRITTEN_KINDS = {
-    "attention": "not written; torch's fused attention takes 16-bit floats at the least",
-    "embedding": "not written; it multiplies nothing",
-    **dict.fromkeys(("rnn", "einsum", "grouped_mm"), "not written; only its BF16 form is"),
-    **dict.fromkeys(("conv3d", "conv_transpose", "baddbmm"), "not written; its TF32 and 16-bit forms are"),
-}
-_UNWRITTEN = {
-    ("conv2d", Precision.FP8): _NO_FP8_CONVOLUTION,
-    ("conv1d", Precision.FP8): _NO_FP8_CONVOLUTION,
-    ("conv1d", Precision.INT8_ALL): "not written; the INT8 convolutions of signals are forward only",
-    ("matmul", Precision.FP8): "not written; torch._scaled_mm multiplies one pair of matrices, not a batch",
-    ("matmul", Precision.INT8_ALL): "not written; without a weight nothing is encoded once and used twice",
-}
 # Higher precisions to fall back to, in order, below FP32; "16-bit" is the device's 16-bit float.
 _ALTERNATIVES: dict[Precision, tuple[str, ...]] = {
     Precision.INT8_ALL: ("int8", "16-bit"),
     Precision.INT8: ("16-bit",),
     Precision.FP8: ("16-bit",),
 }
-
-
-def why_unwritten(kind: str, precision: Precision) -> str:
-    """Return why no device has a kernel for a combination missing in `PRECISIONS_BY_KIND`.
-
-    >>> why_unwritten("conv2d", Precision.FP8)
-    'not written; torch has no convolution in FP8'
-    """
-    return _UNWRITTEN.get((kind, precision)) or _UNWRITTEN_KINDS.get(kind, "not written")
 
 
 def why_not_multiplied(precision: Precision, capability: tuple[int, int] | None) -> str | None:
@@ -103,31 +61,15 @@ def unsupported_by_shape(graph: OpGraph, device: str) -> dict[str, dict[str, str
     shapes |= {op.name: op.shape for op in graph.ops}
     found = {}
     for op in graph.adjustable:
-        reasons: dict[str, str | None] = {}
-        if op.kind in ("conv1d", "conv2d") and device == "cuda":
-            reasons[Precision.INT8] = _why_not_on_gpus(op, [shapes[name] for name in op.inputs])
-        if op.kind == "conv2d":
-            grouped = _groups(*(shapes[name] for name in op.inputs[:2])) > 1
-            on_cpus = _GROUPED_GRADIENTS if grouped else None
-            reasons[Precision.INT8_ALL] = _FORWARD_ONLY if device == "cuda" else on_cpus
-        if any(reasons.values()):
-            found[op.name] = {str(precision): why for precision, why in reasons.items() if why}
+        operands = [shapes[name] for name in op.inputs]
+        reasons: dict[str, str] = {}
+        for limit in PRODUCTS[op.kind].limits:
+            applies = limit.applies is None or limit.applies(operands, op.dilated)
+            if limit.device == device and applies:
+                reasons.setdefault(str(limit.precision), limit.reason)
+        if reasons:
+            found[op.name] = reasons
     return found
-
-
-def why_not_in_cutlass(groups: int, dilated: bool, filter_shape: tuple[int, ...]) -> str | None:
-    """Return why CUTLASS cannot compute a convolution of images with this filter; None if it can.
-
-    >>> why_not_in_cutlass(32, False, (3, 3))
-    'CUTLASS has no grouped convolutions'
-    """
-    if groups != 1:
-        return _GROUPED
-    if dilated:
-        return _DILATED
-    if max(filter_shape) > LARGEST_FILTER:
-        return f"CUTLASS has no filters of {' x '.join(map(str, filter_shape))}"
-    return None
 
 
 def precisions_up(precision: Precision, sixteen_bit: str | None) -> list[Precision]:
@@ -160,13 +102,3 @@ def supported_up(
 def is_fixed_despite_kernels(op: Op) -> bool:
     """Return whether an operator is fixed although its kind is adjustable (see `Op.fixed_because`)."""
     return op.role is Role.FIXED and op.kind in PRECISIONS_BY_KIND and bool(op.fixed_because)
-
-
-def _why_not_on_gpus(op: Op, shapes: list[tuple[int, ...]]) -> str | None:
-    if op.kind == "conv1d":
-        return _SIGNALS
-    return why_not_in_cutlass(_groups(*shapes[:2]), op.dilated, shapes[1][2:])
-
-
-def _groups(image: tuple[int, ...], weight: tuple[int, ...]) -> int:
-    return image[1] // weight[1] if len(image) == 4 and weight[1] else 1

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError, nearest, shortened
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.base import is_below, parse_base
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ClassLevers, Levers
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.record_json import Count, FileRecord, Number
 from qsync.records.save_less import can_save_less, ops_that_save_less
 from qsync.records.verdict import Verdict

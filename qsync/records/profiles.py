@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import qsync
 from qsync.errors import FormatError, MismatchError, shortened
+from qsync.operators.precision import Precision
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph, digest
 from qsync.records.levers import CarriedTo
 from qsync.records.memory_residuals import MemoryResiduals
-from qsync.records.precision import Precision
 from qsync.records.record_json import NOT_IN_FILES, Count, FileRecord, Number, as_record, without_header
 
 

@@ -1,28 +1,18 @@
-"""Operators that can save less for backward, and the forms of their saved tensors."""
+"""Operators of a graph that can save less for backward."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable
 
-from qsync.records.graph import Op, OpGraph, Role
-
-# Forms of saved tensors of a following operator: if a consumer saves its result anyway, and otherwise.
-# "plain" is torch's own, which is then just that result.
-FORMS: dict[str, tuple[str, str]] = {
-    "gelu": ("output", "codes"),
-    "silu": ("codes", "codes"),
-    "layer_norm": ("output", "codes"),
-    "batch_norm": ("codes", "codes"),
-    "softmax": ("plain", "codes"),
-    "relu": ("plain", "bits"),
-    "dropout": ("bits", "bits"),
-}
+from qsync.operators.declaration import Role
+from qsync.operators.registry import declared
+from qsync.records.graph import Op, OpGraph
 
 
 def can_save_less(op: Op) -> bool:
     """Return whether an operator can save smaller tensors for backward."""
-    return op.role is Role.FOLLOWING and op.kind in FORMS and op.requires_grad
+    return op.role is Role.FOLLOWING and declared(op.kind).saves_less is not None and op.requires_grad
 
 
 def ops_that_save_less(graph: OpGraph, patterns: Iterable[str]) -> tuple[str, ...]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from qsync import backend
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.base import base_of, base_on, bases_of, why_kept
 from qsync.records.graph import OpGraph
 from qsync.records.kernel_support import precisions_up, supported_up, unsupported_by_shape
 from qsync.records.levers import is_in_module
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.coverage import listed, warn_once
 from qsync.runtime.rewriting import needs_kernel

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from qsync.lowering.lowered_graph import LoweredGraph, Run
-from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.kernel_support import why_unwritten
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND, why_unwritten
+from qsync.records.graph import Op, OpGraph
 from qsync.tracing.tracer import tensor_names
 
 # Below this share of the requested FLOPs, the line becomes a warning.

@@ -13,9 +13,12 @@ import torch
 import torch._ops
 import torch.fx
 
+from qsync.operators.registry import declared
+from qsync.operators.structure import OTHER, UNSAVED_FUNCTION
+from qsync.operators.views import VIEW
 from qsync.records.graph import Op
 from qsync.tracing.inplace_calls import traced_storages, written_by
-from qsync.tracing.operator_table import UNSAVED_FUNCTION, call_name, classify, is_torch, names_a_type
+from qsync.tracing.operator_table import call_name, classify, is_torch, names_a_type
 from qsync.tracing.segments import Segment
 
 _RESHAPE = {"size": "shape"}  # the argument of a view, by its name in reshape
@@ -61,7 +64,7 @@ def asks_for_order(op: Op, node: torch.fx.Node) -> bool:
     name = call_name(node).partition(".")[0]
     if name in _ASK_FOR_ORDER:
         return node.target != "view" or names_a_type(node)  # other views become reshape
-    return op.kind in ("other", UNSAVED_FUNCTION) and not is_torch(node.target)
+    return op.kind in (OTHER.kind, UNSAVED_FUNCTION.kind) and not is_torch(node.target)
 
 
 def owners_of_order(segment: Segment) -> set[torch.fx.Node]:
@@ -94,9 +97,11 @@ def viewed(segment: Segment, node: torch.fx.Node) -> torch.fx.Node:
     """Return the base node of a view, through views of views; any other node itself."""
     while node.op in ("call_function", "call_method") and node.all_input_nodes:
         source = node.all_input_nodes[0]
-        is_view = classify(node)[0] in ("view", "contiguous", "float") or call_name(node) in _VIEWS
+        is_view = declared(classify(node)[0]).may_alias or call_name(node) in _VIEWS
         # Parts come from a tuple that a view returned; items of other tuples are no views.
-        is_whole = isinstance(source.meta.get("example_value"), torch.Tensor) or classify(source)[0] == "view"
+        is_whole = (
+            isinstance(source.meta.get("example_value"), torch.Tensor) or classify(source)[0] == VIEW.kind
+        )
         shares = not set(traced_storages(node)).isdisjoint(traced_storages(source))
         if source in segment.nested or not (is_view and is_whole and shares):
             break

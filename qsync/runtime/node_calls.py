@@ -12,7 +12,7 @@ from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
 from qsync.errors import MiscomputedError, UnsupportedError
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 from qsync.runtime.coverage import say_once
 from qsync.runtime.weight_cache import CastFunction
 

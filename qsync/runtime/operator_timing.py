@@ -26,9 +26,10 @@ from qsync.backend.kernel_cache import Choices, rounded_up
 from qsync.lowering.cast_rules import takes_16bit
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import LoweredGraph, Run
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.progress import shown_on_rank_zero
-from qsync.records.graph import Input, Op, OpGraph, Role
-from qsync.records.precision import Precision
+from qsync.records.graph import Input, Op, OpGraph
 from qsync.runtime.rewriting import rewrite
 from qsync.tracing.operator_table import DTYPES, traced_shape, traced_size
 from qsync.tracing.segments import Segment

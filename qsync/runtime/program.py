@@ -25,9 +25,10 @@ from qsync.backend.devices.device_detection import device_of
 from qsync.errors import QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.progress import shown_on_rank_zero
-from qsync.records.graph import OpGraph, Role
-from qsync.records.precision import Precision
+from qsync.records.graph import OpGraph
 from qsync.runtime.choosers import Chooser, SavingChooser, candidates, kept, saving, unsupported
 from qsync.runtime.coverage import warn_once
 from qsync.runtime.node_calls import Observer

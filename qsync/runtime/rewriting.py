@@ -30,9 +30,10 @@ from qsync.backend.kernels.convolution.image_order import receive_in_own_order, 
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.norms import NORMS_OF_ONE_TYPE, has_bias_alone, norm
 from qsync.lowering.cast_rules import runs_as_traced
-from qsync.lowering.lowered_graph import EPILOGUES, FUSED, REPLACED, Cast, LoweredGraph, Run
+from qsync.lowering.lowered_graph import FUSED, Cast, LoweredGraph, Run
+from qsync.operators.precision import Precision, is_encoded
+from qsync.operators.registry import EPILOGUES, PRODUCTS, REPLACED, declared
 from qsync.records.graph import Op, OpGraph
-from qsync.records.precision import Precision, is_encoded
 from qsync.runtime.memory_order import (
     asks_for_order,
     by_rows,
@@ -62,14 +63,6 @@ _TIMED = "timed"  # name prefix of reports to an observer that only measures tim
 # Operand index of attention's mask, which observers do not see: a mask with a gradient has slow kernels
 _MASK = 3
 _NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for backward
-# Kinds with a BF16 kernel; others run the traced call on BF16 operands.
-_KINDS_WITH_BF16_KERNEL = (
-    "conv1d", "conv2d", "conv3d", "conv_transpose", "attention", "embedding", "grouped_mm",
-)  # fmt: skip
-# Kinds whose gradients are row-major whatever they read: slow to add to the channels-last gradients of other
-# readers (EfficientNet in BF16 on a Xeon with AMX: eight times as slow).
-_SPREADING = ("mean", "adaptive_avg_pool2d")
-_KINDS_OF_OTHER_ORDER = ("conv1d", "conv2d", "conv3d", "conv_transpose", "attention")
 
 
 def rewrite(
@@ -90,7 +83,7 @@ def needs_kernel(op: Op, precision: Precision, kernels: KernelTable) -> bool:
     """Return whether an adjustable operator runs a backend kernel instead of the traced call."""
     if runs_as_traced(op, precision):
         return op.dtype == "fp32" and op.kind in kernels.replaced_in_fp32
-    return precision is not Precision.BF16 or op.kind in _KINDS_WITH_BF16_KERNEL
+    return precision is not Precision.BF16 or PRODUCTS[op.kind].has_bf16_kernel
 
 
 def is_norm_of_one_type(op: Op, run: Run, node: torch.fx.Node) -> bool:
@@ -131,8 +124,8 @@ class _Rewriter:
         self._node_of: dict[tuple[str, str], torch.fx.Node] = {}
         # Whether a kernel may return another memory order than traced.
         self._reorders = any(
-            self._ops[name].kind in _KINDS_OF_OTHER_ORDER
-            and self._ops[name].role == "adjustable"
+            self._ops[name].role == "adjustable"
+            and PRODUCTS[self._ops[name].kind].reorders
             and not runs_as_traced(self._ops[name], Precision(run.mode))
             and needs_kernel(self._ops[name], Precision(run.mode), kernels)
             for name, run in self._runs.items()
@@ -287,7 +280,7 @@ class _Rewriter:
             if native and self._reorders and asks_for_order(op, node):
                 return self._in_order(source, taken)
             is_filter = op.kind == "conv2d" and is_filter_of_open_strides(node, source)
-            spreads = run.channels_last and op.kind in _SPREADING
+            spreads = run.channels_last and declared(op.kind).gradient_by_rows
             if native and self._reorders and (is_filter or spreads):
                 taken = module.graph.call_function(with_own_strides, (taken,))
             value = segment.value_of.get(source)

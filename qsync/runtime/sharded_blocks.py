@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from qsync.errors import MismatchError
+from qsync.operators.precision import Precision
 from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
 from qsync.tracing.module_names import operator_name
 
 

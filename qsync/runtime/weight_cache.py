@@ -18,7 +18,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from qsync.records.precision import is_encoded
+from qsync.operators.precision import is_encoded
 from qsync.tracing.replaced_forward import untraced
 
 _SAMPLED = 16  # compared elements of a weight

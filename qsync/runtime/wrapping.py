@@ -15,10 +15,10 @@ from qsync import backend
 from qsync.backend.devices.device_detection import device_of
 from qsync.backend.precisions_that_pay import emulation_note
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
+from qsync.operators.precision import Precision
 from qsync.progress import is_rank_zero
 from qsync.records.base import BASES, bases_of, check_base, is_below, parse_base
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
 from qsync.runtime import coverage
 from qsync.runtime.choosers import Chooser, at_base, following, saving, uniform

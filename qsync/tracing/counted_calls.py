@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from qsync.operators.registry import declared
 from qsync.tracing.operator_table import (
     bodies_of,
     classify,
@@ -120,10 +121,10 @@ def _counted(node: torch.fx.Node) -> Counted | None:
     stand_ins: list[Any] = []  # one for each of `named_operands`
     packed: list[torch.Tensor] = []
     of_node: dict[torch.fx.Node, Any] = {}
-    is_product = classify(node)[0] in ("mul", "einsum")  # a square has two factors and so two gradients
+    repeats = declared(classify(node)[0]).counts_repeats  # a square has two factors and so two gradients
 
     def stand_in(given: torch.fx.Node) -> Any:
-        if is_product or given not in of_node:
+        if repeats or given not in of_node:
             of_node[given] = _stand_in(given.meta.get("example_value"))
         stand_ins.append(of_node[given])
         return of_node[given]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
+from qsync.operators.registry import declared
 from qsync.tracing.operator_table import call_name, classify, functional_name, may_return_input
 
 WAS_IN_PLACE = "qsync_was_in_place"  # meta key of nodes whose call had `inplace=True`
@@ -169,7 +170,7 @@ def _storages(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]
         group[node] = [node]
         bases = list(written_by(node))
         if node.op in ("call_function", "call_method") and (
-            classify(node)[0] in ("view", "contiguous", "float") or may_return_input(node)
+            declared(classify(node)[0]).may_alias or may_return_input(node)
         ):
             bases.extend(node.all_input_nodes[:1])
         for base in bases:

@@ -8,15 +8,12 @@ from collections.abc import Mapping
 
 import torch.fx
 
-from qsync.records.precision import CONVOLUTIONS
-
-# Kinds for which torch has a module class.
-_MODULES_OWN = ("linear", "addmm", *CONVOLUTIONS, "rnn")
+from qsync.operators.registry import has_module
 
 
 def operator_name(path: str, kind: str) -> str:
     """Return an operator's name: its module's path, and its kind unless the module has that kind."""
-    own = kind in (*_MODULES_OWN, path.rpartition(".")[2])
+    own = has_module(kind) or kind == path.rpartition(".")[2]
     return path if own and path else f"{path}.{kind}" if path else kind
 
 

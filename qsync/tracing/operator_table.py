@@ -13,8 +13,13 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
-from qsync.records.graph import Role, num_elements
-from qsync.records.precision import LARGEST
+from qsync.operators.declaration import Role
+from qsync.operators.norms import BATCH_NORM, FROZEN_BATCH_NORM
+from qsync.operators.precision import LARGEST
+from qsync.operators.registry import BY_CALL, PRODUCTS, declared
+from qsync.operators.structure import FUNCTION, OTHER, UNSAVED_FUNCTION
+from qsync.operators.views import VIEW
+from qsync.records.graph import num_elements
 
 DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -22,85 +27,20 @@ DTYPES = {
     torch.uint8: "uint8", torch.bool: "bool", torch.complex64: "complex64",
 }  # fmt: skip
 
-# Name of a torch call -> (adjustable kind, names of its operands in the order of Op.inputs).
-PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "linear": ("linear", ("input", "weight", "bias")),
-    "addmm": ("addmm", ("input", "mat1", "mat2")),
-    "conv2d": ("conv2d", ("input", "weight", "bias")),
-    "conv1d": ("conv1d", ("input", "weight", "bias")),
-    "conv3d": ("conv3d", ("input", "weight", "bias")),
-    **{f"conv_transpose{n}d": ("conv_transpose", ("input", "weight", "bias")) for n in (1, 2, 3)},
-    **{name: ("matmul", ("input", "other")) for name in ("matmul", "linalg_matmul", "__matmul__")},
-    "bmm": ("matmul", ("input", "mat2")),
-    "mm": ("matmul", ("input", "mat2")),
-    "baddbmm": ("baddbmm", ("input", "batch1", "batch2")),
-    "scaled_dot_product_attention": ("attention", ("query", "key", "value", "attn_mask")),
-    "embedding": ("embedding", ("input", "weight")),
-    # All layers of a torch RNN are one call; without operand names, all of its tensors are operands.
-    **{name: ("rnn", ()) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    "einsum": ("einsum", ()),
-    "grouped_mm_fallback": ("grouped_mm", ("input", "weight")),  # of transformers; offsets of groups are kept
-}
-
-# Name of a torch call -> following kind. A "view" shares its input's storage. Norms take 16-bit input beside
-# FP32 parameters and statistics, since they reduce in FP32.
-FOLLOWING: dict[str, str] = {
-    **{name: name for name in (
-        "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "softmax",
-        "elu", "selu", "celu", "mish", "glu", "hardsigmoid", "abs", "dropout", "layer_norm", "rms_norm",
-        "group_norm", "batch_norm", "add", "sub", "mul", "div", "neg", "pow", "mean", "contiguous", "cat",
-        "stack", "where", "masked_fill", "pad", "clone", "roll", "interpolate", "avg_pool1d", "avg_pool2d",
-        *(f"{pool}{n}d" for pool in ("max_pool", "adaptive_avg_pool") for n in (1, 2, 3)),
-    )},
-    "truediv": "div", "concat": "cat", "repeat_interleave": "clone", "repeat": "clone",
-    **{name: "view" for name in (
-        "view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
-        "expand_as", "getitem", "chunk", "split", "unbind", "t", "view_as", "reshape_as", "movedim", "narrow",
-        "select", "swapaxes",
-    )},
-}  # fmt: skip
-
 # A user's torch.autograd.Function is one call with two traced graphs. It is a following operator if both
 # graphs are elementwise and it has one result.
 _FUNCTION = "autograd_function_apply"
-_ELEMENTWISE = (
-    "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "add", "sub",
-    "mul", "div", "neg", "pow", "where", "clone",
-)  # fmt: skip
 # Calls that compute with their integer arguments (integers are sizes and positions in other calls).
 _TAKES_NUMBERS = (
     "add", "sub", "rsub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_",
     "div_", "where", "masked_fill", "masked_fill_", "fill_", "full", "full_like", "new_full",
 )  # fmt: skip
 _GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # number of a function's graphs: forward, backward
-UNSAVED_FUNCTION = "unsaved_function"  # kind of a user's function that saves nothing for backward
-
 # Products without a low-precision kernel, which run in their traced type. torch does not count their flops.
 UNWRITTEN_PRODUCTS = ("addbmm", "bilinear", "grouped_mm", "_grouped_mm")
 
 # Tensor attributes that return views.
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
-
-# Name of a torch call -> fixed kind that the memory model distinguishes; all other fixed calls are "other".
-FIXED: dict[str, str] = {
-    **{
-        name: "loss"
-        for name in ("mse_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "kl_div")
-    },
-    **{name: name for name in ("cross_entropy", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax")},
-    **{name: "float" for name in ("to", "float", "type_as", "type")},
-    "tile": "clone", "broadcast_to": "view",
-}  # fmt: skip
-
-FROZEN_NORM = "frozen_batch_norm"  # in evaluation mode: it computes no batch statistics
-NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", FROZEN_NORM)
-
-# Kinds whose result may contain a large constant of their input, as a mask that is reshaped or added.
-PASSES_MAGNITUDE = (
-    "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
-    "clone", "interpolate", "float", "input", "other", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax",
-    UNSAVED_FUNCTION,
-)  # fmt: skip
 
 # Namespaces of registered operators that are classified by name.
 _NAMESPACES = ("aten", "transformers")
@@ -150,23 +90,23 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
     if name == _FUNCTION:
         results, bodies = tree_leaves(node.meta.get("example_value")), bodies_of(node)
         follows = len(results) == 1 and len(bodies) == _WAYS and all(map(_computes_elements, bodies))
-        kind, role = ("function", Role.FOLLOWING) if follows else ("other", Role.FIXED)
-        return (kind if len(bodies) < _WAYS or _saves_values(bodies[0]) else UNSAVED_FUNCTION), role
+        found = FUNCTION if follows else OTHER
+        saves = len(bodies) < _WAYS or _saves_values(bodies[0])
+        return (found if saves else UNSAVED_FUNCTION).kind, found.role
     if not is_torch(node.target):
-        return "other", Role.FIXED
-    if name in PRODUCTS:
-        return PRODUCTS[name][0], Role.ADJUSTABLE
-    if name in FOLLOWING:
-        return _by_arguments(node, FOLLOWING[name]), Role.FOLLOWING
+        return OTHER.kind, Role.FIXED
+    if name in BY_CALL:
+        found = BY_CALL[name]
+        return _by_arguments(node, found.kind), Role.FIXED if name in found.fixed_calls else found.role
     if name == "getattr" and node.args[1] in _VIEWS:
-        return "view", Role.FIXED
-    return FIXED.get(name, "other"), Role.FIXED
+        return VIEW.kind, Role.FIXED
+    return OTHER.kind, Role.FIXED
 
 
 def _by_arguments(node: torch.fx.Node, kind: str) -> str:
-    """Return the kind of a following call, refined by its arguments."""
-    if kind == "batch_norm" and not _argument(node, 5, "training", False):
-        return FROZEN_NORM
+    """Return the kind of a call, refined by its arguments."""
+    if kind == BATCH_NORM.kind and not _argument(node, 5, "training", False):
+        return FROZEN_BATCH_NORM.kind
     return kind
 
 
@@ -193,16 +133,21 @@ def _computes_elements(body: torch.fx.Graph) -> bool:
     return all(
         node.op in ("placeholder", "output")
         or call_name(node) == _GRAD_MODE
-        or (classify(node)[0] in _ELEMENTWISE and not names_a_type(node) and not large_constants(node))
+        or (
+            declared(classify(node)[0]).is_elementwise
+            and not names_a_type(node)
+            and not large_constants(node)
+        )
         for node in body.nodes
     )
 
 
 def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
     """Return the operand nodes of a call, in the order of Op.inputs."""
-    names = PRODUCTS.get(call_name(node), (None, ()))[1]
-    if kind in ("mul", "einsum"):  # a square has two factors
+    if declared(kind).counts_repeats:
         return named_operands(node)
+    called = BY_CALL.get(call_name(node))
+    names = called.calls.get(call_name(node), ()) if called is not None else ()
     if not names:
         return list(node.all_input_nodes)
     found = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in enumerate(names)]
@@ -299,21 +244,7 @@ def _argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
 
 def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> int:
     """Return a product's forward flops, with a multiply-add counted as two; 0 for other kinds."""
-    if kind in ("linear", "addmm", "baddbmm"):
-        return 2 * num_elements(output) * shapes[1][-1]
-    if kind in ("conv1d", "conv2d", "conv3d"):
-        return 2 * num_elements(output) * num_elements(shapes[1][1:])
-    if kind == "conv_transpose":  # every element of the input is multiplied by the filters of its channel
-        return 2 * num_elements(shapes[0]) * num_elements(shapes[1][1:])
-    if kind in ("matmul", "grouped_mm"):
-        return 2 * num_elements(output) * shapes[0][-1]
-    if kind == "attention":
-        query, key, value = shapes[:3]
-        return 2 * num_elements(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    if kind == "rnn":  # every step of every row multiplies every weight
-        weights = sum(num_elements(shape) for shape in shapes if len(shape) == 2)
-        return 2 * num_elements(shapes[0][:-1]) * weights
-    return 0
+    return PRODUCTS[kind].flops(shapes, output) if kind in PRODUCTS else 0
 
 
 def flops_of_unwritten(node: torch.fx.Node) -> int:

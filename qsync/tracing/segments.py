@@ -17,16 +17,15 @@ import torch.fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.errors import UnsupportedError
-from qsync.records.graph import Derivative, Input, Op, OpGraph, Role
-from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS
+from qsync.operators.declaration import Role
+from qsync.operators.norms import BATCH_NORM, FROZEN_BATCH_NORM
+from qsync.operators.precision import LARGEST
+from qsync.operators.registry import PRODUCTS, declared, reads_fp32
+from qsync.records.graph import Derivative, Input, Op, OpGraph
 from qsync.tracing.counted_calls import Counted, counted, counted_flops
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.module_names import argument_name, module_place, operator_name, roots_of
 from qsync.tracing.operator_table import (
-    FROZEN_NORM,
-    NORMS,
-    PASSES_MAGNITUDE,
-    UNSAVED_FUNCTION,
     bare_name,
     bodies_of,
     call_name,
@@ -47,11 +46,6 @@ from qsync.tracing.operator_table import (
 from qsync.tracing.traced_tensors import copies, example_of, is_channels_last
 
 _CHECKPOINT = "tag_activation_checkpoint"
-# Kinds, beside products, with own rules of the memory model: for saved tensors, and for backward workspace.
-_KNOWN_SAVED = ("dropout", "function", UNSAVED_FUNCTION)
-_KNOWN_BACKWARD = ("view", "contiguous", "float", "cross_entropy", "batch_norm", FROZEN_NORM)
-# Products whose two operands have different encodings.
-_PRODUCTS_OF_TWO = ("linear", "addmm", "matmul", "conv1d", "conv2d")
 _SIZES = ("size", "dim", "numel")  # calls that read a tensor's shape only
 # Calls that enter and leave a level of torch.vmap or another torch.func transform.
 _ENTER_LEVEL = (
@@ -271,7 +265,7 @@ class _Reader:
         read = [segment.value_of[o] for o in operands(node, kind) if o in segment.value_of]
         everything = [segment.value_of[o] for o in node.all_input_nodes if o in segment.value_of]
         kept = [name for name in dict.fromkeys(everything) if name not in read]
-        if kind in NORMS:
+        if declared(kind).is_norm:
             # Parameters and statistics are kept uncast. Scales computed by the model (adaptive norms) are
             # operands.
             kept = [name for name in read[1:] if name in self.inputs]
@@ -288,7 +282,9 @@ class _Reader:
             else:
                 because = self._why_fixed(read, value, kind, role, magnitude, node)
             role = Role.FIXED if because else role
-        label = "batch_norm" if kind == FROZEN_NORM else kind  # same name in training and evaluation
+        label = (
+            BATCH_NORM.kind if kind == FROZEN_BATCH_NORM.kind else kind
+        )  # same name in training and evaluation
         name = self._name(node, bare_name(node).strip("_") if kind == "other" else label)
         if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
             self._given.add(name)
@@ -313,7 +309,7 @@ class _Reader:
             if dtype in (*LARGEST, "complex64")
         ]
         other = next((dtype for dtype in types if dtype != "fp32"), None)
-        in_bf16 = role is Role.ADJUSTABLE and kind not in ROUNDS_WHAT_IT_READS and set(types) == {"bf16"}
+        in_bf16 = role is Role.ADJUSTABLE and not reads_fp32(kind) and set(types) == {"bf16"}
         if other is not None and not in_bf16:  # the author's choice of type
             return f"the model has it in {other}"
         # Kernels do not see torch.vmap's hidden dimension. torch also refuses their autograd functions there,
@@ -329,12 +325,12 @@ class _Reader:
             return f"it reads constants of up to {magnitude:.3g}, which 16 bits may not hold"
         if not any(self._is_float(name) for name in read) or traced_type(value) not in ("fp32", "bf16"):
             return "it computes on no floats"
-        if value.dim() == {"conv2d": 3, "conv1d": 2}.get(kind):
+        if value.dim() == PRODUCTS[kind].batch_dims:
             return "its input has no batch dimension, and scales are per image"
         if kind == "linear" and len(self._shape[read[1]]) != 2:
             return "its weight is no matrix"
         # The same value as both operands would need two encodings.
-        if kind in _PRODUCTS_OF_TWO and len(read) != len(set(read)):
+        if PRODUCTS[kind].encodings_differ and len(read) != len(set(read)):
             return "it reads one value in two places"
         if kind == "attention" and node.kwargs.get("enable_gqa"):
             _, keys, values = (self._shape[name] for name in read[:3])
@@ -372,7 +368,7 @@ class _Reader:
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
-        self._magnitude[name] = call.magnitude if kind in PASSES_MAGNITUDE else 0.0
+        self._magnitude[name] = call.magnitude if declared(kind).passes_magnitude else 0.0
         segment.op_of[node] = name
         segment.value_of[node] = name
 
@@ -381,8 +377,8 @@ class _Reader:
 
         It has rules for products with kernels, dropout and functions of the user.
         """
-        own = call.kind in PRECISIONS_BY_KIND and call.kind != "einsum"  # einsum is torch's in any precision
-        return None if own or call.kind in _KNOWN_SAVED or self._num_levels else counted(node)
+        by_rule = declared(call.kind).saves_by_rule
+        return None if by_rule or self._num_levels else counted(node)
 
     @staticmethod
     def _derivative(segment: Segment, node: torch.fx.Node, call: _Call, found: Counted) -> Derivative:
@@ -393,7 +389,7 @@ class _Reader:
             saved=tuple(k for k, name in enumerate((*call.read, *call.kept)) if name in saved),
             saves_result=found.result,
             besides=found.besides,
-            workspace_bytes=0 if call.kind in _KNOWN_BACKWARD else found.workspace_bytes,
+            workspace_bytes=0 if declared(call.kind).works_by_rule else found.workspace_bytes,
         )
 
     def _read_nested(self, outer: Segment, node: torch.fx.Node) -> None:

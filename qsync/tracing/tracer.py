@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from qsync.backend.devices.device_detection import device_of
 from qsync.errors import CalibrationError, NothingToLowerError
-from qsync.records.graph import Op, OpGraph, Role
+from qsync.operators.declaration import Role
+from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import is_fixed_despite_kernels
 from qsync.tracing.graph_sharing import SharedGraph
 from qsync.tracing.held_state import first_call, undisturbed

@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 from qsync.errors import MismatchError
 from qsync.lowering.incremental import Lowering
-from qsync.lowering.lowered_graph import AS_TRACED, CHANNELS_LAST, EPILOGUES, FUSED, TO_16BIT, Cast, Run
+from qsync.lowering.lowered_graph import AS_TRACED, CHANNELS_LAST, FUSED, TO_16BIT, Cast, Run
 from qsync.lowering.wiring import wiring
-from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.precision import TYPE_BYTES
+from qsync.operators.declaration import Role
+from qsync.operators.precision import TYPE_BYTES
+from qsync.operators.registry import EPILOGUES, FORMS, declared
+from qsync.records.graph import Op, OpGraph
 from qsync.records.profiles import Cost, Profile
-from qsync.records.save_less import FORMS
 
 # Kinds of operators that move no data, and so cost nothing.
-FREE = ("view", "input", "output")
 
 FloatArray = npt.NDArray[np.float64]
 _NO_SWITCH = Cost(0.0)
@@ -80,7 +80,7 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
     """
     measured = profile.ops.get(run.op, {})
-    if not measured and op.kind in FREE:
+    if not measured and declared(op.kind).moves_nothing:
         return Cost(0.0)
     name, ratio = nearest_mode(profile, run, op)
     cost = measured[name]

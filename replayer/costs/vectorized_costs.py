@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from qsync.lowering.numbering import Numbered
 from qsync.lowering.vectorized import Tables, Tabulated
+from qsync.operators.precision import Precision
+from qsync.operators.registry import declared
 from qsync.records.identity_cache import IdentityCache
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
-from qsync.replayer.costs.class_costs import FREE, FloatArray, cast_cost, measured_as, nearest_mode
+from qsync.replayer.costs.class_costs import FloatArray, cast_cost, measured_as, nearest_mode
 
 Ints = npt.NDArray[np.int64]
 
@@ -75,7 +76,7 @@ class VectorizedPrices:
     def _look_up(self, i: int, lowered: Tabulated, profile: Profile) -> None:
         op = lowered.graph.ops[i]
         columns = self._columns[i]
-        if not columns and op.kind in FREE:
+        if not columns and declared(op.kind).moves_nothing:
             self._column.append(self._width - 1)
             self._ratio.append(0.0)
             return

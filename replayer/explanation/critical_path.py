@@ -14,10 +14,10 @@ from itertools import groupby
 
 import numpy as np
 
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.records.record_json import Record
 from qsync.replayer.events import WorkClock

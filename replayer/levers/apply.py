@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from qsync.errors import FormatError, MismatchError
+from qsync.operators.precision import keeps_weight_casts
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import CarriedTo, ClassLevers, Levers, samples_of
-from qsync.records.precision import keeps_weight_casts
 from qsync.records.profiles import Profile
 from qsync.replayer.levers.accumulation import in_passes, with_other_passes
 from qsync.replayer.levers.batch_size import Recapture, at_samples, resized

@@ -28,11 +28,11 @@ from qsync.allocator.solvers import fastest_start
 from qsync.allocator.solvers.precision_recovery import recover
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.lowering.incremental import lower
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Link
-from qsync.records.graph import Role
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import replay
 

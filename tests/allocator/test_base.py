@@ -10,11 +10,12 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 from qsync.allocator import allocate, check_plan, explain, shadow_prices, what_ifs
 from qsync.commands.tables import base_lines
 from qsync.errors import FormatError, UnsupportedError
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.records.base import base_of, base_on, bases_of, is_below, parse_base
 from qsync.records.cluster import Link
-from qsync.records.graph import Op, Role
+from qsync.records.graph import Op
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.replayer import replay
 
 FP32, TF32 = Precision.FP32, Precision.TF32

@@ -20,10 +20,10 @@ from qsync.allocator.levers.search import Search
 from qsync.allocator.levers.search_space import LeverSetting, Space
 from qsync.errors import FormatError, InfeasibleError, MismatchError
 from qsync.hybrid_training import save_with_warnings
+from qsync.operators.precision import Precision
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import Recapture, profiles_under_levers
 

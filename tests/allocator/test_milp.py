@@ -22,9 +22,9 @@ from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.milp_expressions import ONE, ZERO, IntegerProgram, Sum, negated, total
 from qsync.allocator.solvers.precision_recovery import holds
 from qsync.errors import FormatError
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Link
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
 
 INT8, FP32 = Precision.INT8, Precision.FP32

@@ -15,8 +15,8 @@ from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.precision_recovery import holds
 from qsync.errors import FormatError, InfeasibleError, MismatchError, UnsupportedError
+from qsync.operators.precision import Precision
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 
 FP32, BF16, INT8 = Precision.FP32, Precision.BF16, Precision.INT8
 GRAPH, CLUSTER = encoder(2), cluster_of()

@@ -15,8 +15,8 @@ from qsync.allocator import allocate, check_plan, find_warnings, uniform
 from qsync.allocator.explanation import plan_warnings
 from qsync.allocator.planner import Options
 from qsync.distributed.ddp_profiling import PROFILE_S_VARIABLE
+from qsync.operators.precision import Precision
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 
 GRAPH = mlp(2)
 ABLE = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)

@@ -15,9 +15,9 @@ import pytest
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import what_ifs
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Link
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.replayer import find_critical_path, replay, slowed
 from qsync.replayer.explanation.phases import Phases, expected, find_drift, median
 from qsync.replayer.levers.batch_size import times

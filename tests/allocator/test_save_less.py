@@ -31,10 +31,10 @@ from qsync.allocator.solvers.memory_lower_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import Sum, total
 from qsync.commands.tables import lever_lines
 from qsync.errors import FormatError, InfeasibleError, MismatchError
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import StepMemory
 from qsync.records.levers import Levers
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import Recapture, replay
 

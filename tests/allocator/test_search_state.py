@@ -13,9 +13,9 @@ from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.precision_recovery import holds
 from qsync.lowering.incremental import lower
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Link
-from qsync.records.precision import Precision
 from qsync.replayer import starts_s
 
 INT8 = Precision.INT8

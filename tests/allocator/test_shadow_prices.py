@@ -8,10 +8,11 @@ import pytest
 from graphs import Builder, cluster_of, profile_of, sensitivity_of
 
 from qsync.allocator import allocate, shadow_prices
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.cluster import Link
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import replay
 

@@ -8,10 +8,10 @@ import pytest
 from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 
 from qsync.allocator import what_ifs
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Link
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import Recapture, profiles_under_levers, replay, slowed
 

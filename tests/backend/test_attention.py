@@ -16,7 +16,7 @@ import qsync
 from qsync.backend import reference_kernel, select
 from qsync.backend.kernels.attention import attention_int8, attention_strategy
 from qsync.lowering.lowered_graph import Run
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 from qsync.runtime.planned_forward import program_of
 
 pytestmark = pytest.mark.filterwarnings(

@@ -12,7 +12,7 @@ from qsync.backend import reference_kernel
 from qsync.backend.casts import cast_ops
 from qsync.backend.kernels.attention import attention_bf16, attention_strategy, softmax
 from qsync.backend.selection.kernel_candidates import candidates
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"

@@ -16,7 +16,8 @@ from qsync.backend.casts.epilogues import activation
 from qsync.backend.custom_operators import OpaqueKernels
 from qsync.backend.encoding import Operand
 from qsync.errors import UnsupportedError
-from qsync.records.precision import is_encoded, operand_type
+from qsync.operators.precision import is_encoded
+from qsync.operators.registry import operand_type
 
 KERNELS = select("cpu")
 GENERATOR = torch.Generator().manual_seed(0)

@@ -30,7 +30,8 @@ from qsync.backend.cutlass.tuning import LaunchSetting, Tuner, search
 from qsync.backend.int8_products import LONGEST_INT32_SUM
 from qsync.backend.selection.kernel_candidates import candidates
 from qsync.errors import BuildError, UnsupportedError
-from qsync.records.precision import Precision, is_encoded, operand_type
+from qsync.operators.precision import Precision, is_encoded
+from qsync.operators.registry import operand_type
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
 needs_gpu = [

@@ -13,8 +13,8 @@ from qsync.backend import decode, encode, select
 from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.records.graph import Role
-from qsync.records.precision import Precision
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.runtime import planned_forward
 
 PLACES = torch.tensor([[0, 3, 3, 1], [7, 3, 0, 2]])

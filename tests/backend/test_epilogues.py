@@ -18,7 +18,7 @@ from qsync.backend.casts.epilogues import (
     dequantize_activated,
 )
 from qsync.errors import UnsupportedError
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 pytestmark = pytest.mark.xdist_group("casts")  # one process compiles the programs of GPUs for all of them
 

@@ -13,7 +13,8 @@ from qsync.backend.selection import kernel_candidates, kernel_selection
 from qsync.backend.selection.kernel_candidates import Candidate, candidates, device_precisions
 from qsync.backend.selection.kernel_selection import Kernels, select
 from qsync.errors import UnsupportedError
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 
 
 def test_the_backend_package_imports_no_torch():

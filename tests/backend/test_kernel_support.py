@@ -19,12 +19,13 @@ from qsync.backend.cutlass.convolution import unsupported
 from qsync.backend.selection.kernel_selection import Kernels
 from qsync.commands import device_report, doctor_tables
 from qsync.errors import UnsupportedError
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
-from qsync.records.graph import OpGraph, Role
+from qsync.records.graph import OpGraph
 from qsync.records.kernel_support import supported_up, unsupported_by_shape
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.runtime import choosers, planned_forward
 from qsync.runtime.choosers import uniform

@@ -16,8 +16,8 @@ import qsync
 from qsync.backend import decode, encode, select
 from qsync.backend.encoding import memory_order
 from qsync.lowering.lowered_graph import Run
-from qsync.records.graph import Role
-from qsync.records.precision import Precision
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.runtime.planned_forward import program_of
 
 pytestmark = pytest.mark.filterwarnings(

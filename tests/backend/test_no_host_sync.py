@@ -14,8 +14,8 @@ from qsync.backend.compressed_saves.deferred_flags import deferred_flag
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.selection import kernel_selection
 from qsync.errors import UnsupportedError
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
-from qsync.records.save_less import FORMS
+from qsync.operators.precision import Precision
+from qsync.operators.registry import FORMS, PRECISIONS_BY_KIND
 
 PRODUCTS = [(kind, p) for kind, precisions in PRECISIONS_BY_KIND.items() for p in precisions]
 

@@ -20,7 +20,8 @@ from qsync.backend import Operand, encode, reference_kernel
 from qsync.backend.precisions_that_pay import emulated_precisions, emulation_note
 from qsync.backend.selection.kernel_candidates import candidates
 from qsync.errors import UnsupportedError
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 
 CPU = torch.device("cpu")
 cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -15,8 +15,8 @@ from qsync.backend.precisions_that_pay import (
     sixteen_bits_pay,
 )
 from qsync.errors import FormatError
+from qsync.operators.precision import Precision
 from qsync.records.cluster import DeviceClass
-from qsync.records.precision import Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16

@@ -20,7 +20,7 @@ from qsync.backend.kernels.convolution import conv_products, convolution_bf16
 from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.errors import UnsupportedError
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 CPU = ["int8", "int8_all", "fp16", "bf16"]
 

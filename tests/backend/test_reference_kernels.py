@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from qsync.backend import Operand, decode, encode, reference_kernel
 from qsync.backend.reference_kernels import round_mantissa
-from qsync.records.precision import MANTISSA_BITS, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
+from qsync.operators.precision import MANTISSA_BITS, Precision, is_encoded
+from qsync.operators.registry import PRECISIONS_BY_KIND, operand_type
 
 
 def contract(left, right):

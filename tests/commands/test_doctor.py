@@ -19,7 +19,8 @@ from qsync.backend.casts import compiled_casts as compiled
 from qsync.backend.cutlass import compiled_products
 from qsync.backend.measure_peaks import peak_of
 from qsync.commands import device_report, doctor_tables
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 
 
 @pytest.fixture(scope="module")

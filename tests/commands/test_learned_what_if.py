@@ -13,11 +13,11 @@ from qsync.allocator import allocate, find_warnings
 from qsync.commands.loading import load_basis
 from qsync.distributed.plan_cache import cache_key
 from qsync.errors import FormatError, MismatchError
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import SIMULATED, WHAT_IF, Profile, check_versions, shown
 from qsync.replayer import replay
 

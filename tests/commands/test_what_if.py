@@ -14,12 +14,12 @@ from qsync import cost_learning
 from qsync.commands.loading import load_basis
 from qsync.cost_learning import can_measure
 from qsync.errors import FormatError
+from qsync.operators.precision import Precision
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.op_calls import Argument, Call
 from qsync.predictor.cost_model.samples import samples_of
 from qsync.predictor.cost_model.shape_pool import pool
 from qsync.records.plan_folder import Basis
-from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 
 CLUSTER = """

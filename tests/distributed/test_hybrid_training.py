@@ -253,7 +253,7 @@ def test_a_given_plan_is_run_and_a_cache_that_is_malformed_is_made_anew(tmp_path
 from pathlib import Path
 from qsync.runtime import planned_forward
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 graph = qsync.capture(make(), batch()[0])
 names = [op.name for op in graph.adjustable]
@@ -289,7 +289,7 @@ def test_ranks_that_differ_are_told_so_on_every_rank_before_the_first_step(tmp_p
     """One job for all cases: after each refusal the ranks are still in step."""
     body = """
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 class Other(Net):
     pass

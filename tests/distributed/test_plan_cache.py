@@ -12,10 +12,10 @@ from graphs import cluster_of, mlp
 
 import qsync
 from qsync.distributed.plan_cache import cache_key
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 
 SCRIPT = """
 from functools import partial

@@ -15,9 +15,9 @@ from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.expansion.transfer.costs_and_sensitivity import NEW_BLOCK_ERROR_SHARE
 from qsync.expansion.transfer.scaling import gradient_gain, rounding_gain
 from qsync.experiments.workloads.gpt import Gpt
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
 from qsync.records.profiles import CARRIED, Cost, Profile, Sensitivity, shown
 
 TOKENS = torch.randint(0, 50, (4, 16), generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,9 @@ import qsync
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.lowering.incremental import lower
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Cluster, DeviceClass, Link
-from qsync.records.precision import Precision
 
 TOKENS = torch.zeros(4, 64, dtype=torch.int64)
 

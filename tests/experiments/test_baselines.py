@@ -11,7 +11,7 @@ from torch import nn
 import qsync
 from qsync.backend.encoding import decode, encode
 from qsync.experiments.sensitivity.baselines import BASELINES, sensitivity_by
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 BF16, INT8 = Precision.BF16, Precision.INT8
 

@@ -32,8 +32,8 @@ from qsync.experiments.sensitivity.indicators import (
     sensitivities,
 )
 from qsync.experiments.workloads.workload import Workload
+from qsync.operators.precision import Precision
 from qsync.records.json_files import read_json
-from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 
 SCALE = Scale(warm_up=2, unseen=3, random_plans=2)

@@ -10,8 +10,8 @@ from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases, compare_kernels, host_overhead
 from qsync.experiments.kernels.cases import Bar, Bench, Case
+from qsync.operators.precision import Precision
 from qsync.records.json_files import read_json
-from qsync.records.precision import Precision
 
 CPU = torch.device("cpu")
 LINEAR, CONV, ATTENTION = (32, 48, 64), (2, 16, 8, 3), (2, 3, 16, 8)

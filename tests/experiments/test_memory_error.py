@@ -17,9 +17,9 @@ from qsync.experiments.harness.ranks import process_group_of_one  # noqa: E402
 from qsync.experiments.memory import memory_error, memory_runs  # noqa: E402
 from qsync.experiments.workloads.gpt import Gpt  # noqa: E402
 from qsync.lowering.incremental import lower  # noqa: E402
+from qsync.operators.precision import Precision  # noqa: E402
 from qsync.predictor.memory import peak  # noqa: E402
 from qsync.predictor.memory.cuda_allocator import block_bytes  # noqa: E402
-from qsync.records.precision import Precision  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -45,9 +45,9 @@ from qsync.experiments.mixed.ways import (
     samples_by_class,
     ways,
 )
+from qsync.operators.precision import Precision
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.replayer import Recapture, profiles_under_levers
 
 WEAK_SHARE = 0.35

@@ -8,7 +8,7 @@ import torch
 from qsync.backend.devices.device_detection import detect_class
 from qsync.backend.precisions_that_pay import default_precisions
 from qsync.experiments.harness import offered_precisions as module
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 CPU = torch.device("cpu")
 

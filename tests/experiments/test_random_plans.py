@@ -13,7 +13,7 @@ from qsync.distributed import job
 from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.errors import QSyncError
 from qsync.experiments.prediction.random_plans import PlanRun, random_plans, run_family, run_plans
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

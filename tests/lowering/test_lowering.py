@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from qsync.errors import FormatError, MismatchError
 from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
-from qsync.records.graph import OpGraph, Role
-from qsync.records.precision import LARGEST, Precision
+from qsync.operators.declaration import Role
+from qsync.operators.precision import LARGEST, Precision
+from qsync.records.graph import OpGraph
 from qsync.records.save_less import ops_that_save_less
 
 NARROW = st.sampled_from(["bf16", None])
@@ -366,7 +367,7 @@ def test_what_torch_saves_anyway_is_left_to_torch():
 def test_only_following_operators_of_some_kinds_can_save_less(name):
     with pytest.raises(MismatchError, match=f"no operator '{name}' that can save less"):
         lower(encoder(1), {}, saving_less=[name])
-    with pytest.raises(MismatchError, match="following operators of the kinds gelu"):
+    with pytest.raises(MismatchError, match="following operators of the kinds .*gelu"):
         Lowering(encoder(1), {}, saving_less=[name])
 
 

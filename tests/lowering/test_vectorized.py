@@ -16,8 +16,10 @@ from qsync.lowering import cast_rules, vectorized
 from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.numbering import Numbered
 from qsync.lowering.vectorized import Tabulated, tables
-from qsync.records.graph import OpGraph, Role
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
+from qsync.records.graph import OpGraph
 from qsync.records.save_less import can_save_less, ops_that_save_less
 
 

@@ -13,6 +13,7 @@ from roofline_costs import HERE, lawful, truth
 from qsync.errors import CalibrationError, FormatError, MismatchError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast
+from qsync.operators.precision import Precision
 from qsync.planning import plan, replay
 from qsync.predictor.cost_model.fill_profile import carry, fill, simulate
 from qsync.predictor.cost_model.model import CostModel, asked, held_out_shapes
@@ -33,7 +34,6 @@ from qsync.predictor.cost_model.shape_pool import pool
 from qsync.records.datasheets import DATASHEETS, datasheet
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile, shown
 from qsync.replayer import cast_cost, run_cost
 

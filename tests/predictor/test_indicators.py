@@ -13,8 +13,8 @@ from qsync import backend
 from qsync.api import INDICATORS, calibrating
 from qsync.backend.encoding import Operand, encode
 from qsync.errors import CalibrationError, UnsupportedError
+from qsync.operators.precision import Precision
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
-from qsync.records.precision import Precision
 
 
 def test_the_truth_of_a_linear_layer_is_the_difference_that_its_kernel_makes():

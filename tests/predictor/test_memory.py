@@ -14,12 +14,14 @@ from kept_for_backward import bytes_of_copies, saved_by_torch
 from qsync.backend.kernels.convolution.conv_strategy import windows_bytes
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Run
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
 from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.predictor.memory.workspaces.op_workspaces import backward_workspace, forward_workspace
-from qsync.records.graph import Op, Role
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.graph import Op
 from qsync.records.save_less import ops_that_save_less
 
 BF16, INT8 = Precision.BF16, Precision.INT8

@@ -17,11 +17,12 @@ import qsync
 from qsync.allocator import allocate
 from qsync.errors import FormatError, InfeasibleError
 from qsync.lowering.incremental import lower
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory.peak import StepMemory, peak_memory
 from qsync.predictor.profiling.allocator_events import ALLOCATOR, allocator_events
 from qsync.predictor.profiling.memory_trace import StepBytes, TimeMarks, residuals_of, trace_memory
 from qsync.records.memory_residuals import MemoryResiduals, Residual
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile
 from qsync.replayer import Recapture, replay
 from qsync.replayer.levers.batch_size import at_samples, resized

@@ -12,8 +12,9 @@ import qsync
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.profiling.mixed_assignments import mixtures
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 CHOSEN = [Precision.FP32, Precision.BF16, Precision.INT8]
 

@@ -18,12 +18,12 @@ from qsync.backend.devices.kernel_timing import kernel_s
 from qsync.errors import CalibrationError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
+from qsync.operators.precision import Precision
 from qsync.predictor.profiling import profiler as profiler_module
 from qsync.predictor.profiling.clocks import CudaClock, KernelClock, LaunchClock, ShareClock, WallClock
 from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes
 from qsync.predictor.profiling.profiler import Profiler
 from qsync.predictor.profiling.step_statistics import node_costs, switch_costs, timer_seconds
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import Timeline, replay

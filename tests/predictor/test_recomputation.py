@@ -24,12 +24,12 @@ from qsync.experiments.memory.memory_runs import TINY, Trained, parts_of
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Run
 from qsync.lowering.vectorized import Tabulated
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import StepMemory, peak_memory
 from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
-from qsync.records.graph import Role
 from qsync.records.levers import CarriedTo, ClassLevers, Levers
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import peaks, profiles_under_levers, replay
 from qsync.replayer.levers.recomputation import RANDOM_STATE, blocks, mark_recomputed, with_recomputation

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import qsync
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import peak_memory
-from qsync.records.precision import Precision
 from qsync.runtime import choosers
 from qsync.runtime.planned_forward import program_of
 

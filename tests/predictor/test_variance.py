@@ -14,6 +14,8 @@ import qsync
 from qsync import backend
 from qsync.backend.encoding import Operand, decode, encode
 from qsync.errors import CalibrationError
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.predictor.sensitivity.directional_probe import RESULT, STOCHASTIC, RoundingEffects, rounded_results
 from qsync.predictor.sensitivity.rounding import (
     rounding_error,
@@ -21,8 +23,7 @@ from qsync.predictor.sensitivity.rounding import (
     stochastic_errors,
 )
 from qsync.predictor.sensitivity.variance import indicator
-from qsync.records.graph import Op, OpGraph, Role
-from qsync.records.precision import Precision
+from qsync.records.graph import Op, OpGraph
 from qsync.runtime import planned_forward
 
 

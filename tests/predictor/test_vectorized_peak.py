@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from qsync.lowering.incremental import lower
 from qsync.lowering.vectorized import Tabulated
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory import lifetimes
 from qsync.predictor.memory.peak import StepMemory
 from qsync.predictor.memory.vectorized_peak import VectorizedPeak, vectorized_bytes_at
-from qsync.records.graph import Derivative, OpGraph, Role
+from qsync.records.graph import Derivative, OpGraph
 from qsync.records.memory_residuals import MemoryResiduals, Residual
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import can_save_less, ops_that_save_less
 from qsync.replayer.levers.recomputation import mark_recomputed
 

@@ -15,7 +15,8 @@ from qsync.backend import int8_products  # noqa: E402
 from qsync.backend.kernels.attention import attention_bf16  # noqa: E402
 from qsync.experiments.harness.ranks import process_group_of_one  # noqa: E402
 from qsync.experiments.memory import memory_runs  # noqa: E402
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision  # noqa: E402
+from qsync.operators.precision import Precision  # noqa: E402
+from qsync.operators.registry import PRECISIONS_BY_KIND  # noqa: E402
 from qsync.records.save_less import can_save_less  # noqa: E402
 
 FP32, BF16, INT8, INT8_ALL = memory_runs.PRECISIONS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from qsync.errors import FormatError
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
 from qsync.records.datasheets import DATASHEETS, DataSheet, datasheet
-from qsync.records.precision import Precision
 
 LINK = "[link]\nlatency_s = 1e-5\nbytes_per_s = 1e10\n"
 

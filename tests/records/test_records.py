@@ -12,11 +12,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.errors import FormatError, MismatchError, QSyncError
+from qsync.operators.precision import Precision, type_bytes
+from qsync.operators.registry import PRECISIONS_BY_KIND, operand_type
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import read_json, write_json, write_text
 from qsync.records.plans import ClassPlan, Plan, Predicted
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision, operand_type, type_bytes
 from qsync.records.profiles import Cost, Profile, Sensitivity
 
 GRAPH = encoder(1)

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from graphs import cluster_of, mlp, profile_of
 
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster, Link
-from qsync.records.precision import Precision
 from qsync.replayer import replay
 from qsync.replayer.exchange_calibration import FACTORS, MeasuredStep, _best, with_exchange_in_use
 from qsync.replayer.simulate import simulate_step

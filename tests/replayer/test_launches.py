@@ -17,10 +17,10 @@ from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.distributed.monitoring.first_steps import corrected
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.vectorized import Tabulated
+from qsync.operators.precision import Precision
 from qsync.records.cluster import Link
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer import profiles_under_levers, replay
 from qsync.replayer.costs.class_costs import ClassCosts

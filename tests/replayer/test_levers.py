@@ -14,10 +14,10 @@ from qsync.allocator import allocate, check_plan, find_warnings
 from qsync.allocator.problem import make_problem
 from qsync.errors import FormatError, MismatchError
 from qsync.lowering.vectorized import Tabulated
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import bytes_throughout
 from qsync.records.levers import ClassLevers, Levers, Without, samples_of
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import GradientExchange, Recapture, profiles_under_levers, replay
 from qsync.replayer.costs.vectorized_costs import vectorized_costs_of

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync.errors import MismatchError
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 from qsync.replayer import peaks, replay
 
 GRAPH = encoder()

@@ -27,12 +27,13 @@ from hypothesis import strategies as st
 from qsync.allocator import allocate, check_plan
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.lowering.incremental import Lowering, lower
-from qsync.lowering.lowered_graph import AS_TRACED, REPLACED, Cast
+from qsync.lowering.lowered_graph import AS_TRACED, Cast
+from qsync.operators.precision import Precision
+from qsync.operators.registry import REPLACED
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import Input
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import (
     ClassCosts,

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import qsync
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.experiments.harness.ranks import process_group_of_one
+from qsync.operators.precision import Precision
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.runtime.planned_forward import program_of, take_over
 from qsync.runtime.wrapping import Wrapping, swap_plan
 

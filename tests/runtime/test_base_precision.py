@@ -11,8 +11,8 @@ from torch import nn
 
 import qsync
 from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.operators.precision import Precision
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.runtime.planned_forward import program_of
 
 

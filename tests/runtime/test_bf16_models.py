@@ -16,9 +16,10 @@ from qsync.errors import CalibrationError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast
 from qsync.lowering.vectorized import Tabulated
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.base import base_of_graph
 from qsync.records.cluster import Link
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.runtime.planned_forward import program_of
 
 BF16, INT8 = Precision.BF16, Precision.INT8

@@ -10,8 +10,8 @@ from torch import nn
 import qsync
 from qsync.allocator.planner import as_plan
 from qsync.lowering.lowered_graph import Run
+from qsync.operators.precision import Precision
 from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.replayer import replay
 from qsync.runtime.planned_forward import program_of
 

@@ -11,8 +11,8 @@ from models import build, step
 from torch import nn
 
 import qsync
+from qsync.operators.precision import Precision
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.runtime.coverage import Coverage, Row
 
 

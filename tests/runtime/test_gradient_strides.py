@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import qsync
+from qsync.operators.precision import Precision
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 
 
 class Filters(nn.Module):

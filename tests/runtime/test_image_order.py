@@ -17,7 +17,7 @@ import qsync
 from qsync.backend import shape_choices
 from qsync.backend.encoding import Encoded
 from qsync.lowering.lowered_graph import Run
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 from qsync.runtime import choosers, planned_forward
 
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.FP16)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import qsync
 from qsync.errors import MismatchError, UnsupportedError
+from qsync.operators.precision import Precision
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 
 
 class Mixed(nn.Module):

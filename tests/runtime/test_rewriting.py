@@ -24,10 +24,11 @@ import qsync
 from qsync import backend
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
+from qsync.operators.precision import Precision
+from qsync.operators.registry import FORMS, PRECISIONS_BY_KIND
 from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
-from qsync.records.save_less import FORMS, ops_that_save_less
+from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import replay
 from qsync.runtime import choosers, planned_forward
 from qsync.runtime.node_calls import KernelCall

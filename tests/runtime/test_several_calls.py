@@ -12,13 +12,13 @@ from qsync.errors import FormatError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Run
 from qsync.lowering.vectorized import Tabulated
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import peak_memory
 from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
 from qsync.predictor.profiling.clocks import WallClock
 from qsync.predictor.profiling.node_timer import NodeTimer
 from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.runtime import choosers, coverage, planned_forward
 from qsync.runtime.wrapping import plan_of, swap_plan
 

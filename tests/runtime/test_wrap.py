@@ -18,8 +18,8 @@ from traced_models import Applied, Broken, X
 
 import qsync
 from qsync.errors import CalibrationError, FormatError, MismatchError, QSyncError, UnsupportedError
+from qsync.operators.precision import Precision
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.runtime import planned_forward, weight_cache
 from qsync.runtime.weight_cache import WeightCopy
 

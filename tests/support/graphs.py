@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from qsync.lowering.lowered_graph import AS_TRACED, EPILOGUES, FUSED, REPLACED
+from qsync.lowering.lowered_graph import AS_TRACED, FUSED
+from qsync.operators.declaration import Role
+from qsync.operators.precision import CARRIED_FLOATS, Precision
+from qsync.operators.registry import EPILOGUES, FORMS, PRECISIONS_BY_KIND, REPLACED
 from qsync.records.cluster import Cluster, DeviceClass, Link
-from qsync.records.graph import Derivative, Input, Op, OpGraph, Role, num_elements
-from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision
+from qsync.records.graph import Derivative, Input, Op, OpGraph, num_elements
 from qsync.records.profiles import Cost, Profile, Sensitivity
-from qsync.records.save_less import FORMS, can_save_less
+from qsync.records.save_less import can_save_less
 
 # No deadline: machines that run tests are busy.
 settings.register_profile("qsync", deadline=None, max_examples=60)

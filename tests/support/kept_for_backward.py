@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.lowering.lowered_graph import Cast
-from qsync.records.precision import is_encoded, type_bytes
+from qsync.operators.precision import is_encoded, type_bytes
 
 
 def saved_by_torch(model, batch) -> int:

@@ -7,7 +7,8 @@ import math
 import torch
 
 from qsync.backend import Operand, encode, reference_kernel, select
-from qsync.records.precision import Precision, is_encoded, operand_type
+from qsync.operators.precision import Precision, is_encoded
+from qsync.operators.registry import operand_type
 
 
 def sample(*shape, seed=0, scale=1.0):

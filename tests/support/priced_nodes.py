@@ -5,8 +5,8 @@ from __future__ import annotations
 from graphs import cluster_of, profile_of
 
 from qsync.lowering.lowered_graph import Cast, Run
+from qsync.operators.precision import Precision
 from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
 from qsync.replayer import replay
 
 # Precisions that a CPU runs in a test's time.

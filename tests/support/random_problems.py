@@ -16,9 +16,11 @@ from qsync import Cluster, DeviceClass, Link, OpGraph, Precision, Profile, Sensi
 from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.search_state import State
 from qsync.experiments.workloads.large_models import made_up_sensitivity
-from qsync.lowering.lowered_graph import EPILOGUES, FUSED
-from qsync.records.graph import Input, Op, Role, num_elements
-from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND
+from qsync.lowering.lowered_graph import FUSED
+from qsync.operators.declaration import Role
+from qsync.operators.precision import CARRIED_FLOATS
+from qsync.operators.registry import EPILOGUES, PRECISIONS_BY_KIND
+from qsync.records.graph import Input, Op, num_elements
 from qsync.records.profiles import Cost
 
 NAMES = ("first", "second", "third", "fourth")

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import qsync
+from qsync.operators.precision import Precision
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
 from qsync.runtime.planned_forward import program_of
 
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 import qsync
 from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.lowering.incremental import lower
+from qsync.operators.precision import Precision
 from qsync.predictor.memory.layout import layout
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.graph import Derivative
-from qsync.records.precision import Precision
 
 ROWS, WIDTH = 512, 256
 BYTES = 4 * ROWS * WIDTH

@@ -14,9 +14,9 @@ from torch import nn
 import qsync
 from qsync.api import trace_step
 from qsync.errors import MismatchError, UnsupportedError
-from qsync.records.graph import Role
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.records.plans import ClassPlan
-from qsync.records.precision import Precision
 from qsync.runtime import choosers, planned_forward
 from qsync.tracing.graph_sharing import SharedGraph
 

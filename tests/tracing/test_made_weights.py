@@ -16,10 +16,10 @@ import qsync
 from qsync.allocator.explanation.unsupported import unsupported_precisions
 from qsync.allocator.problem import make_problem
 from qsync.allocator.uniform import uniform
+from qsync.operators.precision import Precision
 from qsync.records.base import base_of
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import Op
-from qsync.records.precision import Precision
 from qsync.runtime.planned_forward import program_of
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,8 @@ from traced_models import Applied, Broken, Checkpointed, X
 import qsync
 from qsync import api
 from qsync.errors import CalibrationError, TracingError
-from qsync.records.graph import Op, OpGraph, Role
+from qsync.operators.declaration import Role
+from qsync.records.graph import Op, OpGraph
 from qsync.runtime.planned_forward import program_of
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.tracer import trace

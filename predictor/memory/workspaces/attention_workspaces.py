@@ -8,9 +8,9 @@ from __future__ import annotations
 from qsync.backend.block_sizes import SCORES_PER_BLOCK, scores_per_block
 from qsync.backend.kernels.attention.attention_strategy import saves_weights
 from qsync.lowering.lowered_graph import Run
+from qsync.operators.precision import Precision, type_bytes
 from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.records.graph import Op, num_elements
-from qsync.records.precision import Precision, type_bytes
 
 _FP32, _BF16 = 4, 2
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from qsync.backend.kernels.convolution.conv_strategy import int8_gradient_unfolds, windows_bytes
 from qsync.lowering.lowered_graph import Run
+from qsync.operators.precision import Precision, type_bytes
 from qsync.predictor.memory.saved_tensors import INT8_MODES
 from qsync.predictor.memory.workspaces.onednn_scratch import FORWARD_SCRATCH, weight_gradient_scratch
 from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.records.graph import Op, num_elements
-from qsync.records.precision import Precision, type_bytes
 
 _FP32, _BF16 = 4, 2
 _BLOCK, _SHORT_WINDOW = 16, 3  # oneDNN in FP32: channels of a block; largest short depthwise window

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from qsync.backend.block_sizes import SLOPES_PER_BLOCK
 from qsync.lowering.lowered_graph import Run
+from qsync.operators.precision import Precision, is_encoded, type_bytes
+from qsync.operators.registry import PRODUCTS, declared, is_convolution
 from qsync.predictor.memory.expanded_operands import expanded
 from qsync.predictor.memory.saved_tensors import INT8_MODES
 from qsync.predictor.memory.workspaces.attention_workspaces import attention_backward, attention_forward
@@ -16,7 +18,6 @@ from qsync.predictor.memory.workspaces.convolution_workspaces import convolution
 from qsync.predictor.memory.workspaces.onednn_scratch import weight_gradient_scratch
 from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.records.graph import Op, num_elements
-from qsync.records.precision import CONVOLUTIONS, Precision, is_encoded, type_bytes
 
 _FP32, _BF16 = 4, 2
 _CONVOLVED = (Precision.FP32, Precision.BF16, *INT8_MODES)
@@ -30,9 +31,9 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return _saving_less_forward(op, run)
     if op.kind == "attention":
         return attention_forward(op, run, context)
-    if run.mode in INT8_MODES and op.kind in ("linear", "addmm"):
+    if run.mode in INT8_MODES and declared(op.kind).family == "product":
         return 0 if run.output == "fp32" else _FP32 * elements  # sums, which an FP32 result replaces
-    if op.kind in CONVOLUTIONS and context.device == "cpu":
+    if is_convolution(op.kind) and context.device == "cpu":
         return convolution_forward(op, run, context)
     if op.kind == "embedding" and run.mode != Precision.FP32:  # the FP32 rows before rounding
         return type_bytes("fp32", elements) + type_bytes("int8", elements) * (run.mode == Precision.INT8)
@@ -45,11 +46,11 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
     """Return the bytes of workspace that an operator needs in backward."""
     if run.form in _SAVING_LESS:
         return _saving_less_backward(op, run)
-    if run.mode in INT8_MODES and op.kind in ("linear", "addmm"):
+    if run.mode in INT8_MODES and declared(op.kind).family == "product":
         return _product_int8(op, run, context)
-    if run.mode == Precision.BF16 and op.kind in ("linear", "addmm"):
+    if run.mode == Precision.BF16 and declared(op.kind).family == "product":
         return _product_bf16(op, context)
-    if op.kind in CONVOLUTIONS and context.device == "cpu" and run.mode in _CONVOLVED:
+    if is_convolution(op.kind) and context.device == "cpu" and run.mode in _CONVOLVED:
         return convolution_backward(op, run, context)
     workspace = sum(_gradient_of(j, taken, context) for j, taken in enumerate(run.operands))
     workspace += _derivative(op, run, context)
@@ -122,7 +123,7 @@ def _gradient_of(j: int, taken: str, context: OpContext) -> int:
 
 def _product_bf16(op: Op, context: OpContext) -> int:
     """Return the backward workspace of torch's y = x W' of BF16 tensors on a CPU."""
-    x, w = _operands(op)
+    x, w = PRODUCTS[op.kind].factors
     inner, weight = num_elements(context.shapes[x]), num_elements(context.shapes[w])
     made = _BF16 * inner if context.has_gradient[x] else 0
     passed_on = type_bytes(context.carried[x], inner) if made else 0
@@ -135,7 +136,7 @@ def _product_bf16(op: Op, context: OpContext) -> int:
 
 def _product_int8(op: Op, run: Run, context: OpContext) -> int:
     """Return the backward workspace of y = x W' on INT8 codes (qsync.backend.kernels.linear)."""
-    x, w = _operands(op)
+    x, w = PRODUCTS[op.kind].factors
     elements, inner, weight = (
         op.num_elements,
         num_elements(context.shapes[x]),
@@ -183,14 +184,9 @@ def _matmul_backward(run: Run, context: OpContext) -> int:
     return max(*made, *((_BF16 + _FP32) * count for count in elements))
 
 
-def _operands(op: Op) -> tuple[int, int]:
-    """Return the indices of x and of the weight among the inputs."""
-    return (1, 2) if op.kind == "addmm" else (0, 1)
-
-
 def _scratch(op: Op, context: OpContext) -> int:
     """Return oneDNN's scratch bytes for a weight's gradient in BF16 on one thread; 0 on a GPU."""
     if context.device != "cpu":
         return 0
-    outputs, inner = op.shape[-1], context.shapes[_operands(op)[0]][-1]
+    outputs, inner = op.shape[-1], context.shapes[PRODUCTS[op.kind].factors[0]][-1]
     return weight_gradient_scratch(op.num_elements // max(outputs, 1), outputs, inner)

@@ -16,12 +16,13 @@ from qsync.errors import FormatError, InfeasibleError, UnsupportedError, shorten
 from qsync.expansion.apply.grow import build_grown
 from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.lowering.incremental import lower
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory.peak import peak_memory
 from qsync.predictor.profiling.made_optimizer import MakeOptimizer, made, state_bytes
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_kind
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.tracing.tracer import capture
 
 

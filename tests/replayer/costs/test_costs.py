@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from qsync.errors import MismatchError
 from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.records.precision import Precision
+from qsync.operators.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import ClassCosts, all_reduce_s, buckets, cast_cost, run_cost
 from qsync.replayer.communication import ready_positions

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from qsync.errors import MismatchError
 from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.vectorized import Tabulated
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Link
 from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer import ClassCosts, GradientExchange, replay, step_time
 from qsync.replayer.costs import vectorized_costs

@@ -11,8 +11,9 @@ from graphs import CPU_PRECISIONS, assignments_for, cluster_of, encoder, mlp, pr
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qsync.operators.declaration import Role
 from qsync.records.cluster import Link
-from qsync.records.graph import Input, Op, Role
+from qsync.records.graph import Input, Op
 from qsync.records.profiles import Cost
 from qsync.replayer import Work, find_critical_path, replay, steady_step
 from qsync.replayer.explanation.critical_path import ALL_CLASSES
