@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 # Kinds whose names are words of other things, too: a field, an argument, a type, a phase.
 AMBIGUOUS = {
     "add", "sub", "mul", "div", "neg", "pow", "abs", "where", "cat", "stack", "pad", "roll", "exp", "sqrt",
-    "mean", "sum", "view", "float", "loss", "input", "output", "function", "other", "clone", "contiguous", "linear",
+    "mean", "sum", "view", "float", "loss", "input", "output", "function", "other", "clone", "contiguous",
+    "linear",
 }  # fmt: skip
 # Words for kinds elsewhere in the product (the rules of expansion are about ATen's operators). Each is a
 # place that knows an operator by name: a new one needs a reason.
