@@ -17,6 +17,7 @@ from qsync.backend import cutlass
 from qsync.backend.devices.onednn import sums_int8_exactly
 from qsync.backend.kernels.attention.attention_bf16 import fastest_attention_bf16
 from qsync.backend.kernels.attention.attention_int8 import attention_int8
+from qsync.backend.kernels.bilinear import bilinear
 from qsync.backend.kernels.convolution.convolution_bf16 import conv2d_bf16
 from qsync.backend.kernels.convolution.convolution_int8 import (
     conv1d_int8,
@@ -79,8 +80,13 @@ FP32_KERNELS: dict[str, Kernel] = {
     "conv2d": conv2d_fp32,
     "matmul": matmul_fp32,
     "grouped_mm": grouped_mm_fp32,
+    "bilinear": bilinear,
 }
-_FP32_NAMES = {"conv2d": "memory order by shape", "grouped_mm": "torch, uncleared"}
+_FP32_NAMES = {
+    "conv2d": "memory order by shape",
+    "grouped_mm": "torch, uncleared",
+    "bilinear": "two products",
+}
 _FP16_KERNELS: dict[str, Kernel] = {"linear": linear_fp16, "addmm": addmm_fp16, "conv2d": conv2d_fp16}
 _TF32_KERNELS: dict[str, Kernel] = {"linear": linear_tf32, "addmm": addmm_tf32}
 _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
@@ -116,6 +122,8 @@ def _torch_candidates(
         return (_candidate("rows rounded", _EMBEDDINGS[precision], reason),)
     if kind == "conv2d" and precision is Precision.BF16 and device.type == "cpu":
         return (_candidate("windows or oneDNN", conv2d_bf16, None),)
+    if kind == "bilinear" and precision is Precision.BF16 and device.type == "cpu":
+        return (_candidate("two products", bilinear, None),)
     if kind == "grouped_mm" and precision is Precision.BF16 and device.type == "cpu":
         return (_candidate("torch, in blocks of rows", grouped_mm_bf16, None),)
     if kind == "attention" and precision is Precision.BF16 and device.type == "cpu":

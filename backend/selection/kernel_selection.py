@@ -362,6 +362,7 @@ def _representative(
         "attention": (attention, [(2, 4, n // 2, 32)] * 3, {}),
         "embedding": (_look_up, [(n, n)], {}),
         "einsum": (_contract, [(2, n, n // 2), (2, n // 2, n)], {}),
+        "bilinear": (torch.nn.functional.bilinear, [(n, n // 8), (n, n // 8), (8, n // 8, n // 8), (8,)], {}),
         "grouped_mm": (_multiply_groups, [(n, n // 2), (4, n // 2, n)], ends),
         "rnn": (_recur, [(8, n // 8, n // 2), (2 * n, n // 2), (2 * n, n // 2), (2 * n,), (2 * n,)], {}),
     }

@@ -1,4 +1,4 @@
-"""Products of two values, neither of which need be a weight: matrices, batches, einsum, groups of rows."""
+"""Products of two values: matrices, batches, einsum, rows by groups, bilinear layers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ def _flops(shapes: Shapes, result: Shape) -> int:
 
 def _flops_added(shapes: Shapes, result: Shape) -> int:
     return 2 * elements(result) * shapes[1][-1]
+
+
+def _flops_bilinear(shapes: Shapes, result: Shape) -> int:
+    return 2 * elements(result) * shapes[0][-1] * shapes[1][-1]
 
 
 MATMUL = Product(
@@ -67,4 +71,17 @@ GROUPED_MM = Product(
     has_bf16_kernel=True,
 )
 
-OPERATORS = (MATMUL, BADDBMM, EINSUM, GROUPED_MM)
+# y_o = x' W_o z: one product of x with all matrices, and one of the results with z.
+BILINEAR = Product(
+    kind="bilinear",
+    calls={"bilinear": ("input1", "input2", "weight", "bias")},
+    flops=_flops_bilinear,
+    precisions=FLOATS,
+    unwritten="not written; its TF32 and 16-bit forms are",
+    saved=(0, 1, 2),
+    in_autocast=False,
+    has_bf16_kernel=True,
+    has_module=True,
+)
+
+OPERATORS = (MATMUL, BADDBMM, EINSUM, GROUPED_MM, BILINEAR)

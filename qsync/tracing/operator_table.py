@@ -37,7 +37,7 @@ _TAKES_NUMBERS = (
 )  # fmt: skip
 _GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # number of a function's graphs: forward, backward
 # Products without a low-precision kernel, which run in their traced type. torch does not count their flops.
-UNWRITTEN_PRODUCTS = ("addbmm", "bilinear", "grouped_mm", "_grouped_mm")
+UNWRITTEN_PRODUCTS = ("addbmm", "grouped_mm", "_grouped_mm")
 
 # Tensor attributes that return views.
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
@@ -256,8 +256,6 @@ def flops_of_unwritten(node: torch.fx.Node) -> int:
     result, *shapes = [traced_shape(value) if isinstance(value, torch.Tensor) else () for value in values]
     if len(shapes) < 2 or not result:
         return 0
-    if name == "bilinear":
-        return 2 * num_elements(result) * shapes[0][-1] * shapes[1][-1]
     left = shapes[1] if "bmm" in name else shapes[0]
     return 2 * num_elements(left) * result[-1]
 

@@ -67,6 +67,7 @@ TARGETS = {
     "embedding": look_up,
     "einsum": contract,
     "grouped_mm": multiply_groups,
+    "bilinear": F.bilinear,
     "rnn": recur,
 }
 # Of the operands, as the target takes them, and its options.
@@ -166,6 +167,14 @@ SHAPES = {
         "primes": ([(71, 13), (3, 13, 7)], {"offs": torch.tensor([34, 34, 71])}),
         "one group": ([(5, 8), (1, 8, 3)], {"offs": torch.tensor([5])}),
     },
+    "bilinear": {
+        "aligned": ([(12, 16), (12, 8), (4, 16, 8), (4,)], {}),
+        "primes": ([(7, 13), (7, 11), (3, 13, 11)], {}),
+        "a batch": ([(2, 5, 7), (2, 5, 3), (6, 7, 3), (6,)], {}),
+        "one row": ([(5,), (3,), (2, 5, 3)], {}),
+        "no rows": ([(0, 4), (0, 3), (2, 4, 3), (2,)], {}),
+        "one matrix": ([(9, 4), (9, 4), (1, 4, 4)], {}),
+    },
     "rnn": {
         "aligned": ([(4, 6, 16), (64, 16), (64, 16), (64,), (64,)], {}),
         "primes": ([(3, 5, 7), (44, 7), (44, 11), (44,), (44,)], {}),
@@ -206,6 +215,7 @@ SCALED = {
     "embedding": (0,),
     "einsum": (0,),
     "grouped_mm": (0,),
+    "bilinear": (0, 3),
     "rnn": (),
 }
 # FP16 ends at 65504 and at 6e-8: operands beyond are 0 and Inf there, gradients are scaled.
@@ -226,6 +236,8 @@ LEAST_DB = {
 ATTENTION_DB = {"tf32": (50, 45), "bf16": (45, 40), "fp16": (60, 55), "int8": (42, 40)}
 # So are the states and gates of every step.
 RNN_DB = {**LEAST_DB, "bf16": (40, 38)}
+# Two products in a row: what is between them is rounded, too.
+BILINEAR_DB = {"fp32": (115, 115), "tf32": (55, 55), "bf16": (43, 42), "fp16": (58, 55)}
 # An FP32 result of INT8 is rounded by each of three multiplications and one addition; a BF16 one once more.
 INT8_BOUND = {"fp32": 2**-22, "bf16": 2**-8}
 
@@ -341,7 +353,9 @@ def bounds(device, kind, precision, out_type, in_torch):
             return (120, 120)
         least = (math.inf, math.inf)
     else:
-        least = {"attention": ATTENTION_DB, "rnn": RNN_DB}.get(kind, LEAST_DB)[precision]
+        least = {"attention": ATTENTION_DB, "rnn": RNN_DB, "bilinear": BILINEAR_DB}.get(kind, LEAST_DB)[
+            precision
+        ]
     least = least if out_type == "fp32" else (min(least[0], 42), min(least[1], 42))
     return [db - 10 * (device == "cuda") - 3 * is_emulated(device, precision) for db in least]
 

@@ -41,6 +41,7 @@ CALLS = {
     "embedding": (lambda table: F.embedding(torch.arange(12).view(3, 4) % 5, table), [(7, 9)], {}),
     "einsum": (contract, [(2, 5, 7), (2, 7, 3)], {}),
     "grouped_mm": (multiply_groups, [(6, 7), (3, 7, 4)], {}),
+    "bilinear": (F.bilinear, [(5, 7), (5, 4), (3, 7, 4), (3,)], {}),
     "rnn": (recur, [(2, 5, 3), (16, 3), (16, 4), (16,), (16,)], {}),
 }
 # Relative error, root mean square, of result and gradients against FP32 for operands of normal distribution.

@@ -126,6 +126,18 @@ class Expanded(nn.Module):
         return self.last((left @ right).squeeze(-1)).sum(-1, keepdim=True)
 
 
+class Pairs(nn.Module):
+    """A bilinear layer between linear ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(96, 96), nn.Linear(96, 64), nn.Linear(24, 32)
+        self.pair = nn.Bilinear(96, 64, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.pair(self.first(x), self.second(x)))
+
+
 class Tied(nn.Module):
     """Two products of one large weight."""
 
@@ -270,6 +282,7 @@ MODELS = {
     "scaled": (Scaled, (1024, 256)),
     "expanded": (Expanded, (64, 64, 64)),
     "tied": (Tied, (64, 1024)),
+    "bilinear": (Pairs, (512, 96)),
     "queries in order": (lambda: QueriesInOrder(4), TOKENS),
     "broken": (Broken, (512, 256)),
 }  # fmt: skip
@@ -331,6 +344,8 @@ CASES = [
     ("expanded", BF16, False, 0.01),
     ("expanded", INT8, False, 0.08),
     ("tied", FP32, False, 0.025),  # and the gradient of an activation that is freed before
+    ("bilinear", FP32, False, EXACT),
+    ("bilinear", BF16, False, EXACT),
     ("queries in order", FP32, False, 0.01),
     ("queries in order", INT8, False, 0.03),
     ("broken", FP32, False, EXACT),

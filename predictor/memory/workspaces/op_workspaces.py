@@ -39,6 +39,8 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return type_bytes("fp32", elements) + type_bytes("int8", elements) * (run.mode == Precision.INT8)
     if op.kind == "matmul" and len(op.inputs) == 2:
         return _matmul_forward(op, run, context)
+    if op.kind == "bilinear":
+        return _between_bilinear(op, run, context) + type_bytes(run.mode, num_elements(context.shapes[2]))
     return 0
 
 
@@ -58,6 +60,8 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return attention_backward(op, run, context, workspace)
     if op.kind == "matmul" and len(op.inputs) == 2:
         return workspace + _matmul_backward(run, context)
+    if op.kind == "bilinear":
+        return _bilinear_backward(op, run, context, workspace)
     if op.kind == "cross_entropy":  # the gradient of the log-probabilities
         return workspace + _FP32 * num_elements(context.shapes[0])
     if op.kind == "embedding" and run.mode != Precision.FP32 and run.output != "fp32":
@@ -182,6 +186,21 @@ def _matmul_backward(run: Run, context: OpContext) -> int:
     copied = [found[j].num_elements if j in found and found[j].is_copied else 0 for j in (0, 1)]
     made = [_BF16 * (elements[j] + copied[1 - j]) if context.has_gradient[j] else 0 for j in (0, 1)]
     return max(*made, *((_BF16 + _FP32) * count for count in elements))
+
+
+def _between_bilinear(op: Op, run: Run, context: OpContext) -> int:
+    """Return the bytes of the product of x with all matrices of a bilinear layer, or of its gradient."""
+    return type_bytes(run.mode, op.num_elements * context.shapes[1][-1])
+
+
+def _bilinear_backward(op: Op, run: Run, context: OpContext, casts: int) -> int:
+    """Return a bilinear layer's backward workspace; `casts` are the bytes of gradients before their cast."""
+    weight = num_elements(context.shapes[2])
+    made, between = type_bytes(run.mode, weight), _between_bilinear(op, run, context)
+    if not context.has_gradient[2]:
+        return casts + between + made  # the matrices beside each other
+    passed_on = 0 if context.in_buckets else type_bytes(context.carried[2], weight)
+    return max(casts, between + 2 * made - passed_on)  # the matrices' gradient is put in order
 
 
 def _scratch(op: Op, context: OpContext) -> int:
