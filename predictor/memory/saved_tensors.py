@@ -47,7 +47,7 @@ def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", dev
     if form not in SAVES_AS_TORCH:
         return Saved(output=form == "output")
     everything = tuple(range(len(op.inputs)))
-    if op.derivative is not None and not declared(op.kind).is_norm:
+    if op.derivative is not None and not declared(op.kind).saves_statistics:
         return _as_counted(op, op.derivative)
     product = PRODUCTS.get(op.kind)
     if product is not None and product.saves_factors and len(op.inputs) > max(product.factors):
@@ -91,7 +91,7 @@ def made_for_backward(op: Op, at: Layout, form: str, mode: str, device: str) -> 
     """Yield the bytes of each further tensor saved for backward: masks, indices, statistics."""
     if form not in SAVES_AS_TORCH:
         yield from _made_saving_less(op, form)
-    elif op.derivative is not None and not declared(op.kind).is_norm:
+    elif op.derivative is not None and not declared(op.kind).saves_statistics:
         for dtype, elements in op.derivative.besides:
             yield type_bytes(mode if dtype == op.dtype else dtype, elements)
     elif op.kind == "dropout":
@@ -126,7 +126,7 @@ def made_for_backward(op: Op, at: Layout, form: str, mode: str, device: str) -> 
         yield FP32_BYTES * _rows(op)  # deviation
         if device == "cpu":  # composed of FP32 calls, which save the normalized values and the cast input
             yield FP32_BYTES * op.num_elements * (bool(op.kept) + (mode != "fp32"))
-    elif declared(op.kind).is_norm:
+    elif declared(op.kind).saves_statistics:
         yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
 
 
@@ -198,7 +198,7 @@ def _made_saving_less(op: Op, form: str) -> Iterator[int]:
         yield (elements + 7) // 8
     if form == "codes":
         yield elements
-    if declared(op.kind).is_norm:
+    if declared(op.kind).saves_statistics:
         yield FP32_BYTES * _rows(op)  # deviation
     if form == "codes" and op.kind not in ("gelu", "silu"):
         yield FP32_BYTES * (op.shape[0] if op.kind == "batch_norm" else num_elements(op.shape[:-1]))  # scales

@@ -59,7 +59,8 @@ class Operator:
     is_elementwise: bool = False
     passes_magnitude: bool = False  # a large constant of its input may stand in its result
     is_loss: bool = False
-    is_norm: bool = False
+    is_norm: bool = False  # its parameters and statistics are read in FP32
+    saves_statistics: bool = False  # a mean or deviation, by a rule of the memory model
     counts_repeats: bool = False  # a tensor given twice is two operands: a square has two factors
     # -- backward --
     saves_nothing: bool = False
