@@ -18,6 +18,7 @@ from qsync.experiments.allocation.methods import next_up
 from qsync.records.levers import ACCUMULATE, SHARE
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
+from qsync.records.variant import variant_of
 from qsync.replayer import Recapture, profiles_under_levers
 
 ALONE, DDP, LB_BSP = "alone", "ddp", "lb_bsp"
@@ -128,7 +129,7 @@ def _sixteen_bits(cluster: Cluster, name: str) -> Precision:
 
 def _has_int8_all(profile: Profile) -> bool:
     """Return whether any operator was profiled in `int8_all`."""
-    modes = {mode.partition(" ")[0] for found in profile.ops.values() for mode in found}
+    modes = {variant_of(key).mode for found in profile.ops.values() for key in found}
     return str(Precision.INT8_ALL) in modes
 
 

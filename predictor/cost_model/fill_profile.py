@@ -23,6 +23,7 @@ from qsync.records.datasheets import DataSheet
 from qsync.records.graph import Op, OpGraph
 from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.profiles import CARRIED, DEVICE_MEASURED, LEARNED, Cost, Profile
+from qsync.records.variant import CHANNELS_LAST, variant_of
 
 T = TypeVar("T")
 Casts = Mapping[tuple[str, str, str], Cost]
@@ -245,7 +246,7 @@ def _filled_ops(
         for mode in _modes_of(profile, graph, op)
         if not (call == old.get(op.name) and mode in profile.ops.get(op.name, {}))
     ]
-    both = [(call, old.get(op.name, call), mode.partition(" ")[0]) for op, call, mode in asked]
+    both = [(call, old.get(op.name, call), variant_of(mode).mode) for op, call, mode in asked]
     ops = {op.name: dict(profile.ops[op.name]) for op in graph.ops if op.name in profile.ops}
     added = {}
     for (op, _, mode), (new, then) in zip(asked, _new_and_old(model, both, sheet), strict=True):
@@ -262,7 +263,9 @@ def _scaled_casts(
     """Return the costs of measured casts at new sizes; `old` maps values to their measured calls."""
     values = value_call(graph)
     keys = [key for key in profile.casts if key[0] in values and key[0] in old]
-    both = [(values[v], old[v], f"{source.partition(' ')[0]} {target}") for v, source, target in keys]
+    both = [
+        (values[v], old[v], f"{source.removesuffix(CHANNELS_LAST)} {target}") for v, source, target in keys
+    ]
     found = zip(keys, _new_and_old(model, both, sheet), strict=True)
     return {key: scaled(profile.casts[key], new, then) for key, (new, then) in found}
 
@@ -282,8 +285,8 @@ def _modes_of(profile: Profile, graph: OpGraph, op: Op) -> list[str]:
     if op.role is not Role.ADJUSTABLE:
         return own or list(modes(op, (Precision.FP32, Precision.BF16)))
     names = [other.name for other in graph.adjustable]
-    seen = {mode.partition(" ")[0] for name in names for mode in profile.ops.get(name, {})}
-    lacking = (seen & {str(p) for p in PRECISIONS_BY_KIND[op.kind]}) - {m.partition(" ")[0] for m in own}
+    seen = {variant_of(mode).mode for name in names for mode in profile.ops.get(name, {})}
+    lacking = (seen & {str(p) for p in PRECISIONS_BY_KIND[op.kind]}) - {variant_of(m).mode for m in own}
     return own + sorted(lacking - set(profile.refused.get(op.name, {})))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qsync.errors import MismatchError
-from qsync.lowering.lowered_graph import AS_TRACED, FUSED
+from qsync.lowering.lowered_graph import FUSED
 from qsync.operators.registry import FORMS
 from qsync.predictor.cost_model.op_calls import (
     Call,
@@ -24,6 +24,7 @@ from qsync.predictor.cost_model.op_calls import (
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
+from qsync.records.variant import CHANNELS_LAST, variant_of
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 _FORMS = {form for forms in FORMS.values() for form in forms} - {"plain"}
@@ -60,13 +61,14 @@ def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None)
     for op, call in calls(graph):
         if op.name in profile.filled or (call.is_product and all(a.parameter for a in call.inputs)):
             continue  # a product of parameters only: part of graphs that time single calls
-        for mode, cost in profile.ops.get(op.name, {}).items():
-            if saves_plainly(mode) and FUSED not in mode.split() and not mode.endswith(AS_TRACED):
-                _record(seconds, call, mode.partition(" ")[0], cost.forward_s, cost.backward_s)
+        for key, cost in profile.ops.get(op.name, {}).items():
+            variant = variant_of(key)
+            if variant.form not in (*_FORMS, FUSED) and not variant.as_traced:
+                _record(seconds, call, variant.mode, cost.forward_s, cost.backward_s)
     values = value_call(graph)
     for (value, source, target), cost in profile.casts.items():
         if value in values:
-            taken = source.partition(" ")[0]
+            taken = source.removesuffix(CHANNELS_LAST)
             _record(seconds, values[value], f"{taken} {target}", cost.forward_s, cost.backward_s)
     return [
         Sample(call, mode, direction, max(statistics.median(times), MIN_SAMPLE_S), sheet, graph.hash)
@@ -80,11 +82,6 @@ def without_sums(sample: Sample) -> float:
     At least half of the seconds remain, as the added bytes may still be in a cache.
     """
     return max(sample.seconds - sum_s(sample.call, sample.direction, sample.sheet), sample.seconds / 2)
-
-
-def saves_plainly(timed_as: str) -> bool:
-    """Return whether a mode of a profile saves the same tensors for backward as torch."""
-    return not set(timed_as.split()[1:]) & _FORMS
 
 
 def _record(
@@ -105,10 +102,10 @@ def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
     rough: dict[str, float] = {}  # rates of types whose products were all too short to time
     bandwidth, idle = 0.0, []
     for op, call in calls(graph):
-        for mode, cost in profile.ops.get(op.name, {}).items():
-            if FUSED in mode.split():
+        for key, cost in profile.ops.get(op.name, {}).items():
+            mode, form = variant_of(key).mode, variant_of(key).form
+            if form == FUSED:
                 continue
-            mode = mode.partition(" ")[0]
             done = operations(call, mode, "forward", "bf16")
             if not cost.forward_s > MIN_SAMPLE_S:
                 rough |= {name: max(rough.get(name, 1.0), n / MIN_SAMPLE_S) for name, n in done.items()}

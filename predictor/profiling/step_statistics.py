@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from qsync.lowering.lowered_graph import CHANNELS_LAST, Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.node_timer import StepTimes
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Cost
+from qsync.records.variant import CHANNELS_LAST
 
 Samples = Sequence[tuple[str, StepTimes]]  # (label of the assignment, times of one step)
 CastKey = tuple[str, str, str]  # (value, source type, target type)

@@ -6,15 +6,10 @@ from dataclasses import dataclass, field
 
 from qsync.operators.precision import Precision
 from qsync.records.graph import OpGraph
+from qsync.records.variant import CHANNELS_LAST, PLAIN, Variant
 
 EIGHT_BIT = (Precision.FP8, Precision.INT8, Precision.INT8_ALL)
 
-# Suffix of a profile's mode: the operator reads channels-last images.
-CHANNELS_LAST = " channels_last"
-# Suffix of a profile's mode: an 8-bit operator returns 16 bits.
-TO_16BIT = " narrowing"
-# Suffix of a profile's mode: torch's own kernel runs, because no product is lowered.
-AS_TRACED = " as traced"
 FUSED = "fused"  # form of an operator that a product computes in its epilogue
 
 
@@ -57,7 +52,7 @@ class Run:
     mode: str
     operands: tuple[str, ...]
     output: str
-    form: str = "plain"
+    form: str = PLAIN
     channels_last: bool = False
     # Affects the price only: a graph is traced in segments, and a segment does not see its successor.
     after_other: bool = field(default=False, compare=False)
@@ -65,16 +60,15 @@ class Run:
     as_traced: bool = False
 
     @property
-    def timed_as(self) -> str:
-        """Return the key under which a profile stores this node's cost.
-
-        It joins the mode, the form unless plain, and suffixes for 16-bit results of 8-bit operators,
-        channels-last images and torch's own kernel (`AS_TRACED`).
-        """
-        form = "" if self.form == "plain" else f" {self.form}"
+    def variant(self) -> Variant:
+        """Return the variant that runs: the key of this node's cost in a profile."""
         returns_16bit = self.mode in EIGHT_BIT and self.output == "bf16"
-        order = CHANNELS_LAST * self.channels_last
-        return self.mode + form + TO_16BIT * returns_16bit + order + AS_TRACED * self.as_traced
+        return Variant(self.mode, self.form, returns_16bit, self.channels_last, self.as_traced)
+
+    @property
+    def timed_as(self) -> str:
+        """Return the variant as a profile's file names it."""
+        return str(self.variant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
 `base`            the precision of the strong class, by torch.autocast's list
 `cluster`         device classes, ranks and links
 `datasheets`      peak rates of GPUs that need not be here
+`variant`         how an operator runs: the keys of measured costs
 `profiles`        measured costs of a device class; sensitivities of operators
 `plans`           an assignment of precisions per device class
 `levers`          what a plan changes beside precisions

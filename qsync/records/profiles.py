@@ -18,6 +18,7 @@ from qsync.records.graph import OpGraph, digest
 from qsync.records.levers import CarriedTo
 from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.record_json import NOT_IN_FILES, Count, FileRecord, Number, as_record, without_header
+from qsync.records.variant import variant_of
 
 
 class Cost(NamedTuple):
@@ -62,16 +63,16 @@ def shown(device_class: str, origin: str) -> str:
 class Profile(FileRecord):
     """Measured costs of one device class for one graph and batch shape.
 
-    `ops` maps operator -> mode -> cost, where the mode is a precision for adjustable operators and the type
-    it runs in for the others, with what `Run.timed_as` adds. `casts` maps (value, source type, target type)
-    -> cost, as measured. `switch_s` maps precision -> what a product takes longer forward if the product
-    before it ran in another, and backward if the one after it did. `cast_fit` maps (source, target) ->
-    (latency, seconds per element) forward and backward, for casts no measured step contained. `outside` is
-    what runs before and after the graph (the loss). `host_s` is the rest of a step: Python. `loading_s` is
-    how long a step waits for its next batch, 0 where no loader was given to be timed. `optimizer_s` is one
-    optimizer step with zero_grad; `optimizer_bytes` its state, and DDP's buckets where they are not the
-    gradients. `bucket_s_per_byte` is what filling the DDP buckets adds to backward. An all-reduce takes
-    `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
+    `ops` maps operator -> variant -> cost, where a key is what `qsync.records.variant.Variant` writes.
+    `casts` maps (value, source type, target type) -> cost, as measured. `switch_s` maps precision -> what a
+    product takes longer forward if the product before it ran in another, and backward if the one after it
+    did. `cast_fit` maps (source, target) -> (latency, seconds per element) forward and backward, for casts no
+    measured step contained. `outside` is what runs before and after the graph (the loss). `host_s` is the
+    rest of a step: Python. `loading_s` is how long a step waits for its next batch, 0 where no loader was
+    given to be timed. `optimizer_s` is one optimizer step with zero_grad; `optimizer_bytes` its state, and
+    DDP's buckets where they are not the gradients. `bucket_s_per_byte` is what filling the DDP buckets adds
+    to backward. An all-reduce takes `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own
+    compute.
 
     How far to trust it, as parts of a step's time (standard deviations): `noise` is how much one step differs
     from its like, `drift` how far the machine's speed departs from its mean in `seconds`, and `error` by how
@@ -179,7 +180,7 @@ class Profile(FileRecord):
     def precisions_of(self, op: str) -> tuple[Precision, ...]:
         """Return the precisions that were measured for an adjustable operator."""
         try:
-            modes = (mode.partition(" ")[0] for mode in self.ops.get(op, {}))
+            modes = (variant_of(key).mode for key in self.ops.get(op, {}))
             return tuple(dict.fromkeys(Precision.parse(mode) for mode in modes))
         except FormatError as error:
             raise FormatError(

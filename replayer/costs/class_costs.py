@@ -12,15 +12,13 @@ import numpy.typing as npt
 
 from qsync.errors import MismatchError
 from qsync.lowering.incremental import Lowering
-from qsync.lowering.lowered_graph import AS_TRACED, CHANNELS_LAST, FUSED, TO_16BIT, Cast, Run
+from qsync.lowering.lowered_graph import FUSED, Cast, Run
 from qsync.lowering.wiring import wiring
 from qsync.operators.declaration import Role
-from qsync.operators.precision import TYPE_BYTES
 from qsync.operators.registry import EPILOGUES, FORMS, declared
 from qsync.records.graph import Op, OpGraph
 from qsync.records.profiles import Cost, Profile
-
-# Kinds of operators that move no data, and so cost nothing.
+from qsync.records.variant import CHANNELS_LAST, PLAIN, Variant, variant_of
 
 FloatArray = npt.NDArray[np.float64]
 _NO_SWITCH = Cost(0.0)
@@ -97,44 +95,45 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
     The result depends on the names of the measured modes, not on their times. Raises MismatchError if no
     measured mode fits.
     """
-    measured = profile.ops.get(op.name, {})
-    if run.timed_as in measured:
-        return run.timed_as, 1.0
-    candidates = [mode for mode in measured if (_form(mode) == "plain") == (run.form == "plain")]
+    wanted, measured = run.variant, profile.ops.get(op.name, {})
+    if str(wanted) in measured:
+        return str(wanted), 1.0
+    every = [variant_of(key) for key in measured]
+    candidates = [v for v in every if (v.form == PLAIN) == (run.form == PLAIN)]
     if run.form == FUSED or run.form in EPILOGUES:
         # A step measures product and activation both in this form, or neither. The plain form takes no less.
-        candidates = [m for m in measured if _form(m) == run.form] or [
-            m for m in measured if _form(m) == "plain"
-        ]
-    elif run.form != "plain":
-        candidates = [mode for mode in candidates if _form(mode) != FUSED]
+        candidates = [v for v in every if v.form == run.form] or [v for v in every if v.form == PLAIN]
+    elif run.form != PLAIN:
+        candidates = [v for v in candidates if v.form != FUSED]
     if op.role is Role.ADJUSTABLE:
-        candidates = [mode for mode in candidates if _mode(mode) == run.mode]
+        candidates = [v for v in candidates if v.mode == run.mode]
     if not candidates:
         known = ", ".join(measured) or "nothing"
         # An operator that saves less needs a time in that form, and its product one without an epilogue.
-        computes = any(_mode(mode) == run.mode and _form(mode) in EPILOGUES for mode in measured)
-        saves = computes if run.form == "plain" else run.form not in EPILOGUES
+        computes = any(v.mode == run.mode and v.form in EPILOGUES for v in every)
+        saves = computes if run.form == PLAIN else run.form not in EPILOGUES
         raise MismatchError(
-            f"the profile of {profile.device_class} has no time of {op.name} in {run.timed_as} (it has "
+            f"the profile of {profile.device_class} has no time of {op.name} in {wanted} (it has "
             f"{known}); profile this class again{' with save_less=True' if saves else ''}"
         )
-    wanted = _width(run.mode)
-    # Compare by form, then by width, memory order and result type. Ties go to the wider mode, then to the
-    # first by name, so that the result does not depend on dict order.
-    nearest = min(
-        candidates,
-        key=lambda m: (
-            _form(m) != run.form,
-            abs(_width(m) - wanted),
-            (CHANNELS_LAST in m) != run.channels_last,
-            (AS_TRACED in m) != run.as_traced,
-            (TO_16BIT in m) != (TO_16BIT in run.timed_as),
-            -_width(m),
-            m,
-        ),
+    nearest = min(candidates, key=lambda found: _distance(found, wanted))
+    return str(nearest), wanted.width / nearest.width
+
+
+def _distance(found: Variant, wanted: Variant) -> tuple[object, ...]:
+    """Return what to compare variants by: form, then width, memory order and result type.
+
+    Ties go to the wider one, then to the first by name, so that no order of a dict decides.
+    """
+    return (
+        found.form != wanted.form,
+        abs(found.width - wanted.width),
+        found.channels_last != wanted.channels_last,
+        found.as_traced != wanted.as_traced,
+        found.returns_16bit != wanted.returns_16bit,
+        -found.width,
+        str(found),
     )
-    return nearest, wanted / _width(nearest)
 
 
 def check_timed(profile: Profile, graph: OpGraph, name: str) -> None:
@@ -148,7 +147,7 @@ def check_timed(profile: Profile, graph: OpGraph, name: str) -> None:
     wired = wiring(graph)
     op, product = graph.ops[wired.position[name]], wired.product[wired.position[name]]
     for form in dict.fromkeys(FORMS[op.kind]):
-        if form != "plain":
+        if form != PLAIN:
             nearest_mode(profile, Run(name, op.dtype, (), op.dtype, form), op)
     for precision in profile.precisions_of(graph.ops[product].name) if product is not None else ():
         maker = graph.ops[product]  # type: ignore[index]
@@ -219,16 +218,3 @@ class ClassCosts:
         if cost is None:
             cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), *key[2:]), op)
         return cost
-
-
-def _mode(timed_as: str) -> str:
-    return timed_as.partition(" ")[0]
-
-
-def _form(timed_as: str) -> str:
-    plain = timed_as.removesuffix(AS_TRACED).removesuffix(CHANNELS_LAST)
-    return plain.removesuffix(TO_16BIT).partition(" ")[2] or "plain"
-
-
-def _width(timed_as: str) -> int:
-    return TYPE_BYTES.get(_mode(timed_as), 4)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from qsync.allocator import allocate, check_plan
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.lowering.incremental import Lowering, lower
-from qsync.lowering.lowered_graph import AS_TRACED, Cast
+from qsync.lowering.lowered_graph import Cast
 from qsync.operators.precision import Precision
 from qsync.operators.registry import REPLACED
 from qsync.predictor.memory.peak import peak_memory
@@ -35,6 +35,7 @@ from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import Input
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.profiles import Cost
+from qsync.records.variant import Variant
 from qsync.replayer import (
     ClassCosts,
     GradientExchange,
@@ -64,7 +65,7 @@ links = st.builds(
 
 def own_work(profile):
     """The work of a rank that lowers nothing: it runs torch's own dropout."""
-    modes = {op.name: op.dtype + AS_TRACED if op.kind in REPLACED else op.dtype for op in GRAPH.ops}
+    modes = {op.name: str(Variant(op.dtype, as_traced=op.kind in REPLACED)) for op in GRAPH.ops}
     ops = sum((profile.ops[name][mode] for name, mode in modes.items()), start=_Sum())
     return profile.host_s + profile.outside.total_s + profile.optimizer_s + ops.total_s
 

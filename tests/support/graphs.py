@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from qsync.lowering.lowered_graph import AS_TRACED, FUSED
+from qsync.lowering.lowered_graph import FUSED
 from qsync.operators.declaration import Role
 from qsync.operators.precision import CARRIED_FLOATS, Precision
 from qsync.operators.registry import EPILOGUES, FORMS, PRECISIONS_BY_KIND, REPLACED
@@ -15,6 +15,7 @@ from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import Derivative, Input, Op, OpGraph, num_elements
 from qsync.records.profiles import Cost, Profile, Sensitivity
 from qsync.records.save_less import can_save_less
+from qsync.records.variant import Variant
 
 # No deadline: machines that run tests are busy.
 settings.register_profile("qsync", deadline=None, max_examples=60)
@@ -224,7 +225,7 @@ def profile_of(
                 for mode in dict.fromkeys([op.dtype, *CARRIED_FLOATS])
             }
             if op.kind in REPLACED:
-                times["fp32" + AS_TRACED] = 1.25 * times["fp32"]
+                times[str(Variant("fp32", as_traced=True))] = 1.25 * times["fp32"]
             if op.kind in EPILOGUES:
                 times |= dict.fromkeys([f"{mode} {FUSED}" for mode in CARRIED_FLOATS], 0.0)
             if saving is not None and can_save_less(op):
