@@ -66,6 +66,7 @@ from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.replayer import Recapture, profiles_under_levers
 from qsync.runtime.coverage import say_once
+from qsync.runtime.program import Program
 from qsync.runtime.wrapping import check_plan_base, swap_plan, wrapping_of
 from qsync.tracing.held_state import undisturbed
 from qsync.tracing.tracer import autocast_type, without_autocast
@@ -225,28 +226,18 @@ def hybrid(
         batches = Batches(model, example_batch, loader, sampler)
         step = job.TrainingStep(model, agree_locally("making the example batch", batches.first), loss_fn)
         options |= {"base": str(parse_base(base))} if base is not None else {}
-        with ExitStack() as stack, without_autocast(device):
-            progress = stack.enter_context(shown_on_rank_zero("qsync: planning"))
-            profiling = ProfileOptions(
-                precisions, make_optimizer, loader, bucket_cap_mb, ddp_options, _may_save_less(options),
-                progress, bitwise=bitwise, compression=compression,
-            )  # fmt: skip
-            stack.enter_context(_in_training_mode(model))
-            loss = agree_locally("reading the example batch", step.loss)
-            # One trace serves all that is measured, and training after it.
-            measuring = api.running(model, loss, dynamic=False, bitwise=bitwise)
-            program = agree_locally("running the model", lambda: stack.enter_context(measuring))
-            try:
-                plan, folder = _profile_and_plan(step, rank, batches, profiling, cache_dir, options)
-            except (NothingToLowerError, NoGradientError) as error:  # the same one on every rank
-                _warn_of_no_plan(error)
+        profiling = ProfileOptions(
+            precisions, make_optimizer, loader, bucket_cap_mb, ddp_options, _may_save_less(options),
+            bitwise=bitwise, compression=compression,
+        )  # fmt: skip
+        plan, folder, program = _plan_here(step, rank, batches, profiling, cache_dir, options)
     else:
         if base is not None:
             agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
         _log_warnings(plan)
     own = rank.device_class.name
-    is_first = job.is_first_of(own)
     if plan is not None:
+        is_first = job.is_first_of(own)
         agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, is_first, program, bitwise))
     if sampler is not None and plan is not None:
         hand_out_shares(sampler, model, plan, own)
@@ -254,13 +245,65 @@ def hybrid(
         from_rank_zero("writing the report", partial(_write_report, Path(report), plan, folder))
     prediction = Prediction.of(plan, folder) if plan is not None and folder is not None else None
     planned = _PlannedRank(plan, own, prediction, folder, options, sampler, compression)
-    if prediction is not None:
-        note_prediction(model, prediction, own)
-    if plan is not None and plan.verdict is not None and prediction is not None and job.is_rank_zero():
+    _note_prediction(model, planned)
+    return _parallel(
+        model,
+        planned,
+        partial(_attend, planned=planned, check=check, log=log),
+        ddp,
+        bucket_cap_mb,
+        ddp_options,
+    )
+
+
+def _plan_here(
+    step: job.TrainingStep,
+    rank: job.Rank,
+    batches: Batches,
+    profiling: ProfileOptions,
+    cache_dir: str | Path | None,
+    options: Mapping[str, Any],
+) -> tuple[Plan | None, Path | None, Program]:
+    """Trace the model, and return its plan, the plan's folder and the traced program.
+
+    There is no plan where nothing can be lowered or judged; rank 0 logs why.
+    """
+    with ExitStack() as stack, without_autocast(device_of(step.model)):
+        profiling = replace(profiling, progress=stack.enter_context(shown_on_rank_zero("qsync: planning")))
+        stack.enter_context(_in_training_mode(step.model))
+        loss = agree_locally("reading the example batch", step.loss)
+        # One trace serves all that is measured, and training after it.
+        measuring = api.running(step.model, loss, dynamic=False, bitwise=profiling.bitwise)
+        program = agree_locally("running the model", lambda: stack.enter_context(measuring))
+        try:
+            return *_profile_and_plan(step, rank, batches, profiling, cache_dir, options), program
+        except (NothingToLowerError, NoGradientError) as error:  # the same one on every rank
+            _warn_of_no_plan(error)
+            return None, None, program
+
+
+def _note_prediction(model: torch.nn.Module, planned: _PlannedRank) -> None:
+    """Keep a plan's prediction with its model; on rank 0 say after 20 steps what rate was reached."""
+    plan, prediction = planned.plan, planned.prediction
+    if plan is None or prediction is None:
+        return
+    note_prediction(model, prediction, planned.device_class)
+    if plan.verdict is not None and job.is_rank_zero():
         step_s = plan.step_s or 0.0
         samples = round(plan.verdict.ways[-1].samples_per_s * step_s)
-        ReachedRate(model, samples, step_s, prediction.num_calls[own])
-    attend = partial(_attend, planned=planned, check=check, log=log)
+        ReachedRate(model, samples, step_s, prediction.num_calls[planned.device_class])
+
+
+def _parallel(
+    model: torch.nn.Module,
+    planned: _PlannedRank,
+    attend: Callable[[torch.nn.Module, torch.nn.Module], None],
+    ddp: bool,
+    bucket_cap_mb: float | None,
+    ddp_options: Mapping[str, Any],
+) -> torch.nn.Module:
+    """Return what the loop calls, attended: the model in DDP, or itself without a job or with `ddp=False`."""
+    plan = planned.plan
     if not dist.is_initialized():
         attend(model, model)
         return model
@@ -273,7 +316,8 @@ def hybrid(
     if plan is not None:
         if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
             bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # as the prediction assumes
-        made = {"base": plan.base, "share": plan.levers[own] if plan.levers else None}
+        share = plan.levers[planned.device_class] if plan.levers else None
+        made = {"base": plan.base, "share": share}
     parallel = in_ddp(model, bucket_cap_mb, ddp_options, **made)
     attend(parallel, model)
     return parallel

@@ -25,6 +25,7 @@ TRANSFORMER, CONVOLUTION, RECURRENT = "transformer", "convolution", "recurrent"
 HELD_OUT_SEED, NUM_HELD_OUT = 2027, 2
 _VOCABULARY, _CLASSES, _SIDE, _BANDS = 8192, 10, 96, 80
 _TINY = 8  # divisor of widths, lengths and batches of tiny models
+_WHOLE = ("image_size", "hidden_dim")  # EfficientNet has a width that is none of its configuration
 _LEAST_WIDTH = 64  # smaller numbers in a configuration are heads, groups, kernels
 _DEPTHS = {
     "depths", "num_layers", "num_decoder_layers", "num_hidden_layers", "n_layers", "n_layer",
@@ -45,6 +46,7 @@ class Inputs:
     lengths: tuple[int, ...] = (0,)
     side: int = 0
     frames: int = 0
+    samples: int = 0
     target: int = 0
     labels: str = "classes"
 
@@ -67,6 +69,8 @@ class Inputs:
             batch["pixel_values"] = torch.randn(rows, 3, self.side, self.side)
         if self.frames:
             batch["input_features"] = torch.randn(rows, _BANDS // part, self.frames // part)
+        if self.samples:
+            batch["input_values"] = torch.randn(rows, self.samples // part)
         labels: dict[str, Batch] = {
             "classes": {"labels": torch.arange(rows) % 2},
             "pixels": {"labels": torch.randint(_CLASSES, (rows, self.side, self.side))},
@@ -134,7 +138,7 @@ def _shrunk(sizes: Mapping[str, Any]) -> dict[str, Any]:
             return [1] * len(value) if isinstance(value, list) else 1
         if isinstance(value, list) and all(isinstance(one, int) for one in value):
             return [one // _TINY for one in value] if max(value) >= _LEAST_WIDTH else value
-        is_width = isinstance(value, int) and value >= _LEAST_WIDTH and key != "image_size"
+        is_width = isinstance(value, int) and value >= _LEAST_WIDTH and key not in _WHOLE
         return value // _TINY if is_width else value
 
     return {key: small(key, value) for key, value in sizes.items()}
@@ -204,6 +208,14 @@ FAMILIES: dict[str, Family] = {
             {**_WIDE, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 2048},
             _LANGUAGE,
         ),
+        Family(  # grouped queries, normed by head
+            "qwen3", TRANSFORMER, "Qwen3ForCausalLM",
+            {**_WIDE, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1408}, _LANGUAGE,
+        ),
+        Family(
+            "opt", TRANSFORMER, "OPTForCausalLM",
+            {**_WIDE, "ffn_dim": 2048, "word_embed_proj_dim": 512}, _LANGUAGE,
+        ),
         Family(  # two of eight experts
             "qwen2_moe", TRANSFORMER, "Qwen2MoeForCausalLM",
             {**_VOCAB, **_SMALL, "num_hidden_layers": 4, "num_key_value_heads": 2, "num_experts": 8,
@@ -257,6 +269,16 @@ FAMILIES: dict[str, Family] = {
         Family(  # depthwise, inverted bottlenecks
             "mobilenet_v2", CONVOLUTION, "MobileNetV2ForImageClassification",
             {**_LABELS, "image_size": _SIDE}, Inputs(24, side=_SIDE),
+        ),
+        Family(  # depthwise, with gates by channel
+            "efficientnet", CONVOLUTION, "EfficientNetForImageClassification",
+            {**_LABELS, "image_size": _SIDE, "width_coefficient": 1.0, "depth_coefficient": 1.0,
+             "hidden_dim": 1280}, _IMAGES,
+        ),
+        Family(  # sound, by convolutions of signals
+            "wav2vec2", TRANSFORMER, "Wav2Vec2ForSequenceClassification",
+            {**_SMALL, "num_hidden_layers": 4, "intermediate_size": 1536, "conv_dim": [256] * 7,
+             "mask_time_prob": 0.0, "num_conv_pos_embeddings": 128}, Inputs(4, samples=16000),
         ),
         Family("unet", CONVOLUTION, "UNet", {"width": 64}, Inputs(8, side=32, labels="none")),
         Family(  # the scan stays FP32
