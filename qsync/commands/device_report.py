@@ -59,12 +59,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "measured_threads": 1,
         "peak_flops_per_s": peaks,
         "build": build_state(device),
-        "limits": [
-            {"kind": product.kind, "precision": str(limit.precision), "why": limit.reason}
-            for product in PRODUCTS.values()
-            for limit in product.limits
-            if limit.device == device.type and limit.applies is not None
-        ],
+        "limits": limits(device.type),
         "kernels": [
             _rated(chosen[kind, str(p)], peak_of(kind, p, half, peaks), device)
             if (kind, str(p)) in chosen
@@ -73,6 +68,16 @@ def describe(device: torch.device) -> dict[str, Any]:
             for p in Precision
         ],
     }
+
+
+def limits(device: str) -> list[dict[str, str]]:
+    """Return the shapes that the kernels of a kind of device ("cpu", "cuda") do not serve, with reasons."""
+    return [
+        {"kind": product.kind, "precision": str(limit.precision), "why": limit.reason}
+        for product in PRODUCTS.values()
+        for limit in product.limits
+        if limit.device == device and limit.applies is not None
+    ]
 
 
 def build_state(device: torch.device) -> list[str]:

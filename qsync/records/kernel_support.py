@@ -64,8 +64,7 @@ def unsupported_by_shape(graph: OpGraph, device: str) -> dict[str, dict[str, str
         operands = [shapes[name] for name in op.inputs]
         reasons: dict[str, str] = {}
         for limit in PRODUCTS[op.kind].limits:
-            applies = limit.applies is None or limit.applies(operands, op.dilated)
-            if limit.device == device and applies:
+            if limit.device == device and (limit.applies is None or limit.applies(operands, op.dilated)):
                 reasons.setdefault(str(limit.precision), limit.reason)
         if reasons:
             found[op.name] = reasons
