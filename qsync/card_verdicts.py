@@ -41,22 +41,30 @@ def judge(
 
     >>> judge(cards_of("A100:4,T4:8"), link_of("25Gb"), graphs_of("hf:config.json", 32), "bf16")
     """
-    graph, recaptured = graphs
-    hosts = sum(-(-one.count // CARDS_A_HOST) for one, _ in cards.values())
-    cluster = Cluster(tuple(one for one, _ in cards.values()), WITHIN, link if hosts > 1 else None, hosts)
-    profiles, others = ({name: sheet_profile(at, sheet, name) for name, (_, sheet) in cards.items()}
-                       for at in graphs)  # fmt: skip
+    basis, other = basis_of(cards, link, graphs)
+    graph = basis.graph
     _check_weights(graph, cards)
-    basis, other = Basis(graph, cluster, profiles, assumed_sensitivity(graph)), Recapture(recaptured, others)
     options: dict[str, Any] = {"base": base}
     try:
         if len(cards) == 1:
-            return basis, allocate(graph, profiles, basis.sensitivity, cluster, **options)
+            return basis, allocate(graph, basis.profiles, basis.sensitivity, basis.cluster, **options)
         shares = BatchShares(basis, other, (SHARE, ACCUMULATE), options)
         plan = shares.plan()
     except InfeasibleError as error:
         raise InfeasibleError(f"{graph.model} cannot be trained on these cards: {error}") from error
     return basis, replace(plan, verdict=find_verdict(basis, plan, other, options, shares))
+
+
+def basis_of(
+    cards: dict[str, tuple[DeviceClass, DataSheet]], link: Link, graphs: tuple[OpGraph, OpGraph]
+) -> tuple[Basis, Recapture]:
+    """Return the basis of cards from their data sheets, and the second capture, both simulated."""
+    hosts = sum(-(-one.count // CARDS_A_HOST) for one, _ in cards.values())
+    cluster = Cluster(tuple(one for one, _ in cards.values()), WITHIN, link if hosts > 1 else None, hosts)
+    profiles, others = ({name: sheet_profile(at, sheet, name) for name, (_, sheet) in cards.items()}
+                       for at in graphs)  # fmt: skip
+    graph, recaptured = graphs
+    return Basis(graph, cluster, profiles, assumed_sensitivity(graph)), Recapture(recaptured, others)
 
 
 def _check_weights(graph: OpGraph, cards: dict[str, tuple[DeviceClass, DataSheet]]) -> None:

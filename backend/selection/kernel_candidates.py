@@ -59,37 +59,60 @@ def direct_images(target: Kernel, out_type: str, input: Tensor, *args: Any, **kw
     return direct(target, out_type, find_channels_last(input)[0], *args, **kwargs)
 
 
-_INTEGER_KERNELS: dict[tuple[str, Precision], Kernel] = {
-    ("linear", Precision.INT8): linear_int8,
-    ("linear", Precision.INT8_ALL): linear_int8_all,
-    ("addmm", Precision.INT8): addmm_int8,
-    ("addmm", Precision.INT8_ALL): addmm_int8_all,
-    ("matmul", Precision.INT8): matmul_int8,
-    ("attention", Precision.INT8): attention_int8,
+# Names of kernels that choose per shape between torch's own way and a faster one.
+_BY_SHAPE, _WINDOWS, _CODES = "MKL or oneDNN by shape", "windows or oneDNN", "windows of codes"
+# torch has no batched INT8 product on GPUs: codes are multiplied in 16 bits, and the sums are still exact.
+_BATCHES = "int_mm, batches in 16 bits"
+
+_Named = tuple[str, Kernel]
+# The kernels of one kind of device, those of any device, and those of any kind of product.
+_OF_DEVICE: dict[str, dict[tuple[str, Precision], _Named]] = {
+    "cpu": {
+        ("linear", Precision.FP32): (_BY_SHAPE, linear_fp32),
+        ("addmm", Precision.FP32): (_BY_SHAPE, addmm_fp32),
+        ("matmul", Precision.FP32): (_BY_SHAPE, matmul_fp32),
+        ("conv2d", Precision.FP32): ("memory order by shape", conv2d_fp32),
+        ("grouped_mm", Precision.FP32): ("torch, uncleared", grouped_mm_fp32),
+        ("bilinear", Precision.FP32): ("two products", bilinear),
+        ("conv2d", Precision.BF16): (_WINDOWS, conv2d_bf16),
+        ("grouped_mm", Precision.BF16): ("torch, in blocks of rows", grouped_mm_bf16),
+        ("bilinear", Precision.BF16): ("two products", bilinear),
+        ("attention", Precision.BF16): ("products in pieces, or torch", fastest_attention_bf16),
+        ("attention", Precision.INT8): ("int_mm", attention_int8),
+        ("matmul", Precision.INT8): ("int_mm", matmul_int8),
+        ("conv1d", Precision.INT8): (_CODES, conv1d_int8),
+        ("conv2d", Precision.INT8): (_CODES, conv2d_int8),
+        ("conv2d", Precision.INT8_ALL): (_CODES, conv2d_int8_all),
+    },
+    "cuda": {
+        ("conv2d", Precision.BF16): ("torch", direct_images),
+        ("attention", Precision.INT8): (_BATCHES, attention_int8),
+        ("matmul", Precision.INT8): (_BATCHES, matmul_int8),
+    },
 }
-_CONVOLUTIONS: dict[tuple[str, Precision], Kernel] = {
-    ("conv2d", Precision.INT8): conv2d_int8,
-    ("conv2d", Precision.INT8_ALL): conv2d_int8_all,
-    ("conv1d", Precision.INT8): conv1d_int8,
+_OF_ANY_DEVICE: dict[tuple[str, Precision], _Named] = {
+    ("linear", Precision.FP16): ("torch, scaled", linear_fp16),
+    ("addmm", Precision.FP16): ("torch, scaled", addmm_fp16),
+    ("conv2d", Precision.FP16): ("torch, scaled", conv2d_fp16),
+    ("linear", Precision.TF32): ("torch, TF32 allowed", linear_tf32),
+    ("addmm", Precision.TF32): ("torch, TF32 allowed", addmm_tf32),
+    ("linear", Precision.FP8): ("scaled_mm", linear_fp8),
+    ("addmm", Precision.FP8): ("scaled_mm", addmm_fp8),
+    ("linear", Precision.INT8): ("int_mm", linear_int8),
+    ("addmm", Precision.INT8): ("int_mm", addmm_int8),
+    ("linear", Precision.INT8_ALL): ("int_mm", linear_int8_all),
+    ("addmm", Precision.INT8_ALL): ("int_mm", addmm_int8_all),
+    ("embedding", Precision.BF16): ("rows rounded", embedding_bf16),
+    ("embedding", Precision.INT8): ("rows rounded", embedding_int8),
 }
-_EMBEDDINGS: dict[Precision, Kernel] = {Precision.BF16: embedding_bf16, Precision.INT8: embedding_int8}
-# CPU kernels that choose per shape between torch's own way and a faster one.
-FP32_KERNELS: dict[str, Kernel] = {
-    "linear": linear_fp32,
-    "addmm": addmm_fp32,
-    "conv2d": conv2d_fp32,
-    "matmul": matmul_fp32,
-    "grouped_mm": grouped_mm_fp32,
-    "bilinear": bilinear,
+_OF_ANY_PRODUCT: dict[Precision, _Named] = {
+    Precision.FP32: ("torch", direct),
+    Precision.BF16: ("torch", direct),
+    Precision.FP16: ("torch, scaled", product_fp16),
+    Precision.TF32: ("torch, TF32 allowed", product_tf32),
 }
-_FP32_NAMES = {
-    "conv2d": "memory order by shape",
-    "grouped_mm": "torch, uncleared",
-    "bilinear": "two products",
-}
-_FP16_KERNELS: dict[str, Kernel] = {"linear": linear_fp16, "addmm": addmm_fp16, "conv2d": conv2d_fp16}
-_TF32_KERNELS: dict[str, Kernel] = {"linear": linear_tf32, "addmm": addmm_tf32}
-_FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
+# Kinds with an FP32 kernel of qsync's on CPUs.
+REPLACED_IN_FP32 = tuple(kind for kind, precision in _OF_DEVICE["cpu"] if precision is Precision.FP32)
 
 
 def candidates(
@@ -104,49 +127,27 @@ def candidates(
     """
     if precision not in PRECISIONS_BY_KIND.get(kind, ()):
         return ()
-    if precision is Precision.FP32 and kind in FP32_KERNELS and device.type == "cpu" and not bitwise:
-        name = _FP32_NAMES.get(kind, "MKL or oneDNN by shape")
-        return Candidate(name, FP32_KERNELS[kind]), Candidate("torch", direct)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     reason = why_not_multiplied(precision, capability)
-    found = _torch_candidates(kind, precision, device, reason)
+    key, of_torch = (kind, precision), _OF_ANY_PRODUCT.get(precision)
+    own = _OF_DEVICE[device.type].get(key) or _OF_ANY_DEVICE.get(key)
+    if precision is Precision.FP32 and own is not None and of_torch is not None:
+        return (*([] if bitwise else [Candidate(*own)]), Candidate(*of_torch))
+    named = own or of_torch
+    if named is None:
+        found = Candidate("torch", None, reason or "torch has no INT8 convolution on GPUs")
+    else:
+        found = Candidate(_shown(named[0]), None if reason else named[1], reason)
     if device.type == "cuda" and cutlass.serves(kind, precision):
-        found += (_cutlass_candidate(kind, precision, device, reason),)
-    return found
+        return found, _cutlass_candidate(kind, precision, device, reason)
+    return (found,)
 
 
-def _torch_candidates(
-    kind: str, precision: Precision, device: torch.device, reason: str | None
-) -> tuple[Candidate, ...]:
-    if kind == "embedding" and precision is not Precision.FP32:
-        return (_candidate("rows rounded", _EMBEDDINGS[precision], reason),)
-    if kind == "conv2d" and precision is Precision.BF16 and device.type == "cpu":
-        return (_candidate("windows or oneDNN", conv2d_bf16, None),)
-    if kind == "bilinear" and precision is Precision.BF16 and device.type == "cpu":
-        return (_candidate("two products", bilinear, None),)
-    if kind == "grouped_mm" and precision is Precision.BF16 and device.type == "cpu":
-        return (_candidate("torch, in blocks of rows", grouped_mm_bf16, None),)
-    if kind == "attention" and precision is Precision.BF16 and device.type == "cpu":
-        return (_candidate("products in pieces, or torch", fastest_attention_bf16, None),)
-    if precision in (Precision.FP32, Precision.BF16):
-        is_images = kind == "conv2d" and precision is Precision.BF16
-        return (_candidate("torch", direct_images if is_images else direct, reason),)
-    if precision is Precision.FP16:
-        return (_candidate("torch, scaled", _FP16_KERNELS.get(kind, product_fp16), reason),)
-    if precision is Precision.TF32:
-        return (_candidate("torch, TF32 allowed", _TF32_KERNELS.get(kind, product_tf32), reason),)
-    if precision is Precision.FP8:
-        return (_candidate("scaled_mm", _FP8_KERNELS[kind], reason),)
-    if (kind, precision) in _CONVOLUTIONS:
-        if device.type != "cpu":
-            reason = reason or "torch has no INT8 convolution on GPUs"
-        name = "windows or oneDNN" if sums_int8_exactly() else "windows or FP32 sums"
-        return (_candidate(name, _CONVOLUTIONS[kind, precision], reason),)
-    # torch has no batched INT8 product on GPUs: codes are multiplied in 16 bits, and the sums are still
-    # exact.
-    batched = device.type == "cuda" and kind in ("matmul", "attention")
-    name = "int_mm, batches in 16 bits" if batched else "int_mm"
-    return (_candidate(name, _INTEGER_KERNELS[kind, precision], reason),)
+def _shown(name: str) -> str:
+    """Return a kernel's name on this machine: oneDNN convolves codes only where it sums them exactly."""
+    if name != _CODES:
+        return name
+    return _WINDOWS if sums_int8_exactly() else "windows or FP32 sums"
 
 
 def _cutlass_candidate(
@@ -156,10 +157,6 @@ def _cutlass_candidate(
         return Candidate("cutlass", None, reason)
     kernel, reason = cutlass.kernel(kind, precision, device)
     return Candidate("cutlass", kernel, reason)
-
-
-def _candidate(name: str, kernel: Kernel, reason: str | None) -> Candidate:
-    return Candidate(name, None if reason else kernel, reason)
 
 
 def device_precisions(device: torch.device) -> tuple[Precision, ...]:

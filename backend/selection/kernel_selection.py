@@ -25,7 +25,7 @@ from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.linear_bf16 import addmm_bf16, linear_bf16
 from qsync.backend.reference_kernels import reference_kernel
-from qsync.backend.selection.kernel_candidates import FP32_KERNELS, Kernel, candidates, device_precisions
+from qsync.backend.selection.kernel_candidates import REPLACED_IN_FP32, Kernel, candidates, device_precisions
 from qsync.backend.selection.shape_checks import checked, is_checked
 from qsync.errors import QSyncError, UnsupportedError
 from qsync.operators.precision import Precision, is_encoded, keeps_weight_casts
@@ -90,7 +90,7 @@ class Kernels:
 
     def __init__(self, device: torch.device, bitwise: bool = False) -> None:
         self.device, self.bitwise = device, bitwise or device.type != "cpu" or not has_onednn()
-        self.replaced_in_fp32 = () if self.bitwise else tuple(FP32_KERNELS)
+        self.replaced_in_fp32 = () if self.bitwise else REPLACED_IN_FP32
         self._chosen: dict[tuple[str, Precision], tuple[Kernel, Choice]] = {}
         self._unsupported: dict[tuple[str, Precision], str] = {}
 

@@ -20,6 +20,7 @@ from qsync.commands import (
     doctor,
     expand,
     explain,
+    fit,
     learn,
     lighthouse,
     plan,
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    doctor.doctor, demo.demo, learn.learn, plan.plan, expand.expand, explain.explain, replay.replay,
+    doctor.doctor, demo.demo, learn.learn, plan.plan, fit.fit, expand.expand, explain.explain, replay.replay,
     report.report, diff.diff, checkpoint.checkpoint, lighthouse.lighthouse,
     lighthouse.release,
 ):  # fmt: skip

@@ -141,7 +141,7 @@ def test_fp32_is_torchs_where_our_kernel_is_wrong_or_bits_are_to_be_torchs(monke
 
     assert select("cpu").choice("linear", "fp32").kernel == "MKL or oneDNN by shape"
     assert select("cpu", bitwise=True).choice("linear", "fp32").kernel == "torch"
-    monkeypatch.setitem(kernel_candidates.FP32_KERNELS, "linear", wrong)
+    monkeypatch.setitem(kernel_candidates._OF_DEVICE["cpu"], ("linear", Precision.FP32), ("wrong", wrong))
     assert Kernels(torch.device("cpu")).choice("linear", "fp32").kernel == "torch"
 
 
