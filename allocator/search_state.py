@@ -112,8 +112,9 @@ class ClassState:
     def _of_memory(self) -> dict[str, Any]:
         profile, device = self.part.profile, self.part.device_class.device
         return {
-            "optimizer_bytes": profile.optimizer_bytes, "num_ranks": self._num_ranks, "device": device,
-            "residuals": profile.memory_residuals,
+            "optimizer_bytes": profile.optimizer_bytes,
+            "optimizer_workspace": profile.optimizer_workspace_bytes, "num_ranks": self._num_ranks,
+            "device": device, "residuals": profile.memory_residuals,
         }  # fmt: skip
 
     def fits(self) -> bool:

@@ -66,6 +66,7 @@ def _peak(lowered: LoweredGraph, profile: Profile, num_ranks: int, device_class:
     step = StepMemory(
         lowered,
         optimizer_bytes=profile.optimizer_bytes,
+        optimizer_workspace=profile.optimizer_workspace_bytes,
         num_ranks=num_ranks,
         device=device_class.device,
         residuals=profile.memory_residuals,

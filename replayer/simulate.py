@@ -92,6 +92,7 @@ def replay(
             memory_bytes=vectorized_bytes_at(
                 entry.lowered,
                 optimizer_bytes=profiles[name].optimizer_bytes,
+                optimizer_workspace=profiles[name].optimizer_workspace_bytes,
                 num_ranks=cluster.num_ranks,
                 device=cluster[name].device,
                 residuals=profiles[name].memory_residuals,

@@ -24,8 +24,10 @@ PART_OF_FLOPS = {"fp32": 0.85, "tf32": 0.55, "bf16": 0.55, "fp16": 0.55, "int8":
 # Host seconds (forward, backward) for one operator of an eager step: a product with its casts, and any other.
 # From two host-bound steps on an H100: BERT-base and GPT-2 medium in BF16.
 HOST_OF_PRODUCT, HOST_OF_OTHER = Cost(160e-6, 230e-6), Cost(22e-6, 32e-6)
-# Bytes that AdamW moves per FP32 parameter (reads four numbers, writes three), and keeps as state.
-_OPTIMIZER_BYTES, _STATE_BYTES = 28, 8
+# Bytes that AdamW moves per FP32 parameter (reads four numbers, writes three), keeps as state, and has in use
+# beside it in its step: a root of every parameter on GPUs, where torch updates them at once, and two tensors
+# of one parameter's size on CPUs.
+_OPTIMIZER_BYTES, _STATE_BYTES, _WORKSPACE_BYTES = 28, 8, 4
 _INT8_BITS = 6  # mantissa bits whose rounding error is that of INT8 on rows of Gaussian values
 
 
@@ -55,11 +57,13 @@ def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profil
     'simulated'
     """
     is_gpu, (ops, casts) = sheet.capability is not None, priced_on(graph, PartsOfPeaks(), sheet)
-    trained = sum(value.num_elements for value in graph.parameters if value.requires_grad)
+    sizes = [value.num_elements for value in graph.parameters if value.requires_grad]
+    trained, largest = sum(sizes), max(sizes, default=0)
     found = Profile(
         device_class, graph.hash, graph.shapes_hash, ops, {}, casts, Cost(0.0),
         host_s=0.0, optimizer_s=trained * _OPTIMIZER_BYTES / sheet.bytes_per_s / PART_OF_BANDWIDTH,
         optimizer_bytes=trained * _STATE_BYTES, step_s={},
+        optimizer_workspace_bytes=_WORKSPACE_BYTES * (trained if is_gpu else 2 * largest),
         machine={"data sheet": sheet.name, "source": sheet.source, "device": "cuda" if is_gpu else "cpu"},
         origin=SIMULATED, model=graph.model, batch=graph.batch_shapes,
     )  # fmt: skip

@@ -78,7 +78,8 @@ def peak_memory(lowered: LoweredGraph, **options: Any) -> Memory:
 class StepMemory:
     """The lifetime of every tensor of one step on one rank (`lifetimes` defines its times).
 
-    `optimizer_bytes` is the size of the optimizer's state. With several ranks, the gradients are views of
+    `optimizer_bytes` is the size of the optimizer's state, and `optimizer_workspace` the most that its step
+    has in use beside, after backward. With several ranks, the gradients are views of
     DDP's buckets. Gradients count in full throughout, as after the first step. `residuals` are measured bytes
     of operators beyond the prediction (`Profile.memory_residuals`).
     """
@@ -88,6 +89,7 @@ class StepMemory:
         lowered: LoweredGraph,
         *,
         optimizer_bytes: int = 0,
+        optimizer_workspace: int = 0,
         num_ranks: int = 1,
         device: str = "cpu",
         residuals: MemoryResiduals | None = None,
@@ -110,6 +112,8 @@ class StepMemory:
         )
         self._spans = {what: self._lives.spans_of(what) for what in (*self.layout.users, *range(num))}
         self._spans[num] = [Span(residuals.loss.forward if residuals else 0, num, num)]
+        if optimizer_workspace:
+            self._spans["optimizer"] = [Span(optimizer_workspace, self.end, self.end)]
         self._is_corrected = any(self._lives.residual(i) for i in range(num))
 
     @property

@@ -164,11 +164,13 @@ class VectorizedPeak:
         self,
         lowered: Tabulated,
         optimizer_bytes: int,
+        optimizer_workspace: int = 0,
         residuals: MemoryResiduals | None = None,
         when: int | None = None,
     ) -> tuple[int, int]:
         """Return (time, bytes in use then, with margin); `when` None means the time of the peak."""
         in_use = self.in_use(lowered, residuals)
+        in_use[self.layout.last] += optimizer_workspace
         when = int(in_use.argmax()) if when is None else when
         most, recomputed = max(0, int(in_use[when])), self.layout.recomputed is not None
         corrected = residuals is not None and bool(self._rows_of(residuals, lowered).any())
@@ -310,6 +312,7 @@ def vectorized_bytes_at(
     lowered: Tabulated,
     *,
     optimizer_bytes: int = 0,
+    optimizer_workspace: int = 0,
     num_ranks: int = 1,
     device: str = "cpu",
     residuals: MemoryResiduals | None = None,
@@ -326,4 +329,4 @@ def vectorized_bytes_at(
     known = _PEAKS.of(graph, IdentityCache).of(residuals if graph.recomputed and residuals else graph, dict)
     if key not in known:
         known[key] = VectorizedPeak(graph, *key)
-    return known[key].bytes_at(lowered, optimizer_bytes, residuals, when)
+    return known[key].bytes_at(lowered, optimizer_bytes, optimizer_workspace, residuals, when)

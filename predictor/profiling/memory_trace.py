@@ -20,7 +20,8 @@ allocator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -153,6 +154,26 @@ def trace_memory(
         for parameter in parameters:
             parameter.grad = None
     return _by_time(events, 2 * len(marks.graph.ops) + 1)
+
+
+@contextmanager
+def optimizer_workspace(device: torch.device) -> Iterator[list[int]]:
+    """Measure the most bytes in use within the context beyond those at its start; append them to the list.
+
+    On a GPU this resets torch's peak statistics. Inside a profiler of the user nothing is appended.
+    """
+    found: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield found
+        found.append(torch.cuda.max_memory_allocated(device) - before)
+    elif torch._C._autograd._profiler_enabled():
+        yield found
+    else:
+        with allocator_events() as events:
+            yield found
+        found.append(int(np.cumsum([0, *(num_bytes for _, num_bytes in events)]).max()))
 
 
 def _by_time(events: Sequence[tuple[str, int]], num_times: int) -> StepBytes:

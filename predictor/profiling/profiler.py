@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from qsync.predictor.profiling.launches import Launches
 from qsync.predictor.profiling.loader_wait import TimedLoader
 from qsync.predictor.profiling.machine_drift import drift_factors, label_error, walk_rate
 from qsync.predictor.profiling.made_optimizer import MakeOptimizer, made, state_bytes
-from qsync.predictor.profiling.memory_trace import measure_residuals
+from qsync.predictor.profiling.memory_trace import measure_residuals, optimizer_workspace
 from qsync.predictor.profiling.mixed_assignments import RoundStep, num_round_steps, round_steps
 from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes, timing_hook_s
 from qsync.predictor.profiling.runner import Choose, Runner, check_finite, check_scalar
@@ -148,6 +148,7 @@ class Profiler:
         else:
             self._optimizer = made(options.make_optimizer, self._parameters)
             self._weights = [parameter.detach().clone() for parameter in self._parameters]
+        self._workspace_bytes: list[int] = []  # of one optimizer step, once its state is there
         self._typical_s = self._warm_up()
         self._memory_residuals = self._measure_memory()
         self._optimizer_s.clear()
@@ -172,7 +173,7 @@ class Profiler:
                 typical_s.append(statistics.fmean(typical_s[: len(self._precisions)]))
                 continue
             self._progress(f"profile {step.label}, warm-up")
-            typical_s.append(self._timed_step(step).total_s)
+            typical_s.append(self._timed_step(step, not self._workspace_bytes).total_s)
             self._put_weights_back()
         return typical_s
 
@@ -341,6 +342,7 @@ class Profiler:
             launches=self._launches.profile(device_class, self.graph) if self._launches else None,
             memory_residuals=self._memory_residuals,
             bitwise=self._runner.kernels.bitwise,
+            optimizer_workspace_bytes=max(self._workspace_bytes, default=0),
         )
 
     def fill(self, seconds: float) -> None:
@@ -379,16 +381,22 @@ class Profiler:
                 found[op][str(precision)] = reason
         return dict(found)
 
-    def _timed_step(self, choice: RoundStep) -> StepTimes:
-        """Run a whole step with timing hooks, which changes the weights."""
+    def _timed_step(self, choice: RoundStep, weighs_optimizer: bool = False) -> StepTimes:
+        """Run a whole step with timing hooks, which changes the weights.
+
+        `weighs_optimizer`: measure the memory of the optimizer's step, and not its time.
+        """
         self._next_batch()
         self._choose(choice, self._timer)
         with self._waiting():
             step = self._forward_and_backward(self._timer)
             self._check_operators(choice, step)
-            start = self._clock.now()
-            self._optimizer_step()
-            end = self._clock.now()
+            device = self._parameters[0].device
+            with optimizer_workspace(device) if weighs_optimizer else nullcontext(list[int]()) as found:
+                start = self._clock.now()
+                self._optimizer_step()
+                end = self._clock.now()
+            self._workspace_bytes += found
             self._clock.settle()
         self._optimizer_s.append(self._clock.seconds(start, end))
         return step

@@ -24,7 +24,7 @@ def _flops_transposed(shapes: Shapes, result: Shape) -> int:
 
 def _is_grouped(shapes: Shapes, dilated: bool) -> bool:
     image, weight = shapes[:2]
-    return len(image) == 4 and weight[1] > 0 and image[1] // weight[1] != 1
+    return len(image) == 4 and weight[1] > 0 and image[1] // weight[1] > 1
 
 
 def _is_dilated(shapes: Shapes, dilated: bool) -> bool:

@@ -94,7 +94,8 @@ class Profile(FileRecord):
 
     `memory_residuals` are bytes of steps as measured beyond those that the memory model predicts; none on
     GPUs, and for losses that call the model several times. `bitwise`: FP32 was measured with torch's own
-    kernels, not the fastest of a CPU.
+    kernels, not the fastest of a CPU. `optimizer_workspace_bytes` is the most that a step of the optimizer
+    has in use beside its state; 0 where that was not measured.
 
     `setting` is what it was carried over to where a plan uses levers (`replayer.levers.apply`). It is in no
     file.
@@ -136,6 +137,7 @@ class Profile(FileRecord):
     launches: Profile | None = None
     memory_residuals: MemoryResiduals = field(default_factory=MemoryResiduals)
     bitwise: bool = True
+    optimizer_workspace_bytes: Count = 0
 
     @property
     def device(self) -> str | None:

@@ -81,6 +81,25 @@ def test_a_profile_counts_what_they_keep(make, kept):
     assert profile.optimizer_bytes == kept and profile.optimizer_s > 0.0
 
 
+WIDE = 512
+
+
+@pytest.mark.parametrize(
+    ("make", "workspace"),
+    [
+        (torch.optim.AdamW, 2 * 4 * WIDE * WIDE),  # beside its largest parameter
+        (partial(torch.optim.AdamW, foreach=True), 4 * (WIDE * WIDE + WIDE)),  # beside all at once
+        (partial(torch.optim.SGD, lr=0.1), 0),
+    ],
+)
+def test_a_profile_measures_what_a_step_has_in_use_beside_the_state(make, workspace):
+    profile = qsync.profile(
+        torch.nn.Linear(WIDE, WIDE), torch.randn(2, WIDE), lambda model, batch: model(batch).square().mean(),
+        precisions=["fp32"], rounds=1, make_optimizer=make,
+    )  # fmt: skip
+    assert profile.optimizer_workspace_bytes == pytest.approx(workspace, rel=0.01, abs=256)
+
+
 def test_what_is_not_its_own_does_not_count():
     model = layers()
     parameters = list(model.parameters())

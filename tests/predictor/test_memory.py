@@ -14,11 +14,13 @@ from kept_for_backward import bytes_of_copies, saved_by_torch
 from qsync.backend.kernels.convolution.conv_strategy import windows_bytes
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Run
+from qsync.lowering.vectorized import Tabulated
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
+from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
 from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.predictor.memory.workspaces.op_workspaces import backward_workspace, forward_workspace
 from qsync.records.graph import Op
@@ -236,6 +238,19 @@ def test_the_curve_s_parts_sum_to_what_is_in_use():
     memory = StepMemory(lower(encoder(2), {}), optimizer_bytes=1000)
     totals = [sum(parts) for parts in zip(*memory.curve().values(), strict=True)]
     assert max(totals) == memory.at_peak().estimate_bytes and len(totals) == memory.end + 1
+
+
+@pytest.mark.parametrize("workspace", [1, 10**4, 10**8])
+def test_the_optimizer_s_step_follows_backward(workspace):
+    graph = encoder(2)
+    plain = StepMemory(lower(graph, {}), optimizer_bytes=1000)
+    memory = StepMemory(lower(graph, {}), optimizer_bytes=1000, optimizer_workspace=workspace)
+    in_use = plain.come_and_go()
+    expected = max(int(in_use.max()), int(in_use[-1]) + workspace)
+    assert int(memory.come_and_go().max()) == expected
+    options = {"optimizer_bytes": 1000, "optimizer_workspace": workspace}
+    assert vectorized_bytes_at(Tabulated(graph, {}), **options)[1] == memory.peak_bytes
+    assert peak_memory(lower(graph, {}), **options).peak_bytes == memory.peak_bytes
 
 
 def test_inference_keeps_nothing():

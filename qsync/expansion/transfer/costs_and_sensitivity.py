@@ -147,6 +147,7 @@ def carry_profile(
         carried,
         optimizer_s=profile.optimizer_s * parameters,
         optimizer_bytes=round(profile.optimizer_bytes * parameters),
+        optimizer_workspace_bytes=round(profile.optimizer_workspace_bytes * parameters),
         host_s=profile.host_s * len(big_graph.ops) / max(len(small_graph.ops), 1),
     )
 
