@@ -9,7 +9,11 @@ import typer
 from rich.table import Table
 
 from qsync.commands.options import (
+    Cards,
+    CardsLength,
+    CardsModel,
     ClusterFile,
+    Folder,
     Force,
     Json,
     Memory,
@@ -31,33 +35,16 @@ _GB = 1e9
 
 
 def fit(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FOLDER]", help="Holds graph, cluster, sensitivity and profiles.", show_default=False
-        ),
-    ] = None,
+    folder: Folder = None,
     cluster: ClusterFile = None,
     memory: Memory = None,
     base: Annotated[
         str, typer.Option(help="What cards run in: fp32, or as torch.autocast: tf32, bf16, fp16.")
     ] = "fp32",
-    cards: Annotated[
-        str | None,
-        typer.Option(
-            help="Without a folder: cards from data sheets, as A100:4,T4:8; CPU is this machine.",
-            show_default="none",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="With --cards: hf:CONFIG.json, a model of Hugging Face.", show_default="none"),
-    ] = None,
+    cards: Cards = None,
+    model: CardsModel = None,
     batch: Annotated[int, typer.Option(min=2, help="With --cards: samples of a step on one card.")] = 32,
-    length: Annotated[
-        int | None,
-        typer.Option(help="With --cards: tokens of a sequence.", show_default="the model's, up to 512"),
-    ] = None,
+    length: CardsLength = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:

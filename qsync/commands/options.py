@@ -35,6 +35,27 @@ ClusterFile = Annotated[
 Memory = Annotated[
     list[str] | None, typer.Option(help="Memory budget: CLASS=BYTES, or with K, M, G. Repeatable.")
 ]
+Folder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[FOLDER]", help="Holds graph, cluster, sensitivity and profiles.", show_default=False
+    ),
+]
+Cards = Annotated[
+    str | None,
+    typer.Option(
+        help="Without a folder: cards from data sheets, as A100:4,T4:8; CPU is this machine.",
+        show_default="none",
+    ),
+]
+CardsModel = Annotated[
+    str | None,
+    typer.Option(help="With --cards: hf:CONFIG.json, a model of Hugging Face.", show_default="none"),
+]
+CardsLength = Annotated[
+    int | None,
+    typer.Option(help="With --cards: tokens of a sequence.", show_default="the model's, up to 512"),
+]
 Force = Annotated[
     bool,
     typer.Option("--force", help="Take profiles of other batch shapes, machines or versions, as what-if."),

@@ -15,7 +15,11 @@ from qsync.commands import tables
 from qsync.commands.cards import judge_cards
 from qsync.commands.options import (
     MAX_SEED,
+    Cards,
+    CardsLength,
+    CardsModel,
     ClusterFile,
+    Folder,
     Force,
     Json,
     Memory,
@@ -56,12 +60,7 @@ class _LeverSearch:
 
 
 def plan(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FOLDER]", help="Holds graph, cluster, sensitivity and profiles.", show_default=False
-        ),
-    ] = None,
+    folder: Folder = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the plan.")] = Path("plan.json"),
     cluster: ClusterFile = None,
     target_step: Annotated[
@@ -129,25 +128,13 @@ def plan(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search for levers.")] = 0,
-    cards: Annotated[
-        str | None,
-        typer.Option(
-            help="Without a folder: judge cards from data sheets, as A100:4,T4:8; CPU is this machine.",
-            show_default="none",
-        ),
-    ] = None,
+    cards: Cards = None,
     link: Annotated[str, typer.Option(help="With --cards: the bandwidth between hosts.")] = "25Gb",
-    model: Annotated[
-        str | None,
-        typer.Option(help="With --cards: hf:CONFIG.json, a model of Hugging Face.", show_default="none"),
-    ] = None,
+    model: CardsModel = None,
     batch: Annotated[
         int, typer.Option(min=1, help="With --cards: samples of a step, on all cards together.")
     ] = 256,
-    length: Annotated[
-        int | None,
-        typer.Option(help="With --cards: tokens of a sequence.", show_default="the model's, up to 512"),
-    ] = None,
+    length: CardsLength = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:

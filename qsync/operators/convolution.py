@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from qsync.operators.declaration import Limit, Product, Shape, Shapes, elements
 from qsync.operators.precision import FLOATS, Precision
 
@@ -46,11 +48,18 @@ _IN_CUTLASS = tuple(
     )
 )
 
-CONV2D = Product(
-    kind="conv2d",
-    calls={"conv2d": _OPERANDS},
-    family="convolution",
-    flops=_flops,
+
+def _convolution(kind: str, *calls: str, **facts: Any) -> Product:
+    return Product(
+        kind=kind, calls=dict.fromkeys(calls, _OPERANDS), family="convolution", saves_factors=True,
+        saves_both=True, saved=(0,), is_convolution=True, has_module=True, has_bf16_kernel=True,
+        reorders=True, **{"flops": _flops, **facts},
+    )  # fmt: skip
+
+
+CONV2D = _convolution(
+    "conv2d",
+    "conv2d",
     precisions=(*FLOATS, Precision.INT8, Precision.INT8_ALL),
     unwritten={Precision.FP8: _NO_FP8},
     limits=(
@@ -69,20 +78,11 @@ CONV2D = Product(
     ),
     encodings=("image", "channel", None),
     encodings_differ=True,
-    saves_factors=True,
-    saves_both=True,
-    saved=(0,),
     batch_dims=3,
-    is_convolution=True,
-    has_module=True,
-    has_bf16_kernel=True,
-    reorders=True,
 )
-CONV1D = Product(
-    kind="conv1d",
-    calls={"conv1d": _OPERANDS},
-    family="convolution",
-    flops=_flops,
+CONV1D = _convolution(
+    "conv1d",
+    "conv1d",
     precisions=(*FLOATS, Precision.INT8),
     unwritten={
         Precision.FP8: _NO_FP8,
@@ -97,44 +97,15 @@ CONV1D = Product(
     ),
     encodings=("image", "channel", None),
     encodings_differ=True,
-    saves_factors=True,
-    saves_both=True,
-    saved=(0,),
     batch_dims=2,
-    is_convolution=True,
-    has_module=True,
-    has_bf16_kernel=True,
-    reorders=True,
 )
-CONV3D = Product(
-    kind="conv3d",
-    calls={"conv3d": _OPERANDS},
-    family="convolution",
-    flops=_flops,
-    precisions=FLOATS,
-    unwritten=_NO_8_BIT,
-    saves_factors=True,
-    saves_both=True,
-    saved=(0,),
-    is_convolution=True,
-    has_module=True,
-    has_bf16_kernel=True,
-    reorders=True,
-)
-CONV_TRANSPOSE = Product(
-    kind="conv_transpose",
-    calls={f"conv_transpose{n}d": _OPERANDS for n in (1, 2, 3)},
-    family="convolution",
+CONV3D = _convolution("conv3d", "conv3d", precisions=FLOATS, unwritten=_NO_8_BIT)
+CONV_TRANSPOSE = _convolution(
+    "conv_transpose",
+    *(f"conv_transpose{n}d" for n in (1, 2, 3)),
     flops=_flops_transposed,
     precisions=FLOATS,
     unwritten=_NO_8_BIT,
-    saves_factors=True,
-    saves_both=True,
-    saved=(0,),
-    is_convolution=True,
-    has_module=True,
-    has_bf16_kernel=True,
-    reorders=True,
 )
 
 OPERATORS = (CONV2D, CONV1D, CONV3D, CONV_TRANSPOSE)

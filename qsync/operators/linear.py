@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from qsync.operators.declaration import Product, Shape, Shapes, elements
 from qsync.operators.precision import FLOATS, Precision
 
@@ -12,32 +14,17 @@ def _flops(shapes: Shapes, result: Shape) -> int:
     return 2 * elements(result) * shapes[1][-1]
 
 
-LINEAR = Product(
-    kind="linear",
-    calls={"linear": ("input", "weight", "bias")},
-    family="product",
-    flops=_flops,
-    precisions=(*FLOATS, Precision.FP8, *_EIGHT_BIT),
-    encodings=("row", "row", None),
-    encodings_differ=True,
-    saves_factors=True,
-    saved=(0,),
-    computes_epilogue=_EIGHT_BIT,
-    has_module=True,
-)
-ADDMM = Product(
-    kind="addmm",
-    calls={"addmm": ("input", "mat1", "mat2")},
-    family="product",
-    flops=_flops,
-    precisions=(*FLOATS, Precision.FP8, *_EIGHT_BIT),
-    encodings=(None, "row", "col"),
-    encodings_differ=True,
-    factors=(1, 2),
-    saves_factors=True,
-    saved=(1,),
-    computes_epilogue=_EIGHT_BIT,
-    has_module=True,
+def _linear(kind: str, operands: tuple[str, ...], **facts: Any) -> Product:
+    return Product(
+        kind=kind, calls={kind: operands}, family="product", flops=_flops,
+        precisions=(*FLOATS, Precision.FP8, *_EIGHT_BIT), encodings_differ=True, saves_factors=True,
+        computes_epilogue=_EIGHT_BIT, has_module=True, **facts,
+    )  # fmt: skip
+
+
+LINEAR = _linear("linear", ("input", "weight", "bias"), encodings=("row", "row", None), saved=(0,))
+ADDMM = _linear(
+    "addmm", ("input", "mat1", "mat2"), encodings=(None, "row", "col"), factors=(1, 2), saved=(1,)
 )
 
 OPERATORS = (LINEAR, ADDMM)

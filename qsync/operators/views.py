@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from qsync.operators.declaration import fixed, following
 
 _VIEWS = (
@@ -10,28 +12,22 @@ _VIEWS = (
     "select", "swapaxes",
 )  # fmt: skip
 
+# They compute nothing, and may return their input's memory.
+_SAME: dict[str, Any] = {
+    "may_alias": True, "passes_magnitude": True, "saves_nothing": True, "works_by_rule": True,
+}  # fmt: skip
 VIEW = following(
     "view",
     *_VIEWS,
     fixed_calls=("broadcast_to",),
     family="view",
     moves_nothing=True,
-    may_alias=True,
     keeps_order=False,
     is_exact=True,
-    passes_magnitude=True,
-    saves_nothing=True,
-    works_by_rule=True,
+    **_SAME,
 )
-CONTIGUOUS = following(
-    "contiguous",
-    may_alias=True,
-    keeps_order=False,
-    is_exact=True,
-    passes_magnitude=True,
-    saves_nothing=True,
-    works_by_rule=True,
-)
+CONTIGUOUS = following("contiguous", keeps_order=False, is_exact=True, **_SAME)
+FLOAT = fixed("float", "to", "float", "type_as", "type", **_SAME)
 CLONE = following(
     "clone",
     "clone",
@@ -41,17 +37,6 @@ CLONE = following(
     is_elementwise=True,
     is_exact=True,
     passes_magnitude=True,
-)
-FLOAT = fixed(
-    "float",
-    "to",
-    "float",
-    "type_as",
-    "type",
-    may_alias=True,
-    passes_magnitude=True,
-    saves_nothing=True,
-    works_by_rule=True,
 )
 
 OPERATORS = (VIEW, CONTIGUOUS, CLONE, FLOAT)
