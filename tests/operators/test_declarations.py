@@ -21,6 +21,7 @@ from qsync.operators.registry import (
     operand_type,
     why_unwritten,
 )
+from qsync.predictor.cost_model.op_calls import Argument, Call, operations
 
 ROOT = Path(__file__).parents[2]
 # Kinds whose names are words of other things, too: a field, an argument, a type, a phase.
@@ -136,3 +137,13 @@ def test_operators_are_known_by_name_in_few_places_beside_their_declarations():
             words = (n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant))
             named[str(path.relative_to(ROOT))] += sum(isinstance(w, str) and w in kinds for w in words)
     assert named.total() <= MOST_NAMED, named.most_common(12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "times"), [("attention", 2.5), ("rnn", 2.0), ("linear", 2.0), ("conv2d", 2.0), ("bilinear", 2.0)]
+)
+def test_backward_multiplies_as_often_as_there_are_gradients_or_as_declared(kind, times):
+    """Two operands have gradients here. Attention computes its probabilities again (Dao et al. 2022)."""
+    call = Call(kind, (Argument((4, 4)), Argument((4, 4))), (4, 4), flops=100)
+    assert operations(call, "bf16", "backward", "bf16") == {"bf16": 100 * times}
+    assert operations(call, "bf16", "forward", "bf16") == {"bf16": 100}

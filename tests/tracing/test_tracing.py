@@ -726,12 +726,20 @@ def test_a_users_operator_may_bear_a_known_name():
     assert [op.name for op in ops.values() if op.role is Role.ADJUSTABLE] == ["fc1", "fc2"]
 
 
-def test_a_mask_of_the_least_number_keeps_its_addition_in_fp32():
+@pytest.mark.parametrize(
+    "passed_on",
+    [
+        lambda mask: mask, lambda mask: mask.view(1, 8), lambda mask: mask.expand(2, 8).contiguous()[0],
+        lambda mask: torch.cat([mask[:4], mask[4:]]), lambda mask: F.pad(mask[1:], (1, 0)),
+        lambda mask: torch.where(mask < 0, mask, 0.0), lambda mask: mask.repeat(2)[:8],
+    ],
+)  # fmt: skip
+def test_a_mask_of_the_least_number_keeps_its_addition_in_fp32(passed_on):
     """finfo(float32).min is -inf in BF16, and a row of -inf has no softmax."""
 
     def body(m, x):
         mask = (torch.arange(8) > 3).float() * torch.finfo(torch.float32).min
-        return F.softmax(x + mask, -1)
+        return F.softmax(x + passed_on(mask), -1)
 
     ops = captured(body)
     assert ops["add"].magnitude == pytest.approx(3.4028e38, rel=1e-3)
