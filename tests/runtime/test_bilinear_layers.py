@@ -11,6 +11,7 @@ from observing import decibels
 from torch import nn
 
 import qsync
+from qsync.backend.kernels.bilinear import bilinear
 from qsync.operators.precision import Precision
 from qsync.records.plans import ClassPlan, Plan
 
@@ -44,3 +45,18 @@ def test_gradients_are_those_of_torch(precision, least_db):
     assert decibels(gradients(planned, x), expected) > least_db
     bitwise = qsync.wrap(copy.deepcopy(model), "fp32", bitwise=True)
     assert decibels(gradients(bitwise, x), expected) == math.inf
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_only_the_gradients_that_are_wanted_are_computed(wanted):
+    torch.manual_seed(0)
+    shapes = [(7, 5), (7, 3), (4, 5, 3)]
+    values = [torch.randn(shape).requires_grad_(k in wanted) for k, shape in enumerate(shapes)]
+    weight = torch.randn(7, 4)
+
+    def found(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad((y * weight).sum(), [values[k] for k in wanted])
+
+    expected = found(torch.nn.functional.bilinear(*values))
+    got = found(bilinear(torch.nn.functional.bilinear, "fp32", *values))
+    assert all(torch.allclose(own, its, atol=1e-5) for own, its in zip(got, expected, strict=True))
