@@ -118,6 +118,10 @@ class InfeasibleError(QSyncError):
     """
 
 
+class DoesNotFitError(InfeasibleError):
+    """No assignment of a device class fits in its memory."""
+
+
 class TracingError(QSyncError):
     """torch.compile's tracer could not read the model; the message names the place."""
 

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,14 @@ from qsync.distributed.shared_batches import (
     that_can_be,
     with_shares,
 )
-from qsync.errors import FormatError, NoGradientError, NothingToLowerError, QSyncError, shortened
+from qsync.errors import (
+    DoesNotFitError,
+    FormatError,
+    NoGradientError,
+    NothingToLowerError,
+    QSyncError,
+    shortened,
+)
 from qsync.operators.precision import Precision
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
@@ -571,12 +578,24 @@ def _profile_and_plan(
 def _plan_and_save(
     basis: Basis, folder: Path, bucket_cap_bytes: int | None, options: Mapping[str, Any]
 ) -> Plan:
-    plan = choose_plan(
-        basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
-        bucket_cap_bytes=bucket_cap_bytes, **options,
-    )  # fmt: skip
+    try:
+        plan = choose_plan(
+            basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
+            bucket_cap_bytes=bucket_cap_bytes, **options,
+        )  # fmt: skip
+    except DoesNotFitError as error:
+        _save_basis(folder, basis, options.get("other"))
+        raise DoesNotFitError(f"{error}; qsync fit {folder} says what would fit") from error
     plan = replace(plan, verdict=find_verdict(basis, plan, options.get("other"), options))
     return save_with_warnings(folder, plan, basis, options.get("budgets"), options.get("other"))
+
+
+def _save_basis(folder: Path, basis: Basis, other: Recapture | None) -> None:
+    """Keep what was measured, where no plan comes of it; a full disk costs nothing more."""
+    with suppress(OSError):
+        basis.save(folder)
+        if other is not None:
+            other.save(folder)
 
 
 def save_with_warnings(

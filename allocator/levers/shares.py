@@ -21,7 +21,7 @@ from qsync.allocator.planner import Options, allocate, fastest_state, kept_base
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.uniform import uniform
-from qsync.errors import InfeasibleError
+from qsync.errors import DoesNotFitError, InfeasibleError
 from qsync.records.levers import ACCUMULATE, ClassLevers, Levers, samples_of
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
@@ -207,7 +207,7 @@ class BatchShares:
                 following = self._following(list(tried.values()), crowded, units)
         best = min(tried.values(), key=lambda each: each.step_s)
         if math.isinf(best.step_s):
-            raise InfeasibleError(
+            raise DoesNotFitError(
                 f"no share of the batch fits in the memory of {', '.join(best.crowded)}; give a smaller "
                 'batch, or levers that save memory ("accumulate", "recompute")'
             )

@@ -10,7 +10,7 @@ from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.milp_expressions import Sum, total
-from qsync.errors import InfeasibleError
+from qsync.errors import DoesNotFitError
 from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import Memory
 from qsync.replayer import step_time
@@ -52,7 +52,7 @@ def fastest_start(state: State, device_class: str) -> None:
 
     Times of operators and casts add up, so an integer program finds the least. If the profile has kernel
     launches, whose waits do not add up, coordinate descent from the best uniform start replaces it. Raises
-    InfeasibleError if nothing fits, naming the class, the missing bytes and the operator that saves most.
+    DoesNotFitError if nothing fits, naming the class, the missing bytes and the operator that saves most.
     """
     state.move(device_class, _fastest_uniform(state, device_class))
     if not _solve(state, device_class):
@@ -173,7 +173,7 @@ def _fastest_that_fits(state: State, device_class: str) -> bool:
 def _fit(state: State, device_class: str) -> None:
     """Reduce memory at least cost in time, from the current, then from each uniform assignment.
 
-    If even the smallest start is far above the budget, raise InfeasibleError without a search.
+    If even the smallest start is far above the budget, raise DoesNotFitError without a search.
     """
     one = state.classes[device_class]
     starts = [one.lowering.assignment(), *uniform_starts(state, device_class)]
@@ -193,7 +193,7 @@ def _fit(state: State, device_class: str) -> None:
         if least is None or memory.peak_bytes < least.peak_bytes:
             least = memory
     assert least is not None
-    raise InfeasibleError(
+    raise DoesNotFitError(
         f"{device_class}: no assignment fits in its memory of {one.part.budget_bytes} bytes; the smallest "
         f"step found needs {least.peak_bytes - one.part.budget_bytes} bytes more, and {least.largest} holds "
         f"most ({least.saved_by.get(least.largest, 0)} bytes for backward); give the class more memory or a "

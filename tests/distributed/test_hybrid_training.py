@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from two_ranks import HEADER, Program, environment, launch, said, start_ranks
+
+from qsync.records.plan_folder import Basis
 
 pytestmark = pytest.mark.dist
 
@@ -370,11 +374,13 @@ dist.destroy_process_group()
         "empty": ["CalibrationError", "rank 1", "not empty"],
         "loss": ["CalibrationError", "rank 1", "shape (32, 4)"],
         "lacking": ["UnsupportedError", "tf32"],
-        "memory": ["InfeasibleError"],
+        "memory": ["DoesNotFitError", "no assignment fits", "says what would fit"],
     }.items():
         sentences = said(output, what)
         assert sentences[0] == sentences[1], what
         assert all(word in sentences[0] for word in words), sentences[0]
+    kept = said(output, "memory")[0].partition("qsync fit ")[2].partition(" says")[0]
+    assert Basis.load(kept).graph.adjustable and not Path(kept, "plan.json").exists()
     for what in ("untraceable", "well"):  # DDP trains the one as it is
         assert said(output, what) == ["went through"] * 2
 
