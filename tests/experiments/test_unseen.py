@@ -10,6 +10,7 @@ from qsync.errors import QSyncError
 from qsync.experiments.harness import pairing
 from qsync.experiments.unseen import __main__ as command
 from qsync.experiments.unseen import family_runs, report
+from qsync.experiments.workloads.families import HELD_OUT
 from qsync.records.json_files import read_json
 
 
@@ -135,8 +136,8 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     assert len(ran) == 3 and {name: set(found) for name, found in families.items()} == {
         "lstm": {"prediction", "memory"}
     }
-    with pytest.raises(QSyncError, match="mistral is held out; add --held-out"):
-        command.main(**{**run, "only": ["mistral"]})
+    with pytest.raises(QSyncError, match=f"{HELD_OUT[0]} is held out; add --held-out"):
+        command.main(**{**run, "only": [HELD_OUT[0]]})
 
 
 def test_what_fails_is_a_sentence(monkeypatch):
