@@ -8,10 +8,12 @@ replayed as a step of ranks of this class alone: nobody waits for others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from qsync.allocator.planner import allocate
 from qsync.allocator.uniform import uniform
+from qsync.errors import FormatError
 from qsync.operators.precision import Precision
 from qsync.records.base import base_of_graph, base_on, bases_of, is_below
 from qsync.records.levers import ClassLevers, samples_of
@@ -50,8 +52,9 @@ class Fit:
 
     `base` is one pass in the base, and `peak` what fills its memory. `ways` fit, least step first; none is
     slower, less exact and larger than another. `largest` is the most samples that fit in one pass in the
-    base, one less than `trusted_from` where not even the fewest do that costs are trusted at, and None
-    without a second capture of the model. `nearest` is the way of least memory of all that were tried.
+    base, one less than `trusted_from` where not even the fewest do that costs are trusted at, and None where
+    a second capture of the model is missing or gives no sizes. `nearest` is the way of least memory of all
+    that were tried.
     """
 
     device_class: str
@@ -101,8 +104,9 @@ class _Fitting:
         peak = peaks(self._basis.graph, assignments, {self._name: profile}, self._cluster)[self._name]
         base = self._way(plan, ClassLevers())
         for passes in self._passes():
-            if self._in_passes(passes):
-                break
+            with suppress(FormatError):  # sizes that no line through two captures gives
+                if self._in_passes(passes):
+                    break
         fitting = sorted((way for way in self._tried if self._fits(way)), key=lambda way: way.step_s)
         ways: list[Way] = []
         for way in fitting:
@@ -150,7 +154,9 @@ class _Fitting:
             plan, _ = self._plain(ClassLevers(samples=fewest + more - 1))
             return not self._fits(self._way(plan, ClassLevers()))
 
-        return fewest + least(exceeds, most - fewest + 2) - 2
+        with suppress(FormatError):
+            return fewest + least(exceeds, most - fewest + 2) - 2
+        return None
 
     def _with(self, levers: ClassLevers, num_blocks: int) -> ClassLevers:
         return replace(levers, recomputed=self._blocks[:num_blocks])

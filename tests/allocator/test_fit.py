@@ -99,6 +99,14 @@ def test_where_nothing_fits_the_nearest_way_is_named(other):
     assert found.nearest.peak_bytes < found.base.peak_bytes
 
 
+def test_sizes_that_are_not_whole_are_left_out():
+    odd = [replace(op, shape=(ROWS // 4, 63)) if op.name == "layer.0.add1" else op for op in OTHER.ops]
+    other = Recapture(replace(OTHER, ops=tuple(odd)), {})
+    found, _ = of_budget(0.8, other)
+    assert found.largest is None and found.ways
+    assert {way.levers.passes for way in found.ways} <= {1, 4}  # two passes would be of 63 1/3
+
+
 def test_an_unknown_class_is_one_sentence(other):
     with pytest.raises(QSyncError, match="no device class 'nobody'; choose from"):
         find_fit(basis_of(), "nobody", other)
