@@ -13,8 +13,8 @@ from qsync.errors import QSyncError
 from qsync.experiments.workloads.families import FAMILIES, HELD_OUT, SEEN, Family, family_named
 from qsync.runtime.planned_forward import program_of
 
-# Hugging Face's losses and routers break the graph once or twice.
-MOST_GRAPHS = 3
+# Hugging Face's losses and routers break the graph once or twice, Wav2Vec2's layers (which may be dropped) each.
+MOST_GRAPHS, OF_FAMILY = 3, {"wav2vec2": 7}
 # Kinds that runtime/test_rewriting.py and runtime/test_recurrences.py have not; the others are deep.
 QUICK = ("llama", "qwen2_moe", "t5", "clip", "unet", "mamba2")
 
@@ -27,6 +27,9 @@ def step(model: torch.nn.Module, batch: dict[str, object]) -> float:
     return float(loss.detach())
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Dynamo detected a call to a `functools.lru_cache`"
+)  # torch's, of wav2vec2
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.deep] * (name not in QUICK)) for name in SEEN]
 )
@@ -39,7 +42,7 @@ def test_a_family_trains_in_bf16_from_few_graphs(name):
     lowered = step(qsync.wrap(model, "bf16", strict=True), batches[0])
     assert lowered == pytest.approx(plain, rel=0.05)
     program = program_of(model)
-    assert program.graph.num_segments <= MOST_GRAPHS
+    assert program.graph.num_segments <= OF_FAMILY.get(name, MOST_GRAPHS)
     modes = {node.mode for part in program.lowered for node in part.nodes if hasattr(node, "mode")}
     assert "bf16" in modes
     step(model, batches[0])  # a model may have changed itself in its first call
