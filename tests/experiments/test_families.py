@@ -13,7 +13,7 @@ from qsync.errors import QSyncError
 from qsync.experiments.workloads.families import FAMILIES, HELD_OUT, SEEN, Family, family_named
 from qsync.runtime.planned_forward import program_of
 
-# Hugging Face's losses and routers break the graph once or twice, Wav2Vec2's layers (which may be dropped) each.
+# Hugging Face's losses and routers break the graph once or twice, and Wav2Vec2's droppable layers each.
 MOST_GRAPHS, OF_FAMILY = 3, {"wav2vec2": 7}
 # Kinds that runtime/test_rewriting.py and runtime/test_recurrences.py have not; the others are deep.
 QUICK = ("llama", "qwen2_moe", "t5", "clip", "unet", "mamba2")
@@ -27,9 +27,7 @@ def step(model: torch.nn.Module, batch: dict[str, object]) -> float:
     return float(loss.detach())
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Dynamo detected a call to a `functools.lru_cache`"
-)  # torch's, of wav2vec2
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # of Wav2Vec2's
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.deep] * (name not in QUICK)) for name in SEEN]
 )
