@@ -278,7 +278,8 @@ FAMILIES: dict[str, Family] = {
         Family(  # sound, by convolutions of signals
             "wav2vec2", TRANSFORMER, "Wav2Vec2ForSequenceClassification",
             {**_SMALL, "num_hidden_layers": 4, "intermediate_size": 1536, "conv_dim": [256] * 7,
-             "mask_time_prob": 0.0, "layerdrop": 0.0, "num_conv_pos_embeddings": 128}, Inputs(4, samples=16000),
+             "mask_time_prob": 0.0, "layerdrop": 0.0, "num_conv_pos_embeddings": 128},
+            Inputs(4, samples=16000),
         ),
         Family("unet", CONVOLUTION, "UNet", {"width": 64}, Inputs(8, side=32, labels="none")),
         Family(  # the scan stays FP32
