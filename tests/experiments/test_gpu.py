@@ -91,8 +91,8 @@ def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_pat
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    ended = run_within([sys.executable, "-c", code], 2.0, log)
-    assert ended.cut and "cut after 2 s" in (ended.why_not or "")
+    ended = run_within([sys.executable, "-c", code], 8.0, log)  # two Pythons start, on a busy machine too
+    assert ended.cut and "cut after 8 s" in (ended.why_not or "")
     child = int(log.read_text())
     end = time.monotonic() + 30
     while not gone(child) and time.monotonic() < end:
