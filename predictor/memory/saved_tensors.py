@@ -74,8 +74,8 @@ def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", dev
         return Saved(indices=tuple(v for v in (*op.inputs, *op.kept) if at.dtype[v] not in LARGEST))
     if declared(op.kind).saves_nothing or (op.kind == "rms_norm" and (device, mode) == ("cpu", "bf16")):
         return Saved()
-    if product is not None and product.saved is not None:
-        return Saved(product.saved)
+    if product is not None and not product.saves_factors and product.saved is not None:
+        return Saved(tuple(j for j in product.saved if j in everything))
     return Saved(everything)  # an overestimate for unknown kinds
 
 

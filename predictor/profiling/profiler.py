@@ -384,7 +384,7 @@ class Profiler:
     def _timed_step(self, choice: RoundStep, weighs_optimizer: bool = False) -> StepTimes:
         """Run a whole step with timing hooks, which changes the weights.
 
-        `weighs_optimizer`: measure the memory of the optimizer's step, and not its time.
+        `weighs_optimizer`: measure the memory of the optimizer's step, too, which makes it longer.
         """
         self._next_batch()
         self._choose(choice, self._timer)

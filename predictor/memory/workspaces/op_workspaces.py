@@ -39,7 +39,7 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return type_bytes("fp32", elements) + type_bytes("int8", elements) * (run.mode == Precision.INT8)
     if op.kind == "matmul" and len(op.inputs) == 2:
         return _matmul_forward(op, run, context)
-    if op.kind == "bilinear":
+    if op.kind == "bilinear" and len(op.inputs) > 2:
         return _between_bilinear(op, run, context) + type_bytes(run.mode, num_elements(context.shapes[2]))
     return 0
 
@@ -60,7 +60,7 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return attention_backward(op, run, context, workspace)
     if op.kind == "matmul" and len(op.inputs) == 2:
         return workspace + _matmul_backward(run, context)
-    if op.kind == "bilinear":
+    if op.kind == "bilinear" and len(op.inputs) > 2:
         return _bilinear_backward(op, run, context, workspace)
     if op.kind == "cross_entropy":  # the gradient of the log-probabilities
         return workspace + _FP32 * num_elements(context.shapes[0])
