@@ -538,11 +538,11 @@ def _profile_and_plan(
     plans = Path(from_rank_zero("a folder for the plan", lambda: str(cache_folder(cache_dir))))
     graph = job.form_graph(step)
     agree_locally("reading the batch", lambda: batches.check(graph))
-    formed = job.form_cluster(rank, profiling.progress)
-    options = that_can_be(options, formed[0])
+    classes = job.form_classes(rank)
+    options = that_can_be(options, classes)
     other = options.get("other")
     named = {**options, "other": other.graph.shapes_hash} if isinstance(other, Recapture) else options
-    folder = plans / cache_key(graph, formed[0], {
+    folder = plans / cache_key(graph, classes, {
         "precisions": profiling.precisions, "optimizer": profiling.make_optimizer, "loss": step.loss_fn,
         "cap": profiling.bucket_cap_bytes, "bitwise": profiling.bitwise,
         **({"loader": "given"} if profiling.loader is not None else {}),
@@ -553,9 +553,10 @@ def _profile_and_plan(
     plan = cached_plan(folder)
     if plan is None:
         from_rank_zero("a folder for the plan", lambda: make_folder(folder))
-        is_equal = len(formed[0].classes) == 1 and not _TIMES_DECIDE.intersection(options)
+        is_equal = len(classes) == 1 and not _TIMES_DECIDE.intersection(options)
         base = base_of_graph(graph, options.get("base"))
         profiling = replace(profiling, base=base, briefly=is_equal)
+        formed = job.form_cluster(rank, profiling.progress)
         takes_others = takes_samples(options) and options.get("other") is None
         second = partial(batch_of_share, step, rank, options) if takes_others else None
         basis, other = ddp_profiling.form_basis(step, rank, graph, formed, profiling, second)

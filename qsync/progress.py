@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-
 _said: set[str] = set()  # titles already printed
 
 
@@ -29,12 +27,13 @@ def shown_on_rank_zero(title: str, once: bool = False) -> Iterator[Callable[[str
     if not is_rank_zero():
         yield lambda text: None
         return
-    console = Console(stderr=True)
     if sys.stderr.isatty():
-        with console.status(title) as status:
+        from rich.console import Console  # takes 0.2 s
+
+        with Console(stderr=True).status(title) as status:
             yield lambda text: status.update(f"{title}: {text}")
         return
     if not once or title not in _said:
-        console.print(f"{title} ...")
+        print(f"{title} ...", file=sys.stderr, flush=True)
         _said.add(title)
     yield lambda text: None

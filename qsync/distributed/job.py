@@ -209,10 +209,9 @@ def form_graph(step: TrainingStep) -> OpGraph:
     return graph
 
 
-def form_cluster(rank: Rank, progress: Progress = silent, rounds: int = 6) -> tuple[Cluster, LinkMeasurement]:
-    """Return the cluster: classes with rank counts, and this rank's measurement of the link."""
-    own = rank.device_class
-    everyone = agree("finding device classes", lambda: as_json(own))
+def form_classes(rank: Rank) -> tuple[DeviceClass, ...]:
+    """Return the device classes of the job, with their numbers of ranks and least memory."""
+    everyone = agree("finding device classes", lambda: as_json(rank.device_class))
     classes: dict[str, DeviceClass] = {}
     for number, entry in enumerate(everyone):
         found = as_record(entry, DeviceClass, f"the device class of rank {number}")
@@ -222,11 +221,17 @@ def form_cluster(rank: Rank, progress: Progress = silent, rounds: int = 6) -> tu
         count = known.count + 1 if known else 1
         memory = min(found.memory_bytes, known.memory_bytes) if known else found.memory_bytes
         classes[found.name] = replace(found, count=count, memory_bytes=memory)
-    if len(everyone) > 1:
-        measured = measure_link(rank.device, own.emulated_share, rounds, progress)
+    return tuple(classes.values())
+
+
+def form_cluster(rank: Rank, progress: Progress = silent, rounds: int = 6) -> tuple[Cluster, LinkMeasurement]:
+    """Return the cluster of the job, and this rank's measurement of its link."""
+    classes = form_classes(rank)
+    if world_size() > 1:
+        measured = measure_link(rank.device, rank.device_class.emulated_share, rounds, progress)
     else:
         measured = LinkMeasurement(Link(0.0, 1e12), 0.0, 0.0)
-    return Cluster(tuple(classes.values()), measured.link), measured
+    return Cluster(classes, measured.link), measured
 
 
 def _check_alike(known: DeviceClass, found: DeviceClass, rank: int) -> None:

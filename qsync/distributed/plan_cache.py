@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import qsync
 from qsync.backend.kernel_cache import user_folder
 from qsync.distributed.agreement import from_rank_zero
 from qsync.errors import FormatError, QSyncError, shortened
-from qsync.records.cluster import Cluster
+from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph, digest
 from qsync.records.plans import Plan
 
@@ -53,20 +53,20 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -> str:
-    """Return the name of a plan's folder: a hash of step, classes, versions and options.
+def cache_key(graph: OpGraph, classes: Sequence[DeviceClass], options: Mapping[str, object]) -> str:
+    """Return the name of a plan's folder: a hash of step, device classes, versions and options.
 
-    The link is left out, because its measurement differs in every job.
+    The link is left out, because its measurement takes a second and differs in every job.
     """
-    classes = [
+    stated = [
         [
             *(c.name, c.device, c.hardware, c.emulated_share, c.count, c.memory_bytes),
             [str(p) for p in c.precisions],
         ]
-        for c in cluster.classes
+        for c in classes
     ]
     chosen = {name: stable_text(value) for name, value in options.items()}
-    return digest([step_key(graph), classes, chosen])
+    return digest([step_key(graph), stated, chosen])
 
 
 def step_key(graph: OpGraph) -> str:

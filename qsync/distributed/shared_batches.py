@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,7 +19,7 @@ from qsync.distributed.gradient_weighting import batch_norms, of_samples
 from qsync.distributed.share_sampler import ShareSampler
 from qsync.errors import CalibrationError
 from qsync.predictor.profiling.loader_wait import first_batch, undrawn
-from qsync.records.cluster import Cluster
+from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ACCUMULATE, SHARE, samples_of
 from qsync.records.plan_folder import Basis
@@ -88,10 +88,10 @@ def takes_samples(options: Mapping[str, Any]) -> bool:
     return not {SHARE, ACCUMULATE}.isdisjoint(options.get("levers") or ())
 
 
-def that_can_be(options: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
+def that_can_be(options: Mapping[str, Any], classes: Sequence[DeviceClass]) -> dict[str, Any]:
     """Return the options without a ShareSampler's levers where all ranks are of one class."""
     is_default = options.get("levers") in ((SHARE,), (SHARE, ACCUMULATE))
-    dropped = ("levers", "least_samples") if is_default and len(cluster.classes) == 1 else ()
+    dropped = ("levers", "least_samples") if is_default and len(classes) == 1 else ()
     return {name: value for name, value in options.items() if name not in dropped}
 
 

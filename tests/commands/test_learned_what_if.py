@@ -101,8 +101,7 @@ def test_plans_are_kept_apart_by_what_the_ranks_run_on():
     """A class that the user names keeps its name on other hardware: the key of the cache must not."""
 
     def key(**changes: object) -> str:
-        cluster = Cluster((replace(CLASS, **changes),), cluster_of().link)
-        return cache_key(GRAPH, cluster, {})
+        return cache_key(GRAPH, [replace(CLASS, **changes)], {})
 
     keys = [key(), key(hardware="Xeon, 1 thread"), key(hardware="Xeon, 2 threads")]
     keys += [key(emulated_share=share) for share in (0.25, 0.5)]

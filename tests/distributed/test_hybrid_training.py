@@ -20,6 +20,7 @@ def test_unequal_ranks_train_together_and_the_plan_is_kept(tmp_path):
     """
     body = """
 from qsync.backend.devices import emulation
+from qsync.distributed import job
 from qsync.backend.precisions_that_pay import emulation_note
 from pathlib import Path
 from qsync.runtime import planned_forward
@@ -27,6 +28,9 @@ from qsync.runtime import planned_forward
 ddp_profiling.PROFILE_S, profiled = 6.0, []
 form_basis = ddp_profiling.form_basis
 ddp_profiling.form_basis = lambda *args, **options: profiled.append(1) or form_basis(*args, **options)
+
+measure_link, measured = job.measure_link, []
+job.measure_link = lambda *args, **options: measured.append(1) or measure_link(*args, **options)
 
 share = 0.25 if rank == 1 else None
 options = {"loss_fn": loss_fn, "emulated_share": share, "cache_dir": cache}
@@ -76,7 +80,7 @@ files = sorted(path.name for path in folder.iterdir() if "profile" not in path.n
 say(f"plan: {len(plan.classes)} {files}")
 
 qsync.hybrid(make(width=512), large, make_optimizer=sgd, **options)
-say(f"profiled: {len(profiled)}")
+say(f"profiled: {len(profiled)}, links: {len(measured)}")
 ddp_profiling.PROFILE_S = 0.3
 qsync.hybrid(make(width=512), large, make_optimizer=other_sgd, **options)
 say(f"profiled with another optimizer: {len(profiled)}")
@@ -94,7 +98,7 @@ dist.destroy_process_group()
     assert "bf16" in weak or "int8" in weak or "True" not in said(output, "lowering pays")
     files = "['cluster.json', 'graph.json', 'plan.json', 'sensitivity.json']"
     assert said(output, "plan") == [f"2 {files}"] * 2
-    assert said(output, "profiled") == ["1", "1"]
+    assert said(output, "profiled") == ["1, links: 1"] * 2
     assert said(output, "profiled with another optimizer") == ["2", "2"]
 
 

@@ -13,7 +13,7 @@ from graphs import cluster_of, mlp
 import qsync
 from qsync.distributed.plan_cache import cache_key
 from qsync.operators.precision import Precision
-from qsync.records.cluster import Cluster, DeviceClass, Link
+from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 
@@ -38,8 +38,8 @@ for fn in (sgd, partial(sgd, momentum=0.5), lambda parameters: torch.optim.SGD(p
 
 
 def key(make_optimizer):
-    cluster = Cluster((DeviceClass("cpu", "cpu", 1, 2**30, (Precision.FP32,)),), Link(0.0, 1e9))
-    return cache_key(OpGraph("Net", (), ()), cluster, {"optimizer": make_optimizer})
+    classes = [DeviceClass("cpu", "cpu", 1, 2**30, (Precision.FP32,))]
+    return cache_key(OpGraph("Net", (), ()), classes, {"optimizer": make_optimizer})
 
 
 def of(cls):
@@ -129,7 +129,7 @@ def test_functions_and_lists_that_hold_themselves_have_a_key():
 
 
 def test_what_is_trained_its_types_and_the_calls_of_a_step_make_another_plan():
-    graph, cluster = mlp(), cluster_of()
+    graph, classes = mlp(), cluster_of().classes
     weight = graph.parameters[0]
 
     def with_weight(**changes):
@@ -137,8 +137,8 @@ def test_what_is_trained_its_types_and_the_calls_of_a_step_make_another_plan():
         return replace(graph, inputs=inputs)
 
     graphs = [graph, with_weight(requires_grad=False), with_weight(dtype="bf16"), replace(graph, num_calls=3)]
-    assert len({cache_key(each, cluster, {}) for each in graphs}) == len(graphs)
-    assert cache_key(mlp(), cluster, {}) == cache_key(graph, cluster, {})
+    assert len({cache_key(each, classes, {}) for each in graphs}) == len(graphs)
+    assert cache_key(mlp(), classes, {}) == cache_key(graph, classes, {})
 
 
 class Views:
