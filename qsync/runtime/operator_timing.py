@@ -89,7 +89,7 @@ def fastest_precisions(
         for key, ops in groups.items()
         if (description := part.description(ops))
     ]
-    known = _choices(kernels.device, kernels.bitwise)
+    known = known_choices(kernels.device, kernels.bitwise)
     found = {op: precisions[0] for op, precisions in candidates.items()}
     new = {key for key, ops in asked if known.get(key, len(candidates[ops[0]])) is None}
     title = "qsync: timing operators, once a shape"
@@ -104,7 +104,8 @@ def fastest_precisions(
 
 
 @cache
-def _choices(device: torch.device, bitwise: bool) -> Choices:
+def known_choices(device: torch.device, bitwise: bool) -> Choices:
+    """Return the choices of precisions that this machine has made."""
     facts = {"device": processor(), "torch": torch.__version__, "qsync": __version__}
     facts |= {"fp32": "torch's own"} if bitwise else {}
     if device.type == "cuda":

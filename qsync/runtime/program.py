@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,10 +26,11 @@ from qsync.errors import QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.operators.declaration import Role
-from qsync.operators.precision import Precision
+from qsync.operators.precision import FLOATS, Precision
 from qsync.progress import shown_on_rank_zero
 from qsync.records.graph import OpGraph
-from qsync.runtime.choosers import Chooser, SavingChooser, candidates, kept, saving, unsupported
+from qsync.runtime.assignment_timing import fastest_assignment
+from qsync.runtime.choosers import Chooser, SavingChooser, at_base, candidates, kept, saving, unsupported
 from qsync.runtime.coverage import warn_once
 from qsync.runtime.node_calls import Observer
 from qsync.runtime.operator_timing import fastest_precisions
@@ -70,6 +71,10 @@ _WHOLE_ATTENTION = {
 }  # fmt: skip
 
 
+# A lowered graph, and its operators in a higher precision than chosen, with the reason.
+_Lowering = tuple[LoweredGraph, dict[str, str]]
+
+
 @dataclass(slots=True)
 class _Entry:
     segment: Segment
@@ -77,6 +82,7 @@ class _Entry:
     lowered: LoweredGraph
     slower: dict[str, str]  # operators in a higher precision, with the reason
     run: torch.fx.GraphModule
+    rivals: Sequence[_Lowering] = ()  # among which the next call decides
 
 
 def _has_products(entries: Iterable[_Entry]) -> bool:
@@ -228,8 +234,7 @@ class Program:
         self._saving_less = saving_less or saving(())
         self._copies.clear()
         for entry in self._entries:
-            entry.lowered, entry.slower = self._lower(entry.segment, entry.graph)
-            entry.run = self._rewrite(entry.segment, entry.lowered)
+            self._lower(entry)
 
     def adopt(self, other: Program) -> None:
         """Take over another program's settings and traced graphs of this model."""
@@ -257,6 +262,8 @@ class Program:
         def run(*args: Any) -> Any:
             entry = shared.of(args)
             self._ran.append(entry)
+            if entry.rivals:
+                self._compare(entry, args)
             if self._observer is not None:
                 self.names = names_at(self._segments, len(self._ran) - 1)
                 self._observer.began()
@@ -274,8 +281,8 @@ class Program:
         """Read a traced graph, and rewrite it."""
         segment = read_segment(module, inputs, self._names_in_call(), self._segments)
         graph = join([segment], self.name)
-        lowered, slower = self._lower(segment, graph)
-        entry = _Entry(segment, graph, lowered, slower, self._rewrite(segment, lowered))
+        entry = _Entry(segment, graph, LoweredGraph(graph, ()), {}, segment.module)
+        self._lower(entry)
         self._entries.append(entry)
         self._times_alike[graph.hash + graph.shapes_hash] += 1
         return entry
@@ -299,7 +306,8 @@ class Program:
             raise nothing_to_lower(self.model, graph_breaks(), graph.ops)
         if self._check is not None and torch.is_grad_enabled():
             self._check(graph, ())
-        return rewrite(segment, self._lower(segment, graph)[0], OpaqueKernels(self.kernels))
+        found, alone = self._lowerings(segment, graph)
+        return rewrite(segment, found[alone][0], OpaqueKernels(self.kernels))
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
@@ -465,22 +473,48 @@ class Program:
         self._copies += copies_of(run)
         return run
 
-    def _lower(self, segment: Segment, graph: OpGraph) -> tuple[LoweredGraph, dict[str, str]]:
-        """Return the lowered graph, and reasons of operators in a higher precision than chosen."""
+    def _lower(self, entry: _Entry) -> None:
+        """Lower and rewrite a traced graph; where several precisions compete, the next call decides."""
+        found, alone = self._lowerings(entry.segment, entry.graph)
+        entry.lowered, entry.slower = found[alone]
+        entry.rivals = found if len(found) > 1 else ()
+        entry.run = self._rewrite(entry.segment, entry.lowered)
+
+    def _lowerings(self, segment: Segment, graph: OpGraph) -> tuple[list[_Lowering], int]:
+        """Return the lowered graph as chosen and, unless `strict`, those that may be faster.
+
+        One has every operator in the precision that is fastest alone; its index is returned, too. Below 16
+        bits the other is in 16 bits, as under torch.autocast.
+        """
         chosen, saving_less = dict(self._choose(graph)), self._saving_less(graph)
         carried_16bit = self.kernels.sixteen_bit if self._carries_16bit else None
-        lowered = lower(graph, chosen, carried_16bit, saving_less)
+
+        def lowering(assignment: Mapping[str, Precision], where: str) -> _Lowering:
+            slower = {
+                op: f"{chosen[op]} is slower {where} (strict=True keeps it)"
+                for op, precision in assignment.items() if precision != chosen[op]
+            }  # fmt: skip
+            return lower(graph, assignment, carried_16bit, saving_less), slower
+
+        asked = lowering(chosen, "")
         if self._strict:
-            return lowered, {}
-        found = fastest_precisions(segment, lowered, candidates(graph, chosen, self.kernels), self.kernels)
-        slower = {
-            op: f"{chosen[op]} is slower at these shapes (strict=True keeps it)"
-            for op, p in found.items()
-            if p != chosen[op]
-        }
-        if slower:
-            lowered = lower(graph, found, carried_16bit, saving_less)
-        return lowered, slower
+            return [asked], 0
+        fast = fastest_precisions(segment, asked[0], candidates(graph, chosen, self.kernels), self.kernels)
+        rivals, half = {"": chosen}, self.kernels.sixteen_bit
+        if fast != chosen:
+            rivals["at these shapes"] = fast
+        if half is not None and not set(chosen.values()).issubset(FLOATS):
+            rivals["in whole passes"] = chosen | dict(at_base(half, self.kernels)(graph))
+        found = [asked, *(lowering(one, where) for where, one in rivals.items() if where)]
+        return found, list(rivals.values()).index(fast)
+
+    def _compare(self, entry: _Entry, inputs: Sequence[Any]) -> None:
+        """Let whole passes over a call's inputs decide between rival lowered graphs."""
+        rivals, entry.rivals = entry.rivals, ()
+        number = fastest_assignment(entry.segment, [one for one, _ in rivals], inputs, self.kernels)
+        if number is not None and rivals[number][0] is not entry.lowered:
+            entry.lowered, entry.slower = rivals[number]
+            entry.run = self._rewrite(entry.segment, entry.lowered)
 
 
 def not_exported(name: str, why: str) -> UnsupportedError:

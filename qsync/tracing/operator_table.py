@@ -275,6 +275,12 @@ def traced_type(value: torch.Tensor) -> str:
     return DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
 
 
+def runs_code_of_users(node: torch.fx.Node) -> bool:
+    """Return whether a call of torch's runs a function of users, or communicates between ranks."""
+    module = getattr(node.target, "__module__", None) or ""
+    return call_name(node) == _FUNCTION or "c10d" in module or "distributed" in module
+
+
 def is_torch(target: str | Callable[..., Any]) -> bool:
     """Return whether a call is torch's or Python's own, and not a user's of the same name."""
     if isinstance(target, str):
