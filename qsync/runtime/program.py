@@ -504,7 +504,7 @@ class Program:
         if fast != chosen:
             rivals["at these shapes"] = fast
         if half is not None and not set(chosen.values()).issubset(FLOATS):
-            rivals["in whole passes"] = chosen | dict(at_base(half, self.kernels)(graph))
+            rivals["in whole passes"] = chosen | dict(at_base(Precision(half), self.kernels)(graph))
         found = [asked, *(lowering(one, where) for where, one in rivals.items() if where)]
         return found, list(rivals.values()).index(fast)
 
