@@ -78,7 +78,7 @@ def test_groups_that_are_timed_alone_have_rows(monkeypatch):
     made = operator_timing._Value.made
     monkeypatch.setattr(operator_timing._Value, "made", taken)
     monkeypatch.setattr(operator_timing, "fastest", fastest)
-    monkeypatch.setattr(operator_timing, "_choices", lambda *_: Undecided())
+    monkeypatch.setattr(operator_timing, "known_choices", lambda *_: Undecided())
     step(qsync.wrap(copy.deepcopy(Experts()), "bf16"))
     assert {tuple(value.tolist()) for kind, value in seen if kind == "offsets"} == {(3, 6, 9, 12)}
 
