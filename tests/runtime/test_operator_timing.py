@@ -20,7 +20,7 @@ from qsync.backend.devices.kernel_timing import apart
 from qsync.backend.encoding import Operand
 from qsync.backend.kernel_cache import Choices
 from qsync.backend.selection.kernel_selection import Kernels
-from qsync.runtime import assignment_timing, operator_timing
+from qsync.runtime import assignment_timing, operator_timing, program
 from qsync.runtime.planned_forward import program_of
 
 INT8, BF16, FP32 = Precision.INT8, Precision.BF16, Precision.FP32
@@ -123,19 +123,26 @@ def test_a_near_race_keeps_the_precision_asked_for(on):
 class Misleading(Ticking):
     """Kernels that are slow only where products of equal shape follow each other, or only where not."""
 
-    slow_alone, last = True, None
+    slow_alone, in_backward, last = True, False, None
 
     def kernel(self, kind, precision, reference=False):
         found = Kernels.kernel(self, kind, precision, reference)
 
         def ticking(target, out_type, *args, **kwargs):
             rows = len(args[1].value if isinstance(args[1], Operand) else args[1])
-            if (self.last == rows) == self.slow_alone:
-                self.now += self.products.get((str(precision), rows), 0.0)
-            self.last = rows
-            return found(target, out_type, *args, **kwargs)
+            own_s = self.products.get((str(precision), rows), 0.0)
+            is_slow, self.last = (self.last == rows) == self.slow_alone, rows
+            result = found(target, out_type, *args, **kwargs)
+            if is_slow and self.in_backward and result.requires_grad:
+                result.register_hook(lambda _: self.tick(own_s))
+            elif is_slow and not self.in_backward:
+                self.tick(own_s)
+            return result
 
         return ticking
+
+    def tick(self, seconds):
+        self.now += seconds
 
 
 SLOW_INT8 = {("int8", 4): 1.0, ("int8", 12): 1.0}
@@ -151,14 +158,41 @@ def test_whole_passes_decide_between_what_is_asked_for_and_what_is_fastest_alone
     assert ran(qsync.wrap(Two(), "int8")) == {"wide": INT8, "small": INT8}
 
 
-def test_the_types_of_autocast_are_a_candidate_below_16_bits(on):
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_types_of_autocast_are_a_candidate_below_16_bits(on, in_backward):
     kernels = Misleading(SLOW_INT8, {"weight bf16": 0.1})
-    kernels.slow_alone = False
+    kernels.slow_alone, kernels.in_backward = False, in_backward
     on(kernels)
     model = qsync.wrap(Two(), "int8")
     assert set(ran(model).values()) == {BF16} and model(X).dtype is torch.float32
     reason = "2 in bf16 because int8 is slower in whole passes (strict=True keeps it): wide, small"
     assert reason in str(qsync.coverage(model))
+
+
+def test_assignments_and_batches_are_each_compared_once(on, monkeypatch):
+    compared, kernels = [], Misleading({**SLOW_INT8, ("int8_all", 4): 1.0, ("int8_all", 12): 1.0})
+
+    def counted(runs, *arguments):
+        compared.append(len(runs))
+        return kernel_timing.fastest(runs, *arguments)
+
+    on(kernels)
+    monkeypatch.setattr(assignment_timing, "fastest", counted)
+    for precision, batch, number in (
+        ("int8", X, 1), ("int8", X, 1), ("int8", torch.randn(64, 8), 2), ("int8_all", X, 3),
+    ):  # fmt: skip
+        model = qsync.wrap(Two(), precision)
+        for _ in range(2):
+            ran(model, batch)
+        assert len(compared) == number
+
+
+def test_a_call_after_the_first_compares_nothing(on, monkeypatch):
+    on(Misleading(SLOW_INT8))
+    model = qsync.wrap(Two(), "int8")
+    ran(model)
+    monkeypatch.setattr(program, "fastest_assignment", None)
+    ran(model)
 
 
 class Stateful(nn.Module):
