@@ -8,9 +8,8 @@ from typing import Any
 
 from qsync.allocator.problem import ClassProblem, Problem
 from qsync.lowering.incremental import Change, Lowering
-from qsync.lowering.lowered_graph import EIGHT_BIT
 from qsync.lowering.vectorized import Tabulated
-from qsync.operators.precision import Precision
+from qsync.operators.precision import EIGHT_BIT, Precision
 from qsync.predictor.memory.peak import Memory, peak_memory
 from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
 from qsync.replayer import ClassCosts, Work, starts_s, step_time

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from qsync.backend.casts.cast_ops import (
-    CODE_DTYPE,
     nearest_codes,
     quantize_columns,
     quantize_rows,
@@ -21,6 +20,7 @@ from qsync.backend.casts.cast_ops import (
     transpose_last,
 )
 from qsync.errors import UnsupportedError
+from qsync.operators.precision import CODE_FORMS, LAYOUTS, is_encoded
 
 
 class Encoded:
@@ -80,10 +80,10 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
         if type_name == "fp16":
             return Encoded(x.to(torch.float16), None, "plain")
         form, _, layout = type_name.partition("_")
-        if form not in CODE_DTYPE or layout not in ("row", "col", "inner", "image", "channel"):
+        if not is_encoded(type_name):
             raise UnsupportedError(
-                f"{type_name!r} is no encoding: choose int8_* or fp8_* (row, col, inner, image, channel), or "
-                "fp16"
+                f"{type_name!r} is no encoding: choose {' or '.join(f'{name}_*' for name in CODE_FORMS)} "
+                f"({', '.join(LAYOUTS)}), or fp16"
             )
         if form == "fp8":
             dims = tuple(range(1, x.ndim)) if layout in ("image", "channel") else (-1,)

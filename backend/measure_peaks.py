@@ -33,7 +33,7 @@ def measured_peaks(device: torch.device) -> dict[str, float]:
     3.1e11
     """
     # int8's peak depends on it
-    wanted = [str(p) for p in device_precisions(device) if p is not Precision.INT8_ALL]
+    wanted = [str(p) for p in device_precisions(device) if p in p.facts.products]
     runs = products(device, _SQUARE[device.type], wanted)
     return best_by_type({name: flops / _least_s(run) for name, (flops, run) in runs.items()})
 
@@ -66,12 +66,11 @@ def peak_of(
     >>> peak_of("linear", "int8", "bf16", {"int8": 4e11, "bf16": 2e11})
     2.4e11
     """
-    precision = Precision(precision)
-    types = [str(precision)]
-    if precision is Precision.INT8_ALL:
-        types = ["int8"]
-    elif precision is Precision.INT8:
-        types = ["int8"] + [sixteen_bit] * (5 if kind == "attention" else 2)
+    forward, backward = Precision(precision).facts.products
+    if forward == backward:
+        types = [forward]
+    else:
+        types = [forward] + [sixteen_bit] * (5 if kind == "attention" else 2)
     if not set(types) <= set(peaks):
         return None
     return len(types) / sum(1 / peaks[type_name] for type_name in types)

@@ -15,7 +15,7 @@ from qsync.backend.kernels import fp32
 from qsync.backend.measure_peaks import matrix_product
 from qsync.backend.shape_choices import choose
 from qsync.errors import FormatError, UnsupportedError
-from qsync.operators.precision import Precision
+from qsync.operators.precision import DEVICE_16BIT, Precision
 from qsync.records.base import base_on, bases_of
 from qsync.records.cluster import DeviceClass
 
@@ -63,7 +63,7 @@ def default_precisions(device_class: DeviceClass, kept: Collection[Precision] = 
     users expect: it is profiled on request only. `int8` multiplies backward in 16 bits. The class must be
     this rank's own device: a CPU's products are timed, once per machine.
     """
-    unwanted = {Precision.INT8_ALL}
+    unwanted = {p for p in Precision if p.facts.on_request}
     if device_class.device == "cpu":
         unwanted |= emulated_precisions(torch.device("cpu"))
     return tuple(p for p in device_class.precisions if p not in unwanted or p in kept)
@@ -79,18 +79,15 @@ def emulated_precisions(device: torch.device) -> frozenset[Precision]:
     """
     if device.type != "cpu":
         return frozenset()
-    found = {Precision.FP16}
-    if not _is_faster("bf16", than=_EMULATED):
-        found |= {Precision.BF16, Precision.INT8}
-    if not _is_faster("int8", than=_EMULATED):
-        found |= {Precision.INT8, Precision.INT8_ALL}
-    return frozenset(found)
+    slow = {name for name in ("bf16", "int8") if not _is_faster(name, than=_EMULATED)}
+    slow |= {DEVICE_16BIT} if "bf16" in slow else set()
+    return frozenset(p for p in Precision if p.facts.emulated_on_cpu or not slow.isdisjoint(p.facts.products))
 
 
 def emulation_note(device: torch.device) -> str:
     """Return a sentence about the precisions that a device emulates; empty for none, or FP16 alone."""
     emulated = emulated_precisions(device)
-    if emulated <= {Precision.FP16}:
+    if all(p.facts.emulated_on_cpu for p in emulated):
         return ""
     return (
         f"this processor has no fast products in {', '.join(sorted(emulated))}, which are considered on "

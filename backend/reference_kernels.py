@@ -26,14 +26,6 @@ from qsync.operators.registry import PRECISIONS_BY_KIND, PRODUCTS
 
 Kernel = Callable[..., Tensor]
 
-# Mantissa bits of the gradient in backward products; FP32 is not rounded.
-_GRADIENT_MANTISSA_BITS = {
-    Precision.TF32: MANTISSA_BITS["tf32"],
-    Precision.BF16: MANTISSA_BITS["bf16"],
-    Precision.FP16: MANTISSA_BITS["fp16"],
-    Precision.INT8: MANTISSA_BITS["bf16"],
-}
-
 
 def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
     """Return the plain kernel of this kind of product in this precision; None if there is none.
@@ -50,6 +42,7 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
         return _int8_convolution
     if precision in (Precision.FP8, Precision.INT8_ALL):
         return _eight_bit_gradients(kind, precision)
+    bits = None if precision is Precision.FP32 else MANTISSA_BITS[precision.facts.gradient]
 
     def kernel(
         target: Kernel, out_type: str, *args: Any, activation: Activation | None = None, **kwargs: Any
@@ -62,7 +55,7 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
         y = target(*args, **kwargs)
         if kind == "embedding" and precision is Precision.INT8:  # the looked-up rows are encoded
             y = differentiable(_StraightThrough, y, decode(encode(y, "int8_row")))
-        y = differentiable(_RoundGradient, y, _GRADIENT_MANTISSA_BITS.get(precision)).to(DTYPES[out_type])
+        y = differentiable(_RoundGradient, y, bits).to(DTYPES[out_type])
         return y if activation is None else activation(y)
 
     return kernel
@@ -92,7 +85,7 @@ def _differentiable(leaf: Any, precision: Precision) -> Any:
             return differentiable(
                 _StraightThrough,
                 leaf,
-                round_mantissa(leaf.detach().float(), _GRADIENT_MANTISSA_BITS[precision]),
+                round_mantissa(leaf.detach().float(), precision.facts.bits),
             )
         return leaf.float()
     return leaf

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.errors import CalibrationError, FormatError
+from qsync.operators.precision import Precision
 from qsync.predictor.cost_model.op_calls import Call, Direction, family, has_direction, parts, sum_s
 from qsync.predictor.cost_model.roofline_law import Array, Law
 from qsync.predictor.cost_model.samples import DIRECTIONS, MIN_SAMPLE_S, Sample, without_sums
@@ -33,7 +34,7 @@ from qsync.records.record_json import Count, FileRecord, Number
 
 FOLDS = 5  # of cross-validation by shape
 # Unmeasured mode -> measured mode whose fractions of peak replace it.
-_SUBSTITUTE = {"fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
+_SUBSTITUTE = {str(p): p.facts.priced_like for p in Precision if p.facts.priced_like}
 
 Key = tuple[str, str, Direction]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qsync.operators.declaration import Role
-from qsync.operators.precision import LARGEST, Precision, is_encoded, type_bytes
+from qsync.operators.precision import DEVICE_16BIT, LARGEST, Precision, is_encoded, type_bytes
 from qsync.operators.registry import PRECISIONS_BY_KIND, PRODUCTS, declared, operand_type
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import Input, Op, OpGraph, num_elements
@@ -126,16 +126,16 @@ def operations(call: Call, mode: str, direction: Direction, float_16bit: str) ->
         return {}
     total = float(call.flops)
     if direction == "backward":
-        backward = PRODUCTS[call.kind].backward
-        total *= call.num_gradients if backward is None else backward
-    if mode == Precision.INT8_ALL:
-        return {"int8": total}
-    if mode != Precision.INT8:
+        factor = PRODUCTS[call.kind].backward
+        total *= call.num_gradients if factor is None else factor
+    if mode not in _PRECISIONS:  # of a product that is fixed
         return {mode: total}
+    forward, backward = (float_16bit if t == DEVICE_16BIT else t for t in Precision(mode).facts.products)
     if direction == "backward":
-        return {float_16bit: total}
-    # Attention has two products, of which only q k' is in INT8.
-    return {"int8": total / 2, float_16bit: total / 2} if call.kind == "attention" else {"int8": total}
+        return {backward: total}
+    # Of attention's two products forward only q k' is in INT8.
+    both = call.kind == "attention" and forward != backward
+    return {forward: total / 2, backward: total / 2} if both else {forward: total}
 
 
 def moved_bytes(call: Call, mode: str, direction: Direction) -> float:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from qsync.operators.precision import MANTISSA_BITS
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.cost_model.fill_profile import priced_on
 from qsync.predictor.cost_model.op_calls import Call, Direction, calls, least_s, moved_bytes
@@ -28,7 +27,6 @@ HOST_OF_PRODUCT, HOST_OF_OTHER = Cost(160e-6, 230e-6), Cost(22e-6, 32e-6)
 # beside it in its step: a root of every parameter on GPUs, where torch updates them at once, and two tensors
 # of one parameter's size on CPUs.
 _OPTIMIZER_BYTES, _STATE_BYTES, _WORKSPACE_BYTES = 28, 8, 4
-_INT8_BITS = 6  # mantissa bits whose rounding error is that of INT8 on rows of Gaussian values
 
 
 class PartsOfPeaks:
@@ -89,10 +87,7 @@ def assumed_sensitivity(graph: OpGraph) -> Sensitivity:
     """
     total = sum(op.flops for op in graph.adjustable) or 1
     omega = {
-        op.name: {
-            str(p): op.flops / total * 4.0 ** -MANTISSA_BITS.get(str(p), _INT8_BITS)
-            for p in PRECISIONS_BY_KIND[op.kind]
-        }
+        op.name: {str(p): op.flops / total * 4.0**-p.facts.bits for p in PRECISIONS_BY_KIND[op.kind]}
         for op in graph.adjustable
     }
     return Sensitivity(graph.hash, "assumed", omega)

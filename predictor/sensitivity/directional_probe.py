@@ -37,7 +37,7 @@ from qsync.errors import CalibrationError, NoGradientError, UnsupportedError, sh
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.operators.declaration import Role
-from qsync.operators.precision import Precision
+from qsync.operators.precision import STOCHASTIC, Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND, PRODUCTS, declared, reads_fp32
 from qsync.predictor.sensitivity.calibration import Calibration, below_fp32
 from qsync.predictor.sensitivity.rounding import (
@@ -47,6 +47,7 @@ from qsync.predictor.sensitivity.rounding import (
     stochastic_convolution_errors,
     stochastic_errors,
 )
+from qsync.records.base import SIXTEEN_BIT
 from qsync.records.graph import Op, OpGraph
 
 # Step of the parameters / their root mean square: between the error of a weight in BF16 (1e-3) and in INT8
@@ -57,7 +58,6 @@ from qsync.records.graph import Op, OpGraph
 STEP = 3e-3
 
 RESULT = -1  # the index of an operator's result; its operands are 0, 1, ...
-STOCHASTIC = "int8_stochastic"
 
 # The least number of squares in a sum.
 _MIN_SQUARES = 64
@@ -268,7 +268,8 @@ class Probe:
             error = rounding_error(site.gradient, types[0])
             self._add(1, site, types, _squares(error.mul_(moved), op, site.is_parameter))
         first = PRODUCTS[op.kind].factors[0] if op.kind in PRODUCTS else 0
-        if site.index == first and Precision.INT8_ALL in below_fp32(op.kind, self._precisions):
+        usable = below_fp32(op.kind, self._precisions)
+        if site.index == first and any(p.facts.gradient == STOCHASTIC for p in usable):
             weight, result = (self._first[op.name, at, site.call] for at in (first + 1, RESULT))
             matrix = weight.value.t() if op.kind == "addmm" else weight.value
             errors = stochastic_convolution_errors if op.kind == "conv2d" else stochastic_errors
@@ -355,11 +356,8 @@ def _gradient_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[
     """
     if reads_fp32(op.kind) and index != RESULT:
         return set()
-    found = {"bf16", *(str(p) for p in precisions if p is Precision.FP16)}
-    if index == RESULT and op.kind in PRECISIONS_BY_KIND:
-        found |= {str(p) for p in precisions if p is Precision.TF32}
-        found |= {"e5m2" for p in precisions if p is Precision.FP8}
-    return found
+    types = {"bf16", *(p.facts.gradient for p in precisions)} - {STOCHASTIC}
+    return types if index == RESULT and op.kind in PRECISIONS_BY_KIND else types & set(SIXTEEN_BIT)
 
 
 def _squares(product: torch.Tensor, op: Op, is_parameter: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from qsync.errors import CalibrationError
-from qsync.operators.precision import Precision
+from qsync.operators.precision import STOCHASTIC, Precision
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.records.profiles import Sensitivity
 
@@ -81,7 +81,7 @@ def _errors(
 ) -> list[float]:
     """Return |g_hat - g|^2 on each batch under an assignment; `exact` has the FP32 gradients."""
     calibration.assign(assignment)
-    drawn = range(draws if Precision.INT8_ALL in assignment.values() else 1)
+    drawn = range(draws if any(p.facts.gradient == STOCHASTIC for p in assignment.values()) else 1)
     lowered = ", ".join(f"{name} in {precision}" for name, precision in assignment.items())
     advice = "clean the batch, or leave that precision out"
     try:

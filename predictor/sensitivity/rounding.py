@@ -12,8 +12,6 @@ from qsync.backend.reference_kernels import round_mantissa
 from qsync.operators.precision import MANTISSA_BITS, Precision
 from qsync.operators.registry import rounded_type
 
-_BITS = {"e5m2": 2, **MANTISSA_BITS}
-
 
 def rounded_to(kind: str, index: int, precision: Precision) -> str:
     """Return the type to which a precision rounds an operand (by index); "fp32" without rounding.
@@ -39,7 +37,8 @@ def rounding_error(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
     if type_name == "bf16":
         rounded = x.bfloat16().float()  # equals round_mantissa, in a third of the time
     else:
-        rounded = round_mantissa(x, _BITS[type_name]) if type_name in _BITS else decode(encode(x, type_name))
+        bits = MANTISSA_BITS.get(type_name)
+        rounded = decode(encode(x, type_name)) if bits is None else round_mantissa(x, bits)
     return rounded.sub_(x)
 
 
@@ -47,7 +46,7 @@ def alike(type_names: Iterable[str]) -> Iterable[list[str]]:
     """Group types with equal rounding, such as FP16 and TF32 (equally many mantissa bits)."""
     groups: dict[int | str, list[str]] = {}
     for type_name in sorted(type_names):
-        groups.setdefault(_BITS.get(type_name, type_name), []).append(type_name)
+        groups.setdefault(MANTISSA_BITS.get(type_name, type_name), []).append(type_name)
     return groups.values()
 
 

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from qsync.operators.precision import Precision
+from qsync.operators.precision import STOCHASTIC, Precision
 from qsync.predictor.sensitivity.calibration import Calibration, below_fp32, mean_over_batches
 from qsync.predictor.sensitivity.directional_probe import (
     RESULT,
-    STOCHASTIC,
     Probe,
     RoundingEffects,
     rounded_results,
 )
 from qsync.predictor.sensitivity.rounding import rounded_to
+from qsync.records.base import SIXTEEN_BIT
 from qsync.records.graph import Op, OpGraph
 from qsync.records.profiles import Sensitivity
 
@@ -80,16 +80,15 @@ def _omega(op: Op, precision: Precision, effects: RoundingEffects, rounded: Iter
         return effects.gradients.get((name, index, type_name), 0.0)
 
     total = sum(value(i, rounded_to(op.kind, i, precision)) for i in operands)
-    if precision is Precision.TF32:
-        return total + gradient(RESULT, "tf32")
-    if precision is Precision.INT8_ALL:
+    to = precision.facts.gradient
+    if to == STOCHASTIC:
         return total + sum(gradient(i, STOCHASTIC) for i in operands)
-    if precision is Precision.FP8:
-        return total + gradient(RESULT, "e5m2")
-    float_type = "fp16" if precision is Precision.FP16 else "bf16"
-    total += gradient(RESULT, float_type) + sum(gradient(i, float_type) for i in operands)
+    if to not in SIXTEEN_BIT:
+        return total + gradient(RESULT, to)
+    # Products of 16 bits return gradients in 16 bits.
+    total += gradient(RESULT, to) + sum(gradient(i, to) for i in operands)
     if precision is Precision.FP16 or (precision is Precision.INT8 and op.kind == "attention"):
-        total += value(RESULT, float_type)  # INT8 attention multiplies by V in 16 bits
+        total += value(RESULT, to)  # INT8 attention multiplies by V in 16 bits
     if precision is Precision.BF16:
         total += sum(value(RESULT, "bf16", name) for name in rounded)
         total += sum(gradient(RESULT, "bf16", name) for name in rounded if name != op.name)

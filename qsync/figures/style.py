@@ -18,15 +18,7 @@ from qsync.records.json_files import write_bytes
 
 INK, FAINT = "#333333", "#8a9099"
 
-PRECISION_COLOURS = {
-    Precision.FP32: "#d5dae0",
-    Precision.TF32: "#56b4e9",
-    Precision.BF16: "#0072b2",
-    Precision.FP16: "#009e73",
-    Precision.FP8: "#cc79a7",
-    Precision.INT8: "#e69f00",
-    Precision.INT8_ALL: "#d55e00",
-}
+PRECISION_COLOURS = {precision: precision.facts.colour for precision in Precision}
 # Part of a step's memory (`Peak.curve`) -> label and colour.
 MEMORY_PARTS = {
     "throughout": ("parameters, gradients, optimizer, batch", "#d5dae0"),

@@ -32,9 +32,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from qsync.lowering.lowered_graph import EIGHT_BIT, FUSED
+from qsync.lowering.lowered_graph import FUSED
 from qsync.operators.declaration import Role
-from qsync.operators.precision import CARRIED_FLOATS, LARGEST, Precision, is_encoded
+from qsync.operators.precision import CARRIED_FLOATS, EIGHT_BIT, LARGEST, Precision, is_encoded
 from qsync.operators.registry import FORMS, PRECISIONS_BY_KIND, PRODUCTS, declared, operand_type
 from qsync.records.graph import Op
 

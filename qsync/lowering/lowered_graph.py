@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from qsync.operators.precision import Precision
+from qsync.operators.precision import EIGHT_BIT
 from qsync.records.graph import OpGraph
 from qsync.records.variant import CHANNELS_LAST, PLAIN, Variant
-
-EIGHT_BIT = (Precision.FP8, Precision.INT8, Precision.INT8_ALL)
 
 FUSED = "fused"  # form of an operator that a product computes in its epilogue
 

@@ -61,7 +61,7 @@ CONV2D = _convolution(
     "conv2d",
     "conv2d",
     precisions=(*FLOATS, Precision.INT8, Precision.INT8_ALL),
-    unwritten={Precision.FP8: _NO_FP8},
+    unwritten=_NO_FP8,
     limits=(
         Limit(
             device="cpu",
@@ -84,10 +84,8 @@ CONV1D = _convolution(
     "conv1d",
     "conv1d",
     precisions=(*FLOATS, Precision.INT8),
-    unwritten={
-        Precision.FP8: _NO_FP8,
-        Precision.INT8_ALL: "not written; the INT8 convolutions of signals are forward only",
-    },
+    unwritten=_NO_FP8,
+    unwritten_in={Precision.INT8_ALL: "not written; the INT8 convolutions of signals are forward only"},
     limits=(
         Limit(
             device="cuda",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from qsync.operators.precision import Precision
@@ -79,7 +79,7 @@ class Product(Operator):
     """An adjustable operator: the plan chooses its precision.
 
     `precisions` are those with kernels, from highest to lowest; a device class may have fewer. `unwritten`
-    says why the others have none: one sentence for all, or one each.
+    says why the others have none, `unwritten_in` why one of them has.
 
     `encodings` names the scales of each operand in 8 bits: one per row of the last dimension, per column (of
     a weight stored transposed: "col"; of batched matrices: "inner"), per image, or per output channel. None:
@@ -93,7 +93,8 @@ class Product(Operator):
     flops: Flops = lambda shapes, result: 0  # of forward, with a multiply-add counted as two
     backward: float | None = None
     precisions: tuple[Precision, ...]
-    unwritten: str | Mapping[Precision, str] = "not written"
+    unwritten: str = "not written"
+    unwritten_in: Mapping[Precision, str] = field(default_factory=dict)
     limits: tuple[Limit, ...] = ()
     encodings: tuple[str | None, ...] = ()
     encodings_differ: bool = False  # one value as both factors would need two encodings

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qsync.operators.declaration import Product, Shape, Shapes, elements
-from qsync.operators.precision import FLOATS, Precision
-
-_EIGHT_BIT = (Precision.INT8, Precision.INT8_ALL)
+from qsync.operators.precision import Precision
 
 
 def _flops(shapes: Shapes, result: Shape) -> int:
@@ -17,8 +15,8 @@ def _flops(shapes: Shapes, result: Shape) -> int:
 def _linear(kind: str, operands: tuple[str, ...], **facts: Any) -> Product:
     return Product(
         kind=kind, calls={kind: operands}, family="product", flops=_flops,
-        precisions=(*FLOATS, Precision.FP8, *_EIGHT_BIT), encodings_differ=True, saves_factors=True,
-        computes_epilogue=_EIGHT_BIT, has_module=True, **facts,
+        precisions=tuple(Precision), encodings_differ=True, saves_factors=True,
+        computes_epilogue=(Precision.INT8, Precision.INT8_ALL), has_module=True, **facts,
     )  # fmt: skip
 
 

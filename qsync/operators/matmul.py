@@ -31,7 +31,7 @@ MATMUL = Product(
     keeps_order=False,
     flops=_flops,
     precisions=(*FLOATS, Precision.INT8),
-    unwritten={
+    unwritten_in={
         Precision.FP8: "not written; torch._scaled_mm multiplies one pair of matrices, not a batch",
         Precision.INT8_ALL: "not written; without a weight nothing is encoded once and used twice",
     },

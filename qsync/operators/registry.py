@@ -45,8 +45,6 @@ FORMS: dict[str, tuple[str, str]] = {
 EPILOGUES = tuple(kind for kind, operator in BY_KIND.items() if operator.is_epilogue)
 REPLACED = tuple(kind for kind, operator in BY_KIND.items() if operator.is_replaced)
 
-_ENCODED_PREFIX = {Precision.FP8: "fp8", Precision.INT8: "int8", Precision.INT8_ALL: "int8"}
-
 
 def declared(kind: str) -> Operator:
     """Return the declaration of a kind; that of any other call for a kind that is not declared.
@@ -75,12 +73,13 @@ def reads_fp32(kind: str) -> bool:
 def operand_type(kind: str, index: int, precision: Precision) -> str:
     """Return the type of the `index`-th input of an operator of this kind at this precision."""
     product = PRODUCTS[kind]
-    if precision in (Precision.FP32, Precision.TF32) or product.reads_fp32:
-        return "fp32"  # TF32 rounds inside the product
-    if precision in (Precision.BF16, Precision.FP16):
-        return str(precision)
+    if product.reads_fp32:
+        return "fp32"
+    facts = precision.facts
+    if not facts.is_coded:
+        return facts.operand
     scales = product.encodings[index]
-    return "fp32" if scales is None else f"{_ENCODED_PREFIX[precision]}_{scales}"
+    return "fp32" if scales is None else f"{facts.operand}_{scales}"
 
 
 def rounded_type(kind: str, index: int, precision: Precision) -> str:
@@ -99,5 +98,5 @@ def why_unwritten(kind: str, precision: Precision) -> str:
     >>> why_unwritten("conv2d", Precision.FP8)
     'not written; torch has no convolution in FP8'
     """
-    reasons = PRODUCTS[kind].unwritten
-    return reasons if isinstance(reasons, str) else reasons.get(precision, "not written")
+    product = PRODUCTS[kind]
+    return product.unwritten_in.get(precision, product.unwritten)

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from qsync.errors import FormatError, UnsupportedError, shortened
-from qsync.operators.precision import PRECISION_ORDER, Precision
+from qsync.operators.precision import FLOATS, PRECISION_ORDER, Precision
 from qsync.operators.registry import PRODUCTS
 from qsync.records.graph import Op, OpGraph
 
-BASES = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 # Substitutes for a class without the base, first match wins: a T4 runs FP16 beside an A100's BF16.
 _ALTERNATIVES = {
     Precision.TF32: (Precision.FP32,),
@@ -26,9 +25,9 @@ SIXTEEN_BIT = (Precision.BF16, Precision.FP16)
 def parse_base(text: str) -> Precision:
     """Return the base called `text`; FormatError lists the known ones."""
     precision = Precision.parse(text)
-    if precision not in BASES:
+    if precision not in FLOATS:
         raise FormatError(
-            f"{shortened(text, quote=False)} is not a base precision: choose one of {', '.join(BASES)}; the "
+            f"{shortened(text, quote=False)} is not a base precision: choose one of {', '.join(FLOATS)}; the "
             "plan chooses lower precisions itself"
         )
     return precision
@@ -36,8 +35,7 @@ def parse_base(text: str) -> Precision:
 
 def bases_of(device: str, precisions: Collection[Precision]) -> tuple[Precision, ...]:
     """Return the bases that a kind of device ("cpu", "cuda") with these precisions has in hardware."""
-    emulated = (Precision.FP16,) if device == "cpu" else ()
-    return tuple(p for p in BASES if p in precisions and p not in emulated)
+    return tuple(p for p in FLOATS if p in precisions and not (device == "cpu" and p.facts.emulated_on_cpu))
 
 
 def check_base(base: Precision, known: Collection[Precision]) -> None:

@@ -169,7 +169,7 @@ def _completed(entry: Any, where: str) -> Any:
         sheet = datasheet(name)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
-    usual = [str(precision) for precision in sheet.precisions if precision is not Precision.INT8_ALL]
+    usual = [str(precision) for precision in sheet.precisions if not precision.facts.on_request]
     found = {"device": "cuda", "memory_bytes": sheet.memory_bytes, "precisions": usual, **entry}
     asked = found["precisions"]
     for text in asked if isinstance(asked, (list, tuple)) else ():

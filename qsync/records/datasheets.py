@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from qsync.errors import FormatError, nearest, shortened
 from qsync.operators.precision import Precision
+from qsync.records.kernel_support import why_not_multiplied
 from qsync.records.record_json import Count, Number, Record
 
 # Seconds of the shortest GPU kernel. Data sheets do not state it: back-to-back launches of small kernels take
@@ -38,9 +39,14 @@ class DataSheet(Record):
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Return the precisions that a plan may give this device, `int8_all` included."""
-        has = set(self.flops_per_s) | ({str(Precision.INT8_ALL)} if "int8" in self.flops_per_s else set())
-        return tuple(precision for precision in Precision if str(precision) in has)
+        """Return the precisions that a plan may give this device, those on request included."""
+        return tuple(precision for precision in Precision if self._has(precision))
+
+    def _has(self, precision: Precision) -> bool:
+        multiplied = precision.facts.products[0]
+        borrowed = multiplied != precision  # the rate is another precision's
+        able = not borrowed or why_not_multiplied(precision, self.capability) is None
+        return able and multiplied in self.flops_per_s
 
     @property
     def backward_type(self) -> str:

@@ -9,25 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from qsync.operators.declaration import Role
-from qsync.operators.precision import Precision
+from qsync.operators.precision import DEVICE_16BIT, Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND, PRODUCTS
 from qsync.records.graph import Op, OpGraph
-
-# Least compute capability of tensor cores for each type. TF32 and BF16 came with Ampere, INT8 with Turing
-# (Volta's four-byte dot products are no faster than its FP16), FP8 with Ada.
-_LEAST_CAPABILITY = {
-    Precision.TF32: (8, 0),
-    Precision.BF16: (8, 0),
-    Precision.INT8: (7, 5),
-    Precision.INT8_ALL: (7, 5),
-    Precision.FP8: (8, 9),
-}
-# Higher precisions to fall back to, in order, below FP32; "16-bit" is the device's 16-bit float.
-_ALTERNATIVES: dict[Precision, tuple[str, ...]] = {
-    Precision.INT8_ALL: ("int8", "16-bit"),
-    Precision.INT8: ("16-bit",),
-    Precision.FP8: ("16-bit",),
-}
 
 
 def why_not_multiplied(precision: Precision, capability: tuple[int, int] | None) -> str | None:
@@ -39,10 +23,8 @@ def why_not_multiplied(precision: Precision, capability: tuple[int, int] | None)
     'needs compute capability 8.0, this GPU has 7.5'
     """
     if capability is None:
-        if precision is Precision.TF32:
-            return "TF32 needs NVIDIA tensor cores"
-        return "no CPU multiplies FP8" if precision is Precision.FP8 else None
-    least = _LEAST_CAPABILITY.get(precision, (0, 0))
+        return precision.facts.not_on_cpu
+    least = precision.facts.capability
     if capability >= least:
         return None
     return f"needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
@@ -79,7 +61,7 @@ def precisions_up(precision: Precision, sixteen_bit: str | None) -> list[Precisi
     >>> precisions_up(Precision.INT8, "bf16")
     [<Precision.INT8: 'int8'>, <Precision.BF16: 'bf16'>, ...]
     """
-    up = [sixteen_bit or "fp16" if name == "16-bit" else name for name in _ALTERNATIVES.get(precision, ())]
+    up = [sixteen_bit or "fp16" if name == DEVICE_16BIT else name for name in precision.facts.falls_back]
     return [Precision(name) for name in dict.fromkeys((precision, *up, "fp32"))]
 
 

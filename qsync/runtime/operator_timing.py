@@ -27,7 +27,7 @@ from qsync.lowering.cast_rules import takes_16bit
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import LoweredGraph, Run
 from qsync.operators.declaration import Role
-from qsync.operators.precision import Precision
+from qsync.operators.precision import EIGHT_BIT, Precision
 from qsync.progress import shown_on_rank_zero
 from qsync.records.graph import Input, Op, OpGraph
 from qsync.runtime.rewriting import rewrite
@@ -37,7 +37,6 @@ from qsync.tracing.segments import Segment
 # Relative time that another precision must save: closer races are decided by noise.
 _TIE = 0.05
 _ROUNDS, _TIMED_S = 20, 0.05  # rounds and seconds per choice
-_BELOW_16_BITS = (Precision.INT8, Precision.INT8_ALL, Precision.FP8)
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _OFFSETS = "offsets"  # kind of argument: offsets of groups of rows
 _READER = "the readers of the result"
@@ -174,7 +173,7 @@ class _Part:
             torch.manual_seed(0)
             runs = [self._pass_of(ops, precision, kernels) for precision in precisions]
             if gpus:  # an 8-bit product launches more kernels
-                return fastest_on_gpu(runs, [precision in _BELOW_16_BITS for precision in precisions], _TIE)
+                return fastest_on_gpu(runs, [precision in EIGHT_BIT for precision in precisions], _TIE)
             return fastest(runs, _ROUNDS, _TIMED_S, _TIE)
 
     def _calls(self, ops: Sequence[str]) -> list[torch.fx.Node]:

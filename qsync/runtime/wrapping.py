@@ -15,9 +15,9 @@ from qsync import backend
 from qsync.backend.devices.device_detection import device_of
 from qsync.backend.precisions_that_pay import emulation_note
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
-from qsync.operators.precision import Precision
+from qsync.operators.precision import FLOATS, Precision
 from qsync.progress import is_rank_zero
-from qsync.records.base import BASES, bases_of, check_base, is_below, parse_base
+from qsync.records.base import bases_of, check_base, is_below, parse_base
 from qsync.records.plans import Plan
 from qsync.records.profiles import shown_shapes
 from qsync.runtime import coverage
@@ -68,7 +68,7 @@ class Wrapping:
             precision = Precision.parse(plan)
             if own_base is not None and precision != own_base and not is_below(precision, own_base):
                 raise FormatError(f"{precision} is not below the base {own_base}; leave out one of them")
-            own_base = own_base or (precision if precision in BASES else Precision.FP32)
+            own_base = own_base or (precision if precision in FLOATS else Precision.FP32)
             return make(precision, None, device_class or "", save_less, own_base)
         if not isinstance(plan, Plan):
             raise FormatError(
