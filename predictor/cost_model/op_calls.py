@@ -178,10 +178,10 @@ def has_direction(call: Call, mode: str, direction: Direction) -> bool:
 def parts(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> tuple[float, float, float]:
     """Return the seconds of launch, products and bytes at peak speed, without gradient additions.
 
-    Raises KeyError for a product in a type that the device does not multiply.
+    Raises KeyError for a product in a type that a GPU does not multiply.
     """
     done = operations(call, mode, direction, sheet.backward_type)
-    products = sum(count / sheet.flops_per_s[name] for name, count in done.items())
+    products = sum(count / sheet.rate(name) for name, count in done.items())
     return sheet.launch_s, products, moved_bytes(call, mode, direction) / sheet.bytes_per_s
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from qsync.backend.kernels.convolution.conv_strategy import packed_bytes
 from qsync.lowering.lowered_graph import FUSED, Cast, Run
-from qsync.operators.precision import is_encoded, keeps_weight_casts, type_bytes
+from qsync.operators.precision import is_encoded, keeps_weight_casts, scale_bytes, type_bytes
 from qsync.operators.registry import declared
 from qsync.predictor.memory.cuda_allocator import block_bytes
 from qsync.predictor.memory.layout import Layout
@@ -387,16 +387,5 @@ class _ValueGroup:
 
 
 def storage_bytes(type_name: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor of this type, including the FP32 scales of an encoded tensor."""
-    size = type_bytes(type_name, num_elements(shape))
-    if not is_encoded(type_name) or type_name == "fp16" or not shape:
-        return size
-    layout = type_name.rpartition("_")[2]
-    scales = {
-        "row": num_elements(shape[:-1]),
-        "col": shape[-1],
-        "inner": num_elements((*shape[:-2], *shape[-1:])) if len(shape) > 1 else 1,
-        "image": shape[0],
-        "channel": shape[0],
-    }
-    return size + FP32_BYTES * scales[layout]
+    """Return the bytes of a tensor of this type, including the scales of an encoded tensor."""
+    return type_bytes(type_name, num_elements(shape)) + scale_bytes(type_name, shape)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from qsync.backend.kernels.attention.attention_strategy import saves_weights, torch_fuses
 from qsync.lowering.lowered_graph import FUSED
-from qsync.operators.precision import LARGEST, Precision, type_bytes
+from qsync.operators.precision import EIGHT_BIT, LARGEST, Precision, type_bytes
 from qsync.operators.registry import EPILOGUES, PRODUCTS, declared
 from qsync.predictor.memory.expanded_operands import expanded
 from qsync.predictor.memory.layout import Layout
@@ -133,9 +133,9 @@ def made_for_backward(op: Op, at: Layout, form: str, mode: str, device: str) -> 
 def copied_operands(op: Op, at: Layout, mode: str) -> Iterator[tuple[int, int]]:
     """Yield (operand index, elements) of each operand of which a product saves an expanded copy.
 
-    INT8 saves codes, which are not expanded.
+    Codes are saved as they are.
     """
-    if op.kind == "matmul" and len(op.inputs) == 2 and mode not in INT8_MODES:
+    if op.kind == "matmul" and len(op.inputs) == 2 and mode not in EIGHT_BIT:
         for each in expanded(*(at.shape[value] for value in op.inputs)):
             if each.is_copied and at.has_gradient[op.inputs[1 - each.operand]]:
                 yield each.operand, each.num_elements

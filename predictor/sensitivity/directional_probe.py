@@ -356,8 +356,10 @@ def _gradient_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[
     """
     if reads_fp32(op.kind) and index != RESULT:
         return set()
-    types = {"bf16", *(p.facts.gradient for p in precisions)} - {STOCHASTIC}
-    return types if index == RESULT and op.kind in PRECISIONS_BY_KIND else types & set(SIXTEEN_BIT)
+    multiplied = index == RESULT and op.kind in PRECISIONS_BY_KIND
+    usable = below_fp32(op.kind, precisions) if multiplied else precisions
+    types = {"bf16", *(p.facts.gradient for p in usable)} - {STOCHASTIC}
+    return types if multiplied else types & set(SIXTEEN_BIT)
 
 
 def _squares(product: torch.Tensor, op: Op, is_parameter: bool) -> torch.Tensor:

@@ -7,6 +7,8 @@ known of a precision beside its kernels is declared here, once (`FACTS`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -132,6 +134,7 @@ CARRIED_FLOATS = ("fp64", "fp32", "bf16")
 # stored transposed: "col"; of batched matrices: "inner"), per image, or per output channel.
 CODE_FORMS = tuple(dict.fromkeys(precision.facts.operand for precision in EIGHT_BIT))
 LAYOUTS = ("row", "col", "inner", "image", "channel")
+_SCALE_BYTES = 4
 _CODES = {f"{form}_{layout}": 1 for form in CODE_FORMS for layout in LAYOUTS}
 
 TYPE_BYTES = {
@@ -152,6 +155,25 @@ def is_encoded(type_name: str) -> bool:
 def type_bytes(type_name: str, num_elements: int) -> int:
     """Return the bytes of `num_elements` elements of a type, without scales."""
     return TYPE_BYTES.get(type_name, 4) * num_elements
+
+
+def scale_bytes(type_name: str, shape: Sequence[int]) -> int:
+    """Return the bytes of the scales of a tensor of this type and shape; 0 if it has none.
+
+    >>> scale_bytes("int8_row", (8, 128))
+    32
+    """
+    layout = type_name.partition("_")[2]
+    if type_name not in _CODES or not shape:
+        return 0
+    scaled = {
+        "row": shape[:-1],
+        "col": shape[-1:],
+        "inner": (*shape[:-2], *shape[-1:]) if len(shape) > 1 else (),
+        "image": shape[:1],
+        "channel": shape[:1],
+    }
+    return _SCALE_BYTES * math.prod(scaled[layout])
 
 
 def keeps_weight_casts(device: str) -> bool:

@@ -48,6 +48,14 @@ class DataSheet(Record):
         able = not borrowed or why_not_multiplied(precision, self.capability) is None
         return able and multiplied in self.flops_per_s
 
+    def rate(self, type_name: str) -> float:
+        """Return the operations/s in a type; a CPU that does not multiply it emulates it in FP32.
+
+        Raises KeyError for a type that a GPU does not multiply.
+        """
+        emulated = self.capability is None and type_name not in self.flops_per_s
+        return self.flops_per_s["fp32" if emulated else type_name]
+
     @property
     def backward_type(self) -> str:
         """Return the type in which 8-bit operators multiply backward: a 16-bit float, else FP32."""
