@@ -74,20 +74,22 @@ def emulated_precisions(device: torch.device) -> frozenset[Precision]:
 
     FP16 on a CPU is emulated, at a tenth of FP32's speed.
 
-    >>> emulated_precisions(torch.device("cpu"))
-    frozenset({<Precision.FP16: 'fp16'>})
+    >>> Precision.FP16 in emulated_precisions(torch.device("cpu"))
+    True
     """
     if device.type != "cpu":
         return frozenset()
     slow = {name for name in ("bf16", "int8") if not _is_faster(name, than=_EMULATED)}
     slow |= {DEVICE_16BIT} if "bf16" in slow else set()
-    return frozenset(p for p in Precision if p.facts.emulated_on_cpu or not slow.isdisjoint(p.facts.products))
+    return frozenset(
+        p for p in Precision if "cpu" in p.facts.emulated_on or not slow.isdisjoint(p.facts.products)
+    )
 
 
 def emulation_note(device: torch.device) -> str:
-    """Return a sentence about the precisions that a device emulates; empty for none, or FP16 alone."""
+    """Return a sentence about the precisions that a device emulates; empty if every CPU emulates them."""
     emulated = emulated_precisions(device)
-    if all(p.facts.emulated_on_cpu for p in emulated):
+    if all(device.type in p.facts.emulated_on for p in emulated):
         return ""
     return (
         f"this processor has no fast products in {', '.join(sorted(emulated))}, which are considered on "

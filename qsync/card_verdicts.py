@@ -95,7 +95,8 @@ def cards_of(text: str) -> dict[str, tuple[DeviceClass, DataSheet]]:
         if sheet.name in found:
             raise FormatError(f"--cards names {sheet.name} twice; give their total number once")
         device, known = ("cuda", sheet.name) if sheet.capability else ("cpu", None)
-        one = DeviceClass(sheet.name, device, count, sheet.memory_bytes, sheet.precisions, datasheet=known)
+        able = tuple(p for p in sheet.precisions if device not in p.facts.emulated_on)
+        one = DeviceClass(sheet.name, device, count, sheet.memory_bytes, able, datasheet=known)
         found[sheet.name] = one, sheet
     return found
 

@@ -67,7 +67,7 @@ class Facts:
     colour: str  # of figures
     capability: tuple[int, int] = (0, 0)
     not_on_cpu: str | None = None
-    emulated_on_cpu: bool = False  # every CPU computes it in a wider type, far slower
+    emulated_on: tuple[str, ...] = ()  # devices where kernels compute it in a wider type, far slower
     on_request: bool = False  # profiled only if it is named
     falls_back: tuple[str, ...] = ()
     priced_like: str | None = None
@@ -102,7 +102,7 @@ FACTS: dict[Precision, Facts] = {
     ),
     Precision.FP16: Facts(
         operand="fp16", bits=10, gradient="fp16", products=("fp16", "fp16"), colour="#009e73",
-        emulated_on_cpu=True, priced_like="bf16",
+        emulated_on=("cpu",), priced_like="bf16",
     ),
     Precision.FP8: Facts(
         operand="fp8", bits=3, gradient="e5m2", products=("fp8", "fp8"), colour="#cc79a7", capability=(8, 9),

@@ -35,7 +35,7 @@ def parse_base(text: str) -> Precision:
 
 def bases_of(device: str, precisions: Collection[Precision]) -> tuple[Precision, ...]:
     """Return the bases that a kind of device ("cpu", "cuda") with these precisions has in hardware."""
-    return tuple(p for p in FLOATS if p in precisions and not (device == "cpu" and p.facts.emulated_on_cpu))
+    return tuple(p for p in FLOATS if p in precisions and device not in p.facts.emulated_on)
 
 
 def check_base(base: Precision, known: Collection[Precision]) -> None:
