@@ -33,6 +33,7 @@ from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16, grouped_mm_fp3
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.backend.kernels.matmul import matmul_int8
+from qsync.backend.reference_kernels import block_scaled
 from qsync.operators.precision import Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.kernel_support import why_not_multiplied
@@ -104,6 +105,11 @@ _OF_ANY_DEVICE: dict[tuple[str, Precision], _Named] = {
     ("addmm", Precision.INT8_ALL): ("int_mm", addmm_int8_all),
     ("embedding", Precision.BF16): ("rows rounded", embedding_bf16),
     ("embedding", Precision.INT8): ("rows rounded", embedding_int8),
+    **{
+        (kind, Precision.MXFP8): ("emulated", block_scaled(kind))
+        for kind, precisions in PRECISIONS_BY_KIND.items()
+        if Precision.MXFP8 in precisions
+    },
 }
 _OF_ANY_PRODUCT: dict[Precision, _Named] = {
     Precision.FP32: ("torch", direct),

@@ -30,7 +30,7 @@ MATMUL = Product(
     has_channels=False,
     keeps_order=False,
     flops=_flops,
-    precisions=(*FLOATS, Precision.INT8),
+    precisions=(*FLOATS, Precision.MXFP8, Precision.INT8),
     unwritten_in={
         Precision.FP8: "not written; torch._scaled_mm multiplies one pair of matrices, not a batch",
         Precision.INT8_ALL: "not written; without a weight nothing is encoded once and used twice",

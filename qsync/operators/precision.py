@@ -22,6 +22,7 @@ class Precision(StrEnum):
     TF32 = "tf32"
     BF16 = "bf16"
     FP16 = "fp16"
+    MXFP8 = "mxfp8"
     FP8 = "fp8"
     INT8 = "int8"
     INT8_ALL = "int8_all"
@@ -57,7 +58,8 @@ class Facts:
     16-bit float). `capability` is the least compute capability of NVIDIA's tensor cores for them;
     `not_on_cpu` says why CPUs do not have the precision. `falls_back` lists the higher precisions that
     replace it, in order of preference, below FP32. `priced_like`: the precision whose learned law prices it
-    if it has no samples.
+    if it has no samples. `block`: elements of the summed dimension that share one scale of one byte;
+    None: all of them share an FP32 scale.
     """
 
     operand: str
@@ -71,6 +73,8 @@ class Facts:
     on_request: bool = False  # profiled only if it is named
     falls_back: tuple[str, ...] = ()
     priced_like: str | None = None
+    block: int | None = None
+    layouts: tuple[str, ...] = ("row", "col", "inner", "image", "channel")
 
     @property
     def is_coded(self) -> bool:
@@ -79,14 +83,15 @@ class Facts:
 
 
 DEVICE_16BIT = "16-bit"  # the 16-bit float of a device, in declarations
+MX_BLOCK = 32  # elements that share a scale in the OCP Microscaling Formats (MX) 1.0
 STOCHASTIC = "int8_stochastic"  # type of gradients rounded to INT8 stochastically, once for each product
 
 # Largest finite magnitude of each float type: a larger constant would become infinite.
 LARGEST = {"fp64": 1.8e308, "fp32": 3.4028234663852886e38, "bf16": 3.3895313892515355e38, "fp16": 65504.0}
 
 # Tensor cores multiply TF32 and BF16 since Ampere, INT8 since Turing (Volta's four-byte dot products are no
-# faster than its FP16), FP8 since Ada. Colours are Okabe and Ito's; FP32 is grey, so that lowered operators
-# stand out.
+# faster than its FP16), FP8 since Ada, FP8 with a scale per block since Blackwell.
+# Colours are Okabe and Ito's (their yellow darker); FP32 is grey, so that lowered operators stand out.
 FACTS: dict[Precision, Facts] = {
     Precision.FP32: Facts(
         operand="fp32", bits=23, gradient="fp32", products=("fp32", "fp32"), colour="#d5dae0"
@@ -103,6 +108,11 @@ FACTS: dict[Precision, Facts] = {
     Precision.FP16: Facts(
         operand="fp16", bits=10, gradient="fp16", products=("fp16", "fp16"), colour="#009e73",
         emulated_on=("cpu",), priced_like="bf16",
+    ),
+    Precision.MXFP8: Facts(
+        operand="mxfp8", bits=3, gradient="mxfp8_row", products=("fp8", "fp8"), colour="#b8a900",
+        capability=(10, 0), emulated_on=("cpu", "cuda"), on_request=True, falls_back=(DEVICE_16BIT,),
+        priced_like="int8", block=MX_BLOCK, layouts=("row", "col", "inner"),
     ),
     Precision.FP8: Facts(
         operand="fp8", bits=3, gradient="e5m2", products=("fp8", "fp8"), colour="#cc79a7", capability=(8, 9),
@@ -130,17 +140,29 @@ MANTISSA_BITS = {"e5m2": 2, **{str(precision): precision.facts.bits for precisio
 # Types that differentiable values may have between operators, widest first.
 CARRIED_FLOATS = ("fp64", "fp32", "bf16")
 
-# Forms of 8-bit codes, and where their scales are: one per row of the last dimension, per column (of a weight
-# stored transposed: "col"; of batched matrices: "inner"), per image, or per output channel.
-CODE_FORMS = tuple(dict.fromkeys(precision.facts.operand for precision in EIGHT_BIT))
-LAYOUTS = ("row", "col", "inner", "image", "channel")
-_SCALE_BYTES = 4
-_CODES = {f"{form}_{layout}": 1 for form in CODE_FORMS for layout in LAYOUTS}
+# Types of 8-bit codes: their form, and what their scales are of: rows of the last dimension, columns (of a
+# weight stored transposed: "col"; of batched matrices: "inner"), images, or output channels.
+_CODES = {
+    f"{facts.operand}_{layout}": facts
+    for facts in FACTS.values()
+    for layout in facts.layouts
+    if facts.is_coded
+}
 
 TYPE_BYTES = {
     "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1,
-    "complex64": 8, "int8": 1, **_CODES,
+    "complex64": 8, "int8": 1, **dict.fromkeys(_CODES, 1),
 }  # fmt: skip
+
+
+def code_types() -> tuple[str, ...]:
+    """Return the types of 8-bit codes."""
+    return tuple(_CODES)
+
+
+def block_of(type_name: str) -> int | None:
+    """Return how many elements share a scale in a type of 8-bit codes; None: all that are summed."""
+    return _CODES[type_name].block
 
 
 def is_encoded(type_name: str) -> bool:
@@ -173,7 +195,10 @@ def scale_bytes(type_name: str, shape: Sequence[int]) -> int:
         "image": shape[:1],
         "channel": shape[:1],
     }
-    return _SCALE_BYTES * math.prod(scaled[layout])
+    rows, block = math.prod(scaled[layout]), _CODES[type_name].block
+    if block is None or not rows:
+        return 4 * rows
+    return rows * math.ceil(math.prod(shape) / rows / block)
 
 
 def keeps_weight_casts(device: str) -> bool:

@@ -20,7 +20,7 @@ from qsync.replayer import replay
 
 FP32, TF32 = Precision.FP32, Precision.TF32
 BF16, FP16 = Precision.BF16, Precision.FP16
-FP8, INT8, INT8_ALL = Precision.FP8, Precision.INT8, Precision.INT8_ALL
+MXFP8, FP8, INT8, INT8_ALL = Precision.MXFP8, Precision.FP8, Precision.INT8, Precision.INT8_ALL
 GRAPH = encoder(2)
 KINDS = {op.name: op.kind for op in GRAPH.adjustable}
 PROFILES = {
@@ -125,10 +125,10 @@ def test_bases_are_named_and_must_be_multiplied_somewhere():
 def test_which_precisions_are_below_a_base():
     below = {base: [p for p in Precision if is_below(p, base)] for base in (FP32, TF32, BF16, FP16)}
     assert below == {
-        FP32: [TF32, BF16, FP16, FP8, INT8, INT8_ALL],
-        TF32: [BF16, FP16, FP8, INT8, INT8_ALL],
-        BF16: [FP8, INT8, INT8_ALL],
-        FP16: [FP8, INT8, INT8_ALL],
+        FP32: [TF32, BF16, FP16, MXFP8, FP8, INT8, INT8_ALL],
+        TF32: [BF16, FP16, MXFP8, FP8, INT8, INT8_ALL],
+        BF16: [MXFP8, FP8, INT8, INT8_ALL],
+        FP16: [MXFP8, FP8, INT8, INT8_ALL],
     }
     assert base_on(BF16, (FP32, INT8)) is base_on(TF32, (FP32, FP16)) is FP32
     assert base_on(FP16, bases_of("cpu", tuple(Precision))) is BF16

@@ -49,7 +49,7 @@ def test_names_go_together_in_which_the_wildcards_stand_for_the_same():
 
 
 def test_what_is_to_run_alike_does_and_more_variance_is_its_price():
-    (profiles, sensitivity), free = parts(GRAPH), None
+    (profiles, sensitivity), free = parts(GRAPH, 1), None
     target_s = allocate(GRAPH, profiles, sensitivity, CLUSTER, slack=0.1).step_s
     free, bound = (
         allocate(GRAPH, profiles, sensitivity, CLUSTER, target_s=target_s, together=together)

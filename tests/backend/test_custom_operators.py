@@ -16,7 +16,7 @@ from qsync.backend.casts.epilogues import activation
 from qsync.backend.custom_operators import OpaqueKernels
 from qsync.backend.encoding import Operand
 from qsync.errors import UnsupportedError
-from qsync.operators.precision import is_encoded
+from qsync.operators.precision import Precision, is_encoded
 from qsync.operators.registry import operand_type
 
 KERNELS = select("cpu")
@@ -50,7 +50,7 @@ CALLS = {
     "embedding": (lambda: None, [TOKENS, randn(5, 16)], {}),
 }  # fmt: skip
 PRECISIONS = {
-    "linear": ("fp32", "fp16", "int8", "int8_all"), "linear gelu": ("int8", "int8_all"),
+    "linear": ("fp32", "fp16", "mxfp8", "int8", "int8_all"), "linear gelu": ("int8", "int8_all"),
     "addmm": ("int8",), "conv2d": ("fp32", "bf16", "int8", "int8_all"), "conv2d last": ("bf16", "int8"),
     "conv1d": ("int8",), "matmul": ("fp16", "int8"), "attention": ("bf16", "int8"),
     "attention masked": ("bf16", "int8"), "embedding": ("bf16", "int8"),
@@ -67,7 +67,7 @@ def run(kernels, name: str, precision: str) -> list[torch.Tensor]:
     def operand(k: int, value):
         if value is None or not value.is_floating_point() or precision == "fp32":
             return value
-        type_name = operand_type(kind, k, precision)
+        type_name = operand_type(kind, k, Precision(precision))
         cast = kernels.cast(value, type_name)
         return Operand(value, cast) if is_encoded(type_name) else cast
 
@@ -104,7 +104,8 @@ def test_a_custom_operator_gives_the_numbers_of_its_kernel(name, precision):
         assert torch.equal(mine, its) and mine.stride() == its.stride()
 
 
-@pytest.mark.parametrize(("name", "precision"), CASES)
+# torch's check multiplies all tensors, and it multiplies none in FP8.
+@pytest.mark.parametrize(("name", "precision"), [case for case in CASES if case[1] != "mxfp8"])
 def test_torch_finds_nothing_wrong_with_a_custom_operator(name, precision):
     seen = calls_of(lambda: run(OpaqueKernels(KERNELS), name, precision))
     assert {"cast", name.split()[0]} & {func._schema.name.removeprefix("qsync::") for func, _ in seen}

@@ -40,6 +40,7 @@ def test_a_cpu_offers_what_it_multiplies():
         Precision.FP32,
         Precision.BF16,
         Precision.FP16,
+        Precision.MXFP8,
         Precision.INT8,
         Precision.INT8_ALL,
     )
@@ -49,11 +50,12 @@ def test_a_cpu_offers_what_it_multiplies():
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        ((7, 0), {"tf32", "bf16", "int8", "int8_all", "fp8"}),
-        ((7, 5), {"tf32", "bf16", "fp8"}),
-        ((8, 0), {"fp8"}),
-        ((8, 9), set()),
-        ((9, 0), set()),
+        ((7, 0), {"tf32", "bf16", "int8", "int8_all", "fp8", "mxfp8"}),
+        ((7, 5), {"tf32", "bf16", "fp8", "mxfp8"}),
+        ((8, 0), {"fp8", "mxfp8"}),
+        ((8, 9), {"mxfp8"}),
+        ((9, 0), {"mxfp8"}),
+        ((10, 0), set()),
     ],
 )
 def test_a_gpu_offers_what_its_capability_has(monkeypatch, capability, missing):

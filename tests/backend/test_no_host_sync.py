@@ -43,7 +43,7 @@ def test_no_kernel_waits(kernels, kind, precision, monkeypatch):
     try:
         kernel = kernels.kernel(kind, precision)
     except UnsupportedError as error:
-        assert precision in (Precision.INT8, Precision.INT8_ALL)
+        assert precision in (Precision.INT8, Precision.INT8_ALL, Precision.MXFP8)  # an H100 has no MXFP8
         pytest.skip(str(error))
     run = kernel_selection._trial(kind, precision, kernel, torch.device("cpu"), small=True)
     run()  # makes the gradient

@@ -229,8 +229,8 @@ VALUES = (
 # agree no better than the rounding itself. GPUs get 10 dB more room: they sum in other orders, and round
 # some sums.
 LEAST_DB = {
-    "fp32": (115, 115), "tf32": (60, 60), "bf16": (45, 45), "fp16": (62, 58), "fp8": (50, 35),
-    "int8": (120, 43), "int8_all": (120, 30),
+    "fp32": (115, 115), "tf32": (60, 60), "bf16": (45, 45), "fp16": (62, 58), "mxfp8": (120, 120),
+    "fp8": (50, 35), "int8": (120, 43), "int8_all": (120, 30),
 }  # fmt: skip
 # Probabilities are rounded as well. INT8's reference keeps them in FP32, the kernel in BF16.
 ATTENTION_DB = {"tf32": (50, 45), "bf16": (45, 40), "fp16": (60, 55), "int8": (42, 40)}

@@ -25,7 +25,7 @@ ALL = tuple(Precision)
 CPU_PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 # Seconds per element of a product, relative to FP32.
 SPEED = {
-    "fp32": 1.0, "tf32": 0.7, "bf16": 0.5, "fp16": 0.5, "fp8": 0.3, "int8": 0.25,
+    "fp32": 1.0, "tf32": 0.7, "bf16": 0.5, "fp16": 0.5, "mxfp8": 0.35, "fp8": 0.3, "int8": 0.25,
     "int8_all": 0.15,
 }  # fmt: skip
 # Variance relative to bf16; monotone in the order in which precisions are called higher.
@@ -33,6 +33,7 @@ OMEGA = {
     "tf32": 0.01,
     "bf16": 1.0,
     "fp16": 0.5,
+    "mxfp8": 10.0,
     "fp8": 40.0,
     "int8": 20.0,
     "int8_all": 90.0,
@@ -235,7 +236,7 @@ def profile_of(
         ops[op.name] = {mode: Cost(t, 2 * t if op.requires_grad else 0.0) for mode, t in times.items()}
     sources = ("fp64", "fp32", "bf16", "fp16")
     layouts = ("row", "col", "inner", "image", "channel")
-    targets = (*sources, *(f"{t}_{layout}" for t in ("int8", "fp8") for layout in layouts))
+    targets = (*sources, *(f"{t}_{layout}" for t in ("int8", "fp8", "mxfp8") for layout in layouts))
     fit = {
         (s, t): (Cost(slow * latency_s), Cost(slow * cast_s, slow * cast_s if "_" not in t else 0.0))
         for s in sources

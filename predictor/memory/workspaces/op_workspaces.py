@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from qsync.backend.block_sizes import SLOPES_PER_BLOCK
 from qsync.lowering.lowered_graph import Run
-from qsync.operators.precision import Precision, is_encoded, type_bytes
+from qsync.operators.precision import MX_BLOCK, Precision, is_encoded, type_bytes
 from qsync.operators.registry import PRODUCTS, declared, is_convolution
-from qsync.predictor.memory.expanded_operands import expanded
+from qsync.predictor.memory.expanded_operands import Expanded, expanded
 from qsync.predictor.memory.saved_tensors import INT8_MODES
 from qsync.predictor.memory.workspaces.attention_workspaces import attention_backward, attention_forward
 from qsync.predictor.memory.workspaces.convolution_workspaces import convolution_backward, convolution_forward
@@ -33,6 +33,10 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return attention_forward(op, run, context)
     if run.mode in INT8_MODES and declared(op.kind).family == "product":
         return 0 if run.output == "fp32" else _FP32 * elements  # sums, which an FP32 result replaces
+    if run.mode == Precision.MXFP8:  # both operands decoded, and a result that is not FP32
+        decoded = sum(num_elements(context.shapes[factor]) for factor in PRODUCTS[op.kind].factors)
+        decoded += sum(each.num_elements for each in _expanded(op, context) if each.is_copied)
+        return _FP32 * decoded + (_FP32 - type_bytes(run.output, 1)) * elements
     if is_convolution(op.kind) and context.device == "cpu":
         return convolution_forward(op, run, context)
     if op.kind == "embedding" and run.mode != Precision.FP32:  # the FP32 rows before rounding
@@ -52,6 +56,8 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return _product_int8(op, run, context)
     if run.mode == Precision.BF16 and declared(op.kind).family == "product":
         return _product_bf16(op, context)
+    if run.mode == Precision.MXFP8:
+        return _block_scaled(op, context)
     if is_convolution(op.kind) and context.device == "cpu" and run.mode in _CONVOLVED:
         return convolution_backward(op, run, context)
     workspace = sum(_gradient_of(j, taken, context) for j, taken in enumerate(run.operands))
@@ -161,6 +167,37 @@ def _product_int8(op: Op, run: Run, context: OpContext) -> int:
     then = made + cast_dx + _BF16 * weight  # dx is cast to the input's type
     last = passed_on + _BF16 * weight + bucket
     return gradient_16bit + max(first, then, last) - passed_on
+
+
+def _block_scaled(op: Op, context: OpContext) -> int:
+    """Return the backward workspace of an emulated product in MXFP8 (reference_kernels.block_scaled).
+
+    Each gradient multiplies two FP32 matrices: the rounded gradient, and an operand, which is decoded,
+    encoded along its other dimension, and decoded again.
+    """
+    gradient = _FP32 * op.num_elements * (1 if context.gradient == "fp32" else 2)
+    batched = _expanded(op, context)
+    whole = {each.operand: each.num_elements for each in batched}
+    copied = {each.operand: each.num_elements for each in batched if each.is_copied}
+    counted, passed_on, peaks = 0, 0, [0]
+    for own, other in (PRODUCTS[op.kind].factors, PRODUCTS[op.kind].factors[::-1]):
+        if not context.has_gradient[own]:
+            continue
+        made, read = (num_elements(context.shapes[j]) for j in (own, other))
+        again = (2 * _FP32 + 1) * read + (_FP32 + 1) * read // MX_BLOCK  # with the scales
+        summed = _FP32 * whole.get(own, 0)  # before its reduction to the operand's shape
+        product = _FP32 * (read + copied.get(other, 0)) + (summed or _FP32 * made)
+        peaks.append(passed_on + gradient + max(again, product))
+        carried = type_bytes(context.carried[own], made)
+        peaks.append(passed_on + summed + _FP32 * made + carried * (context.carried[own] != "fp32"))
+        passed_on += carried
+        counted += 0 if context.is_parameter[own] and context.in_buckets else carried
+    return max(peaks) - counted
+
+
+def _expanded(op: Op, context: OpContext) -> tuple[Expanded, ...]:
+    """Return the operands that a product of two values expands; none of a layer's."""
+    return expanded(*context.shapes) if len(op.inputs) == 2 else ()
 
 
 def _matmul_forward(op: Op, run: Run, context: OpContext) -> int:
