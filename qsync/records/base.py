@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from qsync.errors import FormatError, UnsupportedError, shortened
-from qsync.operators.precision import FLOATS, PRECISION_ORDER, Precision
+from qsync.operators.precision import FLOATS, PRECISION_ORDER, Precision, type_bytes
 from qsync.operators.registry import PRODUCTS
 from qsync.records.graph import Op, OpGraph
 
-# Substitutes for a class without the base, first match wins: a T4 runs FP16 beside an A100's BF16.
-_ALTERNATIVES = {
-    Precision.TF32: (Precision.FP32,),
-    Precision.BF16: (Precision.FP16, Precision.FP32),
-    Precision.FP16: (Precision.BF16, Precision.FP32),
-}
-SIXTEEN_BIT = (Precision.BF16, Precision.FP16)
+SIXTEEN_BIT = tuple(precision for precision in FLOATS if type_bytes(precision.facts.operand, 1) == 2)
 
 
 def parse_base(text: str) -> Precision:
@@ -49,10 +43,13 @@ def check_base(base: Precision, known: Collection[Precision]) -> None:
 def base_on(base: Precision, known: Collection[Precision]) -> Precision:
     """Return a device's base: the given one, or its best substitute there.
 
+    That is the other 16-bit float (a T4 runs FP16 beside an A100's BF16), else FP32.
+
     >>> base_on(Precision.BF16, (Precision.FP32, Precision.FP16))
     <Precision.FP16: 'fp16'>
     """
-    return next((p for p in (base, *_ALTERNATIVES.get(base, ())) if p in known), Precision.FP32)
+    others = SIXTEEN_BIT if base in SIXTEEN_BIT else ()
+    return next((p for p in (base, *others) if p in known), Precision.FP32)
 
 
 def why_kept(op: Op, precision: Precision) -> str:
