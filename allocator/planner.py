@@ -266,7 +266,10 @@ def as_plan(
             )
             base_variance = weight * sum(sensitivity[op.name, base_of(op, own)] for op in ops.values())
         entry = timeline[name]
-        predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance, base_variance)
+        predicted = Predicted(
+            entry.compute_s, entry.wait_s, entry.memory_bytes, variance, base_variance,
+            sum(profiles[name].state_bytes.values()),
+        )  # fmt: skip
         classes[name] = replace(chosen[name], predicted=predicted)
     return replace(plan, classes=classes, step_s=timeline.step_s)
 

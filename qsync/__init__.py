@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # real imports for type checkers only
     from qsync.checkpoints.periodic import Checkpoints as Checkpoints
     from qsync.checkpoints.reader import load as load
     from qsync.checkpoints.writer import save as save
+    from qsync.distributed.divided_optimizer import divide_optimizer as divide_optimizer
     from qsync.distributed.gradient_weighting import micro_batches as micro_batches
     from qsync.distributed.gradient_weighting import samples_of as samples_of
     from qsync.distributed.gradient_weighting import token_mean as token_mean
@@ -67,6 +68,7 @@ _PUBLIC = {
     "coverage": "qsync.runtime.model_coverage",
     "hybrid": "qsync.hybrid_training",
     "elastic": "qsync.elastic_training.start_job",
+    "divide_optimizer": "qsync.distributed.divided_optimizer",
     "weigh_gradients": "qsync.distributed.gradient_weighting",
     "micro_batches": "qsync.distributed.gradient_weighting",
     "samples_of": "qsync.distributed.gradient_weighting",

@@ -1,4 +1,7 @@
-"""Save and load optimizer states by parameter names, for one, a list, or a wrapper of optimizers."""
+"""Save and load optimizer states by parameter names, for one, a list, or a wrapper of optimizers.
+
+Of a divided optimizer, each rank has the entries of the parameters that it owns.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import torch
 
+from qsync.distributed.divided_optimizer import division_of, own_parts
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.runtime.wrapping import wrapped_module
 
@@ -32,9 +36,32 @@ class OptimizerState:
             if any(parameter not in names for parameter in own):
                 raise MismatchError("the optimizer has parameters that the model lacks; pass the model's own")
             self._parts.append((part, [names[parameter] for parameter in own]))
+        self._divided = {  # whether this rank holds a parameter's state, if that is divided
+            name: found.holds(self.parameters[name])
+            for part, own_names in self._parts
+            if (found := division_of(part)) is not None
+            for name in own_names
+        }
+
+    def is_own(self, name: str) -> bool:
+        """Return whether this rank alone holds the state of a parameter."""
+        return self._divided.get(name, False)
+
+    def held(self, saved: Mapping[str, Any]) -> Any:
+        """Return a saved state without the entries of parameters whose state other ranks hold."""
+
+        def here(state: Mapping[str, Any]) -> Mapping[str, Any]:
+            entries = {n: each for n, each in state["state"].items() if self._divided.get(n, True)}
+            return {**state, "state": entries}
+
+        return _mapped(saved, here) if self._divided else saved
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by parameter names."""
+        """Return the state by parameter names; of a divided optimizer this rank's part."""
+        with own_parts():
+            return self._whole_state()
+
+    def _whole_state(self) -> dict[str, Any]:
         kinds = [type(getattr(one, "optimizer", one)).__name__ for one in self._each]  # Accelerate's wrapper
         left = self._numbered_states()
         states = [_mapped(one.state_dict(), lambda state: _named(state, left)) for one in self._each]
@@ -50,7 +77,7 @@ class OptimizerState:
         """Raise MismatchError for a saved state of another optimizer class or other parameter groups."""
         own = self.state_dict()
         groups = [
-            [sorted(map(str, group)) for state in _states_in(each) for group in _groups(state)]
+            [sorted(map(str, group)) for state in states_in(each) for group in _groups(state)]
             for each in (saved, own)
         ]
         if (saved["class"], groups[0]) != (own["class"], groups[1]):
@@ -61,7 +88,7 @@ class OptimizerState:
 
     def slots_of(self, saved: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
         """Yield each parameter with its entry in a saved optimizer state."""
-        for state in _states_in(saved):
+        for state in states_in(saved):
             if all(isinstance(name, str) for group in _groups(state) for name in group):
                 yield from ((self.parameters[name], slots) for name, slots in state["state"].items())
 
@@ -69,7 +96,8 @@ class OptimizerState:
         """Load a state by parameter names; the order of parameters within a group may differ."""
         own = {key: state[key] for key in ("state", "param_groups") if key in state}
         whole = state["whole"] if "whole" in state else {**state.get("others", {}), **own}
-        parts = self._numbered_states()
+        with own_parts():
+            parts = self._numbered_states()
         numbered = _mapped(whole, lambda one: _numbered(one, parts))
         for one, its in zip(self._each, numbered if self._is_list else [numbered], strict=True):
             one.load_state_dict(its)
@@ -127,13 +155,13 @@ def _groups(state: Mapping[str, Any]) -> list[list[Any]]:
     return [group["params"] for group in state["param_groups"]]
 
 
-def _states_in(value: Any) -> Iterator[Mapping[str, Any]]:
+def states_in(value: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the optimizer states inside a state, be it raw or JSON."""
     if _is_state(value):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _states_in(each)
+            yield from states_in(each)
 
 
 def _mapped(value: Any, change: Callable[[Mapping[str, Any]], Any]) -> Any:

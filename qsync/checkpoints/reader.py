@@ -93,20 +93,23 @@ def load(
         reader = HuggingFaceStorageReader(str(checkpoint.path))
         saved = reader.read_metadata().state_dict_metadata
         targets: dict[str, dict[str, torch.Tensor]] = {name: {} for name in parts}
+        states = {name: checkpoint.state[name] for name in parts}
         try:
             for name, part in parts.items():  # check everything before any change
                 if isinstance(part, ModelState):
                     split(part.state_dict(), "", targets[name])  # read in place
                     _check_model(checkpoint, part, targets[name], saved)
                 else:
-                    targets[name] = _new_tensors(part, checkpoint.state[name], saved)
+                    if isinstance(part, OptimizerState):
+                        states[name] = part.held(states[name])
+                    targets[name] = _new_tensors(part, states[name], saved)
         except (AttributeError, KeyError, TypeError) as error:
             raise FormatError(
                 f"{checkpoint.path} does not match its index ({shortened(error)}); load another checkpoint"
             ) from error
         # Objects that cannot be checked load first: if one refuses its state, nothing else has changed.
         for name in sorted(parts, key=lambda name: isinstance(parts[name], (ModelState, OptimizerState))):
-            _load(checkpoint, name, parts[name], targets[name], reader)
+            _load(f"{checkpoint.path}: {name}", parts[name], states[name], targets[name], reader)
         own = checkpoint.random.get(str(dist.get_rank() if dist.is_initialized() else 0))
         if random_state and own is not None:
             set_random_state(own)
@@ -115,19 +118,17 @@ def load(
     return agree_locally("loading the checkpoint", read)
 
 
-def _load(
-    checkpoint: Checkpoint, name: str, part: Any, targets: Tensors, reader: HuggingFaceStorageReader
-) -> None:
+def _load(what: str, part: Any, state: Any, targets: Tensors, reader: HuggingFaceStorageReader) -> None:
     """Read a part's tensors and load its state. Raises MismatchError if the object refuses it."""
     if targets:
         with warnings.catch_warnings():  # silences torch's warning that ranks exchange nothing
             warnings.simplefilter("ignore")
             read_tensors(dict(targets), storage_reader=reader, no_dist=True)
     try:
-        part.load_state_dict(join(checkpoint.state[name], targets))
+        part.load_state_dict(join(state, targets))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise MismatchError(
-            f"{checkpoint.path}: {name} cannot load its saved state ({shortened(error, 200, quote=False)}); "
+            f"{what} cannot load its saved state ({shortened(error, 200, quote=False)}); "
             "create it as it was at saving"
         ) from error
 

@@ -20,6 +20,7 @@ from qsync.errors import FormatError, shortened
 from qsync.runtime.wrapping import wrapped_module
 
 Tensors = dict[str, torch.Tensor]
+OPTIMIZER = "optimizer"  # its name among the saved objects
 
 
 def split(value: Any, name: str, tensors: Tensors) -> Any:
@@ -100,7 +101,7 @@ def stateful_parts(model: torch.nn.Module, optimizer: Any, objects: Mapping[str,
             )
     if optimizer is not None:
         check_optimizer(optimizer)
-    own = {"optimizer": OptimizerState(model, optimizer)} if optimizer is not None else {}
+    own = {OPTIMIZER: OptimizerState(model, optimizer)} if optimizer is not None else {}
     return {"model": ModelState(model), **own, **objects}
 
 

@@ -1,8 +1,8 @@
 """Write checkpoints: copy the state in the calling thread, write in any thread, publish by a rename.
 
-One rank writes each shard, and rank 0 unsharded tensors. Files have the format of
-torch.distributed.checkpoint's HuggingFaceStorageWriter, so that torch's reader reshards them. torch's writers
-exchange pickles in collectives; here ranks exchange JSON through the job's store.
+One rank writes each shard, and each part of a divided optimizer's state; rank 0 writes all else. Files have
+the format of torch.distributed.checkpoint's HuggingFaceStorageWriter, so that torch's reader reshards them.
+torch's writers exchange pickles in collectives; here ranks exchange JSON through the job's store.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -31,7 +32,8 @@ from torch.distributed.tensor import DTensor
 
 import qsync
 from qsync.checkpoints.contents import INDEX, VERSION, checkpoints_in, file_digest
-from qsync.checkpoints.state import Tensors, random_state, split, stateful_parts
+from qsync.checkpoints.optimizer_state import OptimizerState, states_in
+from qsync.checkpoints.state import OPTIMIZER, Tensors, names_in, random_state, split, stateful_parts
 from qsync.distributed.agreement import agree_locally
 from qsync.errors import FormatError, QSyncError, shortened
 from qsync.records.graph import digest
@@ -67,16 +69,23 @@ class Subject:
         for name, profile in (self.profiles or {}).items():
             check_kind(profile, Profile, f"profiles[{shortened(name)}]", "qsync.profile")
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensors]]:
-        """Return the states by name as JSON, and their tensors."""
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensors], set[str]]:
+        """Return the states by name as JSON, their tensors, and the names of this rank's part of them.
+
+        The part is that of a divided optimizer's state; empty without one.
+        """
         tensors: dict[str, Tensors] = {}
         state: dict[str, Any] = {}
+        own = set[str]()
         for name, part in stateful_parts(self.model, self.optimizer, self.objects).items():
             prefix = name if name != "model" else ""  # the model's keys stay plain
             state[name] = split(part.state_dict(), prefix, tensors.setdefault(name, {}))
             for key, tensor in tensors[name].items():
                 _check_tensor(key, tensor)
-        return state, tensors
+            if isinstance(part, OptimizerState):
+                slots = (each["state"].items() for each in states_in(state[name]))
+                own = {key for n, entry in chain(*slots) if part.is_own(n) for key in names_in(entry)}
+        return state, tensors, own
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to CPU memory, asynchronously from a GPU."""
@@ -118,16 +127,18 @@ class Save:
         """Copy this rank's part of the state to CPU memory; copies from a GPU are only started."""
         self._saved = datetime.now(UTC).isoformat(timespec="microseconds")
         self._random = random_state()
-        self._state, tensors = self._subject.state()
+        self._state, tensors, self._part = self._subject.state()
         self._files: dict[str, tuple[Tensors, dict[str, str]]] = {}
         for name, those in tensors.items():
-            parts = {each: _own_part(tensor, self._rank) for each, tensor in those.items()}
+            parts = {
+                each: _own_part(tensor, 0 if each in self._part else self._rank)
+                for each, tensor in those.items()
+            }
             own = {each: part for each, part in parts.items() if part is not None}
             if own:
                 offsets = {each: {"saved_offsets": offset} for each, (_, offset) in own.items()}
-                rank = (
-                    f"-rank{self._rank}" if any(isinstance(each, DTensor) for each in those.values()) else ""
-                )
+                is_shard = any(isinstance(each, DTensor) for each in those.values())
+                rank = f"-rank{self._rank}" if is_shard or self._part & own.keys() else ""
                 self._files[f"{name}{rank}.safetensors"] = (
                     {each: self._subject.copy(each, tensor) for each, (tensor, _) in own.items()},
                     {"format": "pt", _SHARDS: json.dumps(offsets)},
@@ -156,7 +167,7 @@ class Save:
             )
 
     def _write_files(self) -> dict[str, Any]:
-        """Write this rank's files to the disk; return their digests, and its random state."""
+        """Write this rank's files to the disk; return their digests, its random state and its own states."""
         for copied in self._copied:
             copied.synchronize()
         self._partial.mkdir(parents=True, exist_ok=True)
@@ -166,7 +177,8 @@ class Save:
             path.chmod(self._partial.stat().st_mode & 0o666)  # safetensors lets only the owner read
             _sync(path)
         files = {name: file_digest(self._partial / name) for name in self._files}
-        return {"files": files, "random": self._random}
+        own = {OPTIMIZER: self._state[OPTIMIZER]} if self._part else {}
+        return {"files": files, "random": self._random, "state": own}
 
     def _publish(self) -> None:
         """Write the index and rename the folder, after all ranks have written."""
@@ -184,6 +196,7 @@ class Save:
                 raise OSError(outcome["error"])
             index["files"] |= outcome["result"]["files"]
             index["random"][str(rank)] = outcome["result"]["random"]
+            index["state"] = _merged(index["state"], outcome["result"]["state"])
         _sync(write_json(self._partial / INDEX, {**index, "digest": digest(index)}))
         _sync(self._partial)
         self._partial.rename(self.target)
@@ -262,6 +275,16 @@ def _own_part(tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, list[int]]
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     local = tensor.to_local()
     return (local, list(chunk.offsets)) if local.numel() or not tensor.numel() else None
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """Return a state's JSON with the entries that only another rank's has."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = {key: _merged(value, other.get(key, value)) for key, value in one.items()}
+        return {**other, **both}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [_merged(*pair) for pair in zip(one, other, strict=True)]
+    return one
 
 
 def _sync(path: Path) -> None:

@@ -13,5 +13,6 @@
 `shares`              which rank takes which samples of a global batch
 `share_sampler`       each rank's share of the batch, for a DataLoader
 `shared_batches`      the batches that `hybrid` profiles, and the shares that it hands out
+`divided_optimizer`   an optimizer whose state is divided over the ranks
 `length_sampler`      sequences for each rank, by predicted time
 """

@@ -8,6 +8,7 @@
 `profiles`        measured costs of a device class; sensitivities of operators
 `plans`           an assignment of precisions per device class
 `levers`          what a plan changes beside precisions
+`state_division`  which rank holds which part of an optimizer's state
 `save_less`       operators that can save less for backward
 `kernel_support`  which kernels a graph's operators lack on a device, and why
 `plan_folder`     a folder with a plan and all it was made from

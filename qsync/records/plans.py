@@ -23,7 +23,7 @@ class Predicted:
     """Replay's prediction for one class under a plan.
 
     Variances are in squared gradient norm, weighted n_c / N^2: added by the plan to the base, and by the base
-    to FP32.
+    to FP32. `state_bytes` is the optimizer's state in `memory_bytes`; 0 if unknown.
     """
 
     ADDED_LATER = "base_variance"
@@ -33,6 +33,7 @@ class Predicted:
     memory_bytes: Count
     added_variance: Number
     base_variance: Number = 0.0
+    state_bytes: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

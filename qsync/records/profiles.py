@@ -95,7 +95,8 @@ class Profile(FileRecord):
     `memory_residuals` are bytes of steps as measured beyond those that the memory model predicts; none on
     GPUs, and for losses that call the model several times. `bitwise`: FP32 was measured with torch's own
     kernels, not the fastest of a CPU. `optimizer_workspace_bytes` is the most that a step of the optimizer
-    has in use beside its state; 0 where that was not measured.
+    has in use beside its state; 0 where that was not measured. `state_bytes` are the bytes of the state by
+    parameter; empty for an optimizer that does not say which state is whose.
 
     `setting` is what it was carried over to where a plan uses levers (`replayer.levers.apply`). It is in no
     file.
@@ -138,6 +139,7 @@ class Profile(FileRecord):
     memory_residuals: MemoryResiduals = field(default_factory=MemoryResiduals)
     bitwise: bool = True
     optimizer_workspace_bytes: Count = 0
+    state_bytes: Mapping[str, Count] = field(default_factory=dict)
 
     @property
     def device(self) -> str | None:
