@@ -154,7 +154,7 @@ def simulate(
         device_class, graph.hash, graph.shapes_hash, ops, {}, casts,
         Cost(profile.outside.forward_s * slower, profile.outside.backward_s * slower),
         host_s=profile.host_s * share, optimizer_s=profile.optimizer_s * slower,
-        optimizer_bytes=profile.optimizer_bytes, step_s={},
+        optimizer_bytes=profile.optimizer_bytes, state_bytes=profile.state_bytes, step_s={},
         machine=_where_from(sheet, profile, model),
         bucket_s_per_byte=profile.bucket_s_per_byte * slower, origin="simulated",
         loading_s=profile.loading_s * share,

@@ -64,6 +64,7 @@ def sheet_profile(graph: OpGraph, sheet: DataSheet, device_class: str) -> Profil
         optimizer_workspace_bytes=_WORKSPACE_BYTES * (trained if is_gpu else 2 * largest),
         machine={"data sheet": sheet.name, "source": sheet.source, "device": "cuda" if is_gpu else "cpu"},
         origin=SIMULATED, model=graph.model, batch=graph.batch_shapes,
+        state_bytes={p.name: p.num_elements * _STATE_BYTES for p in graph.parameters if p.requires_grad},
     )  # fmt: skip
     if not is_gpu:
         return found

@@ -74,17 +74,35 @@ def state_bytes(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
     return sum(_num_bytes(tensor) for storage, tensor in kept.items() if storage not in known)
 
 
+def state_by_parameter(optimizer: Any, model: torch.nn.Module) -> dict[str, int]:
+    """Return the bytes of state by parameter name: tensors that a mapping of the optimizer keeps under it."""
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+    return {
+        names[key]: sum(_num_bytes(tensor) for found in _tensors_in(slots) for tensor in _plain(found))
+        for each in _reachable(optimizer)
+        if isinstance(each, Mapping)
+        for key, slots in each.items()
+        if isinstance(key, torch.Tensor) and key in names
+    }
+
+
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor that is reachable from an object through attributes and containers."""
+    """Yield every tensor that is reachable from an object."""
+    return (each for each in _reachable(value) if isinstance(each, torch.Tensor))
+
+
+def _reachable(value: Any) -> Iterator[Any]:
+    """Yield tensors and other objects that are reachable through attributes and containers."""
     ahead, seen = [value], dict[int, Any]()
     while ahead:
         each = ahead.pop()
         if id(each) in seen or isinstance(each, _KEEP_NO_STATE):
             continue
         seen[id(each)] = each  # keeps the object alive, since its id may be reused
+        yield each
         if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, Mapping):
+            continue
+        if isinstance(each, Mapping):
             ahead.extend(each.values())
         elif isinstance(each, (list, tuple, set, frozenset)):
             ahead.extend(each)

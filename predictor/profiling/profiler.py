@@ -27,7 +27,7 @@ from qsync.predictor.profiling.clocks import Clock, CudaClock, KernelClock, Laun
 from qsync.predictor.profiling.launches import Launches
 from qsync.predictor.profiling.loader_wait import TimedLoader
 from qsync.predictor.profiling.machine_drift import drift_factors, label_error, walk_rate
-from qsync.predictor.profiling.made_optimizer import MakeOptimizer, made, state_bytes
+from qsync.predictor.profiling.made_optimizer import MakeOptimizer, made, state_by_parameter, state_bytes
 from qsync.predictor.profiling.memory_trace import measure_residuals, optimizer_workspace
 from qsync.predictor.profiling.mixed_assignments import RoundStep, num_round_steps, round_steps
 from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes, timing_hook_s
@@ -343,6 +343,7 @@ class Profiler:
             memory_residuals=self._memory_residuals,
             bitwise=self._runner.kernels.bitwise,
             optimizer_workspace_bytes=max(self._workspace_bytes, default=0),
+            state_bytes=state_by_parameter(self._optimizer, self._runner.model),
         )
 
     def fill(self, seconds: float) -> None:

@@ -22,6 +22,11 @@ class Runner(Protocol):
 
     kernels: Kernels
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """Return the model."""
+        ...
+
     def choose(
         self, choose: Choose, observer: Any = None, saving_less: Callable[[OpGraph], Any] | None = None
     ) -> None:

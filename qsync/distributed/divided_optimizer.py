@@ -24,13 +24,12 @@ from qsync.backend.devices.device_detection import detect_class, device_of
 from qsync.distributed import job
 from qsync.distributed.agreement import agree, agree_locally, check_same
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
-from qsync.records.state_division import owners
+from qsync.records.state_division import BUCKET_BYTES, owners
 from qsync.runtime.coverage import say_once, warn_once
 from qsync.runtime.wrapping import wrapped_module, wrapping_of
 
 AnyOptimizer = TypeVar("AnyOptimizer")
 
-_BUCKET_BYTES = 25 * 2**20  # of one broadcast; at most two are in flight, each with a copy of its parameters
 _TIMEOUT_S = 60.0  # longest wait for the other ranks' calls of state_dict
 _PART = "part"  # key of the numbers of those parameters whose state a rank's own part holds
 _PER_PARAMETER = ("torch.optim.", "torchao.")  # modules of optimizers that couple no parameters, LBFGS apart
@@ -114,7 +113,9 @@ class Division:
         owned_by = owners(sizes, weights)
         self._rank, self._number = dist.get_rank(), next(_numbers)
         self._owner = {p: owned_by.get(name) for p, name in names.items()}
-        self._by_rank = [[p for p, its in self._owner.items() if its == rank] for rank in range(len(weights))]
+        # The largest first, so that torch copies no large parameter into a bucket of several.
+        in_order = sorted(self._owner.items(), key=lambda item: -item[0].nbytes)
+        self._by_rank = [[p for p, its in in_order if its == rank] for rank in range(len(weights))]
         self.bytes_by_rank = [sum(p.nbytes for p in those) for those in self._by_rank]
         self._whole: list[list[torch.Tensor]] | None = None  # the groups, while a step sees this rank's part
         self._num_gathered = 0
@@ -155,18 +156,18 @@ class Division:
 
     def _check(self, optimizer: Optimizer) -> None:
         """Raise an error for a step that would leave parameters without an update."""
+        kind = type(optimizer).__name__
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
-                f"a divided {type(optimizer).__name__} steps within backward, where its ranks would wait for "
+                f"a divided {kind} steps within backward, where its ranks would wait for "
                 "each other in gradient hooks; step after backward, or leave out qsync.divide_optimizer"
             )
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if parameter.requires_grad and self._owner.get(parameter) is None:
                 what = "unfrozen" if parameter in self._owner else "added to it"
                 raise MismatchError(
-                    f"a parameter of shape {list(parameter.shape)} was {what} after "
-                    f"{type(optimizer).__name__} was divided, so no rank updates it; divide an optimizer that "
-                    "has all of its parameters"
+                    f"a parameter of shape {list(parameter.shape)} was {what} after {kind} was divided, so "
+                    "no rank updates it; divide an optimizer that has all of its parameters"
                 )
 
     def _narrow(self, optimizer: Optimizer) -> None:
@@ -185,7 +186,7 @@ class Division:
         self._widen(optimizer)
         for rank, owned in enumerate(self._by_rank):
             if owned:  # detached, because a parameter's own `data` would not count as changed
-                _c10d._broadcast_coalesced(dist.group.WORLD, [p.detach() for p in owned], _BUCKET_BYTES, rank)
+                _c10d._broadcast_coalesced(dist.group.WORLD, [p.detach() for p in owned], BUCKET_BYTES, rank)
 
     def _with_other_parts(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Complete rank 0's state_dict by what other ranks hold; mark that of others as a part."""

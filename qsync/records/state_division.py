@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
+BUCKET_BYTES = 25 * 2**20  # of one broadcast of updated weights; two are in flight, with copies of weights
+
 
 def owners(sizes: Mapping[str, int], parts: Sequence[float]) -> dict[str, int]:
     """Assign each parameter to the rank that lacks most of its part, the largest parameters first.

@@ -1,7 +1,8 @@
 """Profiles under levers other than precision.
 
-`apply`          the profiles of a cluster under a plan's levers
-`batch_size`     another number of samples
-`accumulation`   several passes per step
-`recomputation`  blocks computed again in backward
+`apply`           the profiles of a cluster under a plan's levers
+`batch_size`      another number of samples
+`accumulation`    several passes per step
+`state_division`  optimizer state divided over the ranks
+`recomputation`   blocks computed again in backward
 """

@@ -10,7 +10,6 @@ import copy, functools, warnings
 from pathlib import Path
 from torch.nn.parallel import DistributedDataParallel as DDP
 from qsync.distributed import divided_optimizer
-from qsync.distributed.divided_optimizer import division_of
 from qsync.predictor.profiling.made_optimizer import state_bytes
 
 folder = Path(cache)
@@ -188,3 +187,44 @@ def test_its_state_loads_under_any_other_division(tmp_path):
     assert said(output, "own parts") == said(output, "divided later") == ["True"] * 2
     assert "[1] a part: this is one rank's part of a divided AdamW's state, under another" in output
     assert "[0] one rank: True" in output and "[0] entries: [18, 18, 18]" in output
+
+
+PRICED = (
+    SETTING
+    + """
+from qsync.predictor.profiling.memory_trace import optimizer_workspace
+from qsync.records.cluster import Cluster, DeviceClass, Link
+from qsync.replayer.levers.state_division import divided
+
+classes = [DeviceClass(name, "cpu", 1, 2**30, (qsync.Precision.FP32,)) for name in ("train", "infer")]
+cluster = Cluster(tuple(classes), Link(1e-5, 1e9))
+for kind, depth in (("adamw", 1), ("adamw", 3), ("sgd", 3), ("adafactor", 1)):
+    model = make(width=256, depth=depth)
+    profile = qsync.profile(
+        model, batch(width=256), loss_fn, precisions=["fp32"], rounds=1,
+        make_optimizer=lambda parameters: KINDS[kind](model),
+    )
+    graph = qsync.capture(model, (batch(width=256)[0],))
+    profiles, _ = divided(graph, {c.name: profile for c in classes}, cluster, {"train": 3, "infer": 1})
+    predicted = profiles[("train", "infer")[rank]]
+    model = DDP(make(width=256, depth=depth))
+    optimizer = qsync.divide_optimizer(model, KINDS[kind](model), parts={0: 3, 1: 1})
+    for _ in range(3):
+        loss_fn(model, batch(width=256)).backward()
+        with optimizer_workspace(torch.device("cpu")) as found:
+            optimizer.step()
+    held = state_bytes(optimizer, model.parameters())
+    workspace = predicted.optimizer_workspace_bytes
+    say(f"{kind} {depth}: {predicted.optimizer_bytes} {held} {workspace} {found[0]}")
+"""
+)
+
+
+@pytest.mark.dist
+def test_a_rank_holds_what_is_predicted_of_its_part(tmp_path):
+    output = launch(tmp_path, PRICED)
+    for kind in ("adamw 1", "adamw 3", "sgd 3", "adafactor 1"):
+        for text in said(output, kind):
+            predicted, held, workspace, used = map(int, text.split())
+            assert held == pytest.approx(predicted, rel=0.01)
+            assert used == pytest.approx(workspace, rel=0.01, abs=4096)
