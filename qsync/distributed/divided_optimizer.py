@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from qsync.backend.devices.device_detection import detect_class, device_of
@@ -76,7 +77,7 @@ def divide_optimizer(
     weights = _agreed_parts(model, parts)
     check_same({
         "the optimizer's class": type(own).__name__, "the number of its groups": len(own.param_groups),
-        "the weights of the ranks": weights,
+        "each rank's weight": weights,
     })  # fmt: skip
     groups = [
         ", ".join(f"{names[p]} {tuple(p.shape)} {p.dtype}" for p in group["params"])
@@ -264,6 +265,13 @@ def _checked_names(model: torch.nn.Module, optimizer: Any, parts: object) -> dic
     kind, those = type(optimizer).__name__, _parameters_of(optimizer)
     if parts is not None:
         _check_parts(parts)
+    in_job = dist.is_initialized()
+    if isinstance(model, DistributedDataParallel) and model.process_group.size() != job.world_size() * in_job:
+        raise UnsupportedError(
+            "the model's ranks are not those of torch.distributed's job: they are some of them, or cards of "
+            "an elastic job, where each holds the whole state that heals others; leave out "
+            "qsync.divide_optimizer"
+        )
     if optimizer in _divisions:
         raise UnsupportedError(f"this {kind} is already divided; divide a new one")
     if isinstance(optimizer, LBFGS):
@@ -314,9 +322,9 @@ def _check_parts(parts: object) -> None:
 
 def _agreed_parts(model: torch.nn.Module, parts: Mapping[int, float] | None) -> list[float]:
     """Return every rank's weight: as given, or by spare memory, or 1."""
+    spare = agree("finding each rank's spare memory", lambda: None if parts else _spare_bytes(model))
     if parts is not None:
         return [float(parts.get(rank, 0.0)) for rank in range(job.world_size())]
-    spare = agree("finding each rank's spare memory", lambda: _spare_bytes(model))
     if None in spare or not sum(spare):  # type: ignore[arg-type]
         return [1.0] * len(spare)
     return [float(each or 0.0) for each in spare]

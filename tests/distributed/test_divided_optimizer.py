@@ -32,16 +32,22 @@ KINDS = {
     "grouped": lambda model: grouped(torch.optim.AdamW, model, lr=1e-2, weight_decay=0.1),
 }
 
-def trained(model, optimizer, numbers, scheduler=None, closes=False):
+def trained(model, optimizer, numbers, scheduler=None, closes=False, scaler=None):
     for number in numbers:
         def passes():
             optimizer.zero_grad()
             loss = loss_fn(model, batch(seed=10 * number + rank))
-            loss.backward()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None:
+                scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
             return loss
         if closes:
             optimizer.step(passes)
+        elif scaler is not None:
+            passes()
+            scaler.step(optimizer)
+            scaler.update()
         else:
             passes()
             optimizer.step()
@@ -70,8 +76,10 @@ for kind, made in KINDS.items():
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
         if divided:
             assert qsync.divide_optimizer(model, optimizer, parts={0: 3, 1: 1}) is optimizer
-        trained(model, optimizer, range(4), scheduler)
-        found[divided] = trained(model, optimizer, range(4, 7), scheduler, closes=True), optimizer, model
+        trained(model, optimizer, range(3), scheduler)
+        trained(model, optimizer, range(3, 5), scheduler, closes=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        found[divided] = trained(model, optimizer, range(5, 7), scheduler, scaler=scaler), optimizer, model
     (plain, undivided, before), (own, optimizer, model) = found.values()
     other = [torch.empty_like(own) for _ in range(2)]
     dist.all_gather(other, own)
@@ -228,3 +236,199 @@ def test_a_rank_holds_what_is_predicted_of_its_part(tmp_path):
             predicted, held, workspace, used = map(int, text.split())
             assert held == pytest.approx(predicted, rel=0.01)
             assert used == pytest.approx(workspace, rel=0.01, abs=4096)
+
+
+REFUSED = (
+    SETTING
+    + """
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+def attempt(what, model=None, optimizer=None, then=None, **options):
+    try:
+        model = DDP(make()) if model is None else model
+        optimizer = KINDS["adamw"](model) if optimizer is None else optimizer(model)
+        qsync.divide_optimizer(model, optimizer, **options)
+        if then is not None:
+            then(model, optimizer)
+        say(f"{what}: went through")
+    except QSyncError as error:
+        say(f"{what}: {type(error).__name__}: {error}")
+
+def twice(model, optimizer):
+    qsync.divide_optimizer(model, optimizer)
+
+def tied(model):
+    optimizer = KINDS["grouped"](model)
+    optimizer.param_groups[1]["params"].append(model.module.head.weight)
+    return optimizer
+
+def in_backward(model):
+    _apply_optimizer_in_backward(torch.optim.SGD, [model.module.head.bias], {"lr": 0.1})
+    return KINDS["adamw"](model)
+
+def from_a_hook(model, optimizer):
+    model.module.head.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    loss_fn(model, batch()).backward()
+
+def added(model, optimizer):
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    optimizer.step()
+
+def unfrozen(model, optimizer):
+    model.module.head.bias.requires_grad_()
+    optimizer.step()
+
+def frozen(model):
+    model.module.head.bias.requires_grad_(False)
+    return KINDS["adamw"](model)
+
+attempt("lbfgs", optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+attempt("a list", optimizer=lambda model: [KINDS["adamw"](model)])
+attempt("twice", then=twice)
+attempt("tied", optimizer=tied)
+attempt("stranger", optimizer=lambda model: KINDS["adamw"](make()))
+attempt("nothing trains", optimizer=lambda model: KINDS["adamw"](model.requires_grad_(False)))
+attempt("in backward", optimizer=in_backward)
+attempt("from a hook", then=from_a_hook)
+attempt("sharded", model=fully_shard(make()))
+alone = [dist.new_group([each]) for each in (0, 1)][rank]
+attempt("a part of the ranks", model=DDP(make(), process_group=alone))
+attempt("added", then=added)
+attempt("unfrozen", optimizer=frozen, then=unfrozen)
+for name, parts in {"rank": {2: 1}, "negative": {0: -1, 1: 2}, "nobody": {0: 0}, "list": [3, 1]}.items():
+    attempt(f"parts {name}", parts=parts)
+# Ranks that disagree
+attempt("other parts", parts={0: 3, 1: 1 + rank})
+attempt("parts on one", parts={0: 3, 1: 1} if rank else None)
+attempt("other class", optimizer=(KINDS["adamw"], KINDS["sgd"])[rank])
+attempt("other groups", optimizer=(KINDS["adamw"], KINDS["grouped"])[rank])
+attempt("turned", optimizer=lambda model: torch.optim.SGD(list(model.parameters())[::1 - 2 * rank], lr=1.0))
+
+class Own(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if self.fails:
+            raise ArithmeticError("once")
+        return loss
+
+class Outer:  # as Accelerate wraps
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    model = DDP(make())
+    own = Own(model.parameters(), lr=0.1)
+    outer = Outer(own)
+    assert qsync.divide_optimizer(model, outer, parts={0: 1}) is outer
+say(f"own class: {[str(one.message) for one in warned if 'qsync' in str(one.message)]}")
+loss_fn(model, batch()).backward()
+for own.fails in (True, False):  # what a failed step leaves is whole again
+    try:
+        own.step()
+    except ArithmeticError:
+        pass
+say(f"after a failure: {len(own.param_groups[0]['params'])}")
+
+# Only rank 0 asks for the state.
+divided_optimizer._TIMEOUT_S = 1.0
+if rank == 0:
+    try:
+        own.state_dict()
+    except QSyncError as error:
+        say(f"alone: {error}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.dist
+def test_what_cannot_be_divided_is_one_sentence_on_every_rank(tmp_path):
+    output = launch(tmp_path, REFUSED)
+    for what, words in {
+        "lbfgs": "UnsupportedError: dividing the optimizer failed on rank 0: LBFGS updates all parameters",
+        "a list": "optimizer must be a torch.optim.Optimizer",
+        "twice": "this AdamW is already divided",
+        "tied": "AdamW has 'head.weight' in two places of its groups",
+        "stranger": "AdamW has parameters that the model lacks",
+        "nothing trains": "AdamW has no parameter that is trained",
+        "in backward": "'head.bias' is updated within backward",
+        "from a hook": "a divided AdamW steps within backward",
+        "sharded": "'inner.0.weight' is sharded",
+        "a part of the ranks": "the model's ranks are not those of torch.distributed's job",
+        "added": "MismatchError: a parameter of shape [3] was added to it after AdamW was divided",
+        "unfrozen": "MismatchError: a parameter of shape [4] was unfrozen after AdamW was divided",
+        "parts rank": "parts must map ranks from 0 to 1 to weights from 0 on, found {2: 1}; give",
+        "parts negative": "parts must map ranks from 0 to 1 to weights",
+        "parts nobody": "parts leaves the state to no rank",
+        "parts list": "parts must map ranks from 0 to 1 to weights from 0 on, found [3, 1]",
+        "other parts": "each rank's weight differs between ranks: rank 0 has [3.0, 1.0], rank 1 has",
+        "parts on one": "each rank's weight differs between ranks: rank 0 has [1.0, 1.0], rank 1",
+        "other class": "the optimizer's class differs between ranks: rank 0 has AdamW, rank 1 has SGD",
+        "other groups": "the number of its groups differs between ranks: rank 0 has 1, rank 1 has 2",
+        "turned": "group 0 of the optimizer differs between ranks",
+        "own class": "Own is not torch's own; divided, it is the same optimizer only if",
+        "after a failure": "6",
+    }.items():
+        assert all(words in text for text in said(output, what)), (what, said(output, what))
+    assert "[0] alone: state_dict of a divided Own gathers the state from all ranks, and rank 1" in output
+
+
+PLANNED = (
+    SETTING
+    + """
+from dataclasses import replace
+from qsync.records.plans import ClassPlan, Plan, Predicted
+
+graph = qsync.capture(make(), (batch()[0],))
+bf16 = {op.name: qsync.Precision.BF16 for op in graph.adjustable}
+STATE = 8000
+classes = {
+    name: ClassPlan(bf16, Predicted(0.1, 0.0, peak, 0.0, state_bytes=STATE))
+    for name, peak in (("train", 20000), ("infer", 30000))
+}
+own = ("train", "infer")[rank]
+plan = Plan(graph.model, graph.hash, classes, budgets={"train": 45000, "infer": 33000})
+found = {}
+for divided in (False, True):
+    model = qsync.hybrid(make(), plan=plan, device_class=own)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if divided:
+        qsync.divide_optimizer(model, optimizer)
+        say(f"parts: {divided_optimizer._agreed_parts(model, None)}")
+    found[divided] = trained(model, optimizer, range(6))
+say(f"lowered: {torch.equal(found[False], found[True])}")
+unknown = replace(plan, classes={n: replace(c, predicted=None) for n, c in classes.items()})
+model = qsync.hybrid(make(), plan=unknown, device_class=own)
+say(f"unknown: {divided_optimizer._agreed_parts(model, None)}")
+
+# A backbone that does not train is nobody's, and is not sent.
+model = make()
+model.inner.requires_grad_(False)
+model = DDP(model)
+optimizer = qsync.divide_optimizer(model, KINDS["sgd"](model), parts={0: 1})
+sent = []
+broadcast = dist._broadcast_coalesced
+
+def observed(group, tensors, *rest):
+    sent.extend(tensors)
+    broadcast(group, tensors, *rest)
+
+dist._broadcast_coalesced = observed
+trained(model, optimizer, range(2))
+say(f"frozen: {sorted(set(t.numel() for t in sent))} {len(sent)}")
+"""
+)
+
+
+@pytest.mark.dist
+def test_parts_go_by_the_memory_that_the_plan_leaves(tmp_path):
+    output = launch(tmp_path, PLANNED)
+    assert said(output, "parts") == ["[33000.0, 11000.0]"] * 2
+    assert said(output, "lowered") == ["True"] * 2
+    assert said(output, "unknown") == ["[1.0, 1.0]"] * 2
+    assert said(output, "frozen") == ["[4, 256] 4"] * 2
