@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
-from qsync.allocator import allocate, check_options, search
+from qsync.allocator import allocate, check_options, search, uniform
+from qsync.allocator.levers.search import DIVIDE_STATE
 from qsync.allocator.problem import check_bucket_cap
 from qsync.errors import FormatError, shortened, unknown_name
 from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_kind
+from qsync.records.levers import Levers
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
-from qsync.replayer import Timeline
+from qsync.replayer import Timeline, profiles_under_levers
 from qsync.replayer import replay as simulate
+from qsync.replayer.levers.state_division import divided, spare_parts
 
 
 def plan(
@@ -25,6 +29,7 @@ def plan(
     cluster: Cluster,
     *,
     levers: Sequence[str] = (),
+    divide_state: bool = False,
     **options: Any,
 ) -> Plan:
     """Choose the precision of every operator on every device class.
@@ -38,6 +43,8 @@ def plan(
         cluster: the device classes and the links between them.
         levers: further changes to search: any of "share", "accumulate", "buckets", "recompute" and
             "save_less".
+        divide_state: divide the optimizer's state over the ranks, by the memory that each class has beyond
+            the peak of one pass in the base; for `qsync.divide_optimizer`, which then reads its parts here.
         **options: options of `qsync.allocator.allocate`: `target_s` (seconds of a step) or `slack` (a
             fraction of the least step), `budgets` (class -> bytes), `pins` (pattern -> precision),
             `lower_all`, `margin`, `together`, `saving_less` (class -> patterns), `base` ("fp32", "tf32",
@@ -60,10 +67,37 @@ def plan(
     """
     _check_records(graph, profiles, cluster)
     check_kind(sensitivity, Sensitivity, "sensitivity", "qsync.sensitivity")
-    check_options({**options, "levers": levers})
+    check_options({**options, "levers": levers, DIVIDE_STATE: divide_state})
+    if divide_state:
+        return _divided_plan(graph, profiles, sensitivity, cluster, {**options, "levers": levers})
     if levers:
         return search(graph, profiles, sensitivity, cluster, levers=levers, **options)
     return allocate(graph, profiles, sensitivity, cluster, **options)
+
+
+def _divided_plan(
+    graph: OpGraph,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    options: Mapping[str, Any],
+) -> Plan:
+    """Return the plan whose ranks hold parts of the optimizer's state.
+
+    The parts are chosen first. The plan is then that of profiles without the other ranks' parts.
+    """
+    budgets = cluster.with_memory(options.get("budgets") or {})
+    plain = uniform(graph, profiles, budgets, {}, base=options.get("base"))
+    parts = spare_parts(graph, plain, profiles, budgets)
+    own = {name: replace(one, setting=None) for name, one in divided(graph, profiles, cluster, parts).items()}
+    found = plan(graph, own, sensitivity, cluster, **options)
+    chosen = found.levers or Levers({})
+    levers = replace(
+        chosen, classes={name: replace(chosen[name], state_part=part) for name, part in parts.items()}
+    )
+    under = profiles_under_levers(graph, profiles, cluster, levers, options.get("other"))
+    classes = {name: replace(one, profile_hash=under[name].hash) for name, one in found.classes.items()}
+    return replace(found, levers=levers, classes=classes)
 
 
 def replay(

@@ -139,7 +139,7 @@ class Simulation:
             copies = copied_bytes * entry.profile.bucket_s_per_byte
             if step.idle_s[c] > 0.0:
                 begun = step.starts_s[c] - step.idle_s[c] - zero
-                events.append(Event(name, exchange.handed_out, "communication", begun, step.idle_s[c]))
+                events.append(Event(name, "buffers handed out", "communication", begun, step.idle_s[c]))
             waits = min(blocked[c] - min(blocked), max(0.0, step.reduced_s - step.finished_s[c]))
             times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, waits)
             events += class_events(

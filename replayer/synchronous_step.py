@@ -96,9 +96,7 @@ class GradientExchange:
 
     With one rank there is no bucket and no copy. If the model has buffers (running statistics), DDP also
     broadcasts the buffers of rank 0 before every call of the model, and all ranks wait for this broadcast,
-    unless the job trains with `broadcast_buffers=False`. Likewise the owners of a divided optimizer's state
-    broadcast the weights that they updated. All broadcasts of a step are placed at its start; `handed_out`
-    names them. Each is priced like an all-reduce of as many bytes.
+    unless the job trains with `broadcast_buffers=False`. All broadcasts of a step are placed at its start.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
@@ -108,7 +106,6 @@ class GradientExchange:
         self.copied_bytes: FloatArray = np.zeros(len(graph.ops))
         self.unused_bytes = 0
         self.broadcast_s = 0.0
-        self.handed_out = f"{'weights' if cluster.broadcasts_weights else 'buffers'} handed out"
         if cluster.num_ranks > 1:
             broadcast_bytes = sum(
                 type_bytes(value.dtype, value.num_elements)
@@ -117,8 +114,6 @@ class GradientExchange:
             )
             if broadcast_bytes and cluster.broadcasts_buffers:
                 self.broadcast_s = graph.num_calls * cluster_all_reduce_s(cluster, broadcast_bytes)
-            if cluster.broadcasts_weights:
-                self.broadcast_s += cluster_all_reduce_s(cluster, sum(gradient_bytes(graph).values()))
             self.buckets = buckets(graph, bucket_cap_bytes)
             for position, num_bytes in gradient_bytes(graph).items():
                 if position >= 0:

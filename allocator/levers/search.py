@@ -49,6 +49,7 @@ from qsync.replayer.levers.batch_size import Recapture, check_other
 
 # Objectives of trials too slow, and infeasible: above any relative variance (1 is the plan without levers).
 _TOO_SLOW, _INFEASIBLE = 1e6, 1e12
+DIVIDE_STATE = "divide_state"  # an option of qsync.plan, which divides before it searches
 _NOT_TIMED = "no profile has times of operators that save less; profile with save_less=True"
 
 
@@ -165,8 +166,12 @@ def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     own = [p.name for p in inspect.signature(search).parameters.values() if p.kind is p.KEYWORD_ONLY]
     of_planner = [field.name for field in fields(Options)]
     for name in options:
-        if name not in (*own, *of_planner):
-            raise FormatError(unknown_name(name, (*also, *own, *of_planner)))
+        if name not in (*own, *of_planner, DIVIDE_STATE):
+            raise FormatError(unknown_name(name, (*also, *own, *of_planner, DIVIDE_STATE)))
+    if type(options.get(DIVIDE_STATE, False)) is not bool:
+        raise FormatError(
+            f"{DIVIDE_STATE} must be True or False, found {shortened(options[DIVIDE_STATE])}; correct it"
+        )
     ranges = {"trials": (1, 10**6), "seed": (0, 2**32 - 1), "least_samples": (1, 10**9)}
     for name, (least, most) in ranges.items():
         number = options.get(name, least)

@@ -38,7 +38,7 @@ def check_prepared(base: Precision, share: ClassLevers | None) -> None:
         raise UnsupportedError(
             'Accelerate\'s FP8 has no effect on a planned model; give mixed_precision="bf16"'
         )
-    if share is None:
+    if share is None or share.samples is None:
         return
     if _is_called_by_trainer():
         raise UnsupportedError(

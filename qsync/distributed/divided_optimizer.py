@@ -321,22 +321,27 @@ def _check_parts(parts: object) -> None:
 
 
 def _agreed_parts(model: torch.nn.Module, parts: Mapping[int, float] | None) -> list[float]:
-    """Return every rank's weight: as given, or by spare memory, or 1."""
-    spare = agree("finding each rank's spare memory", lambda: None if parts else _spare_bytes(model))
+    """Return every rank's weight: as given, or by its plan, or 1."""
+    planned = agree("finding each rank's part", lambda: None if parts else _planned_part(model))
     if parts is not None:
         return [float(parts.get(rank, 0.0)) for rank in range(job.world_size())]
-    if None in spare or not sum(spare):  # type: ignore[arg-type]
-        return [1.0] * len(spare)
-    return [float(each or 0.0) for each in spare]
+    if None in planned or not sum(planned):  # type: ignore[arg-type]
+        return [1.0] * len(planned)
+    return [float(each or 0.0) for each in planned]
 
 
-def _spare_bytes(model: torch.nn.Module) -> int | None:
-    """Return this rank's memory beyond its plan's peak without optimizer state; None without a plan."""
+def _planned_part(model: torch.nn.Module) -> float | None:
+    """Return this rank's weight by its plan: its part there, or else the bytes that it has to spare.
+
+    They are memory beyond the predicted peak without optimizer state. None without a plan or predictions.
+    """
     module = wrapped_module(model)
     wrapping = wrapping_of(module)
     if wrapping is None or wrapping.plan is None:
         return None
     plan, own = wrapping.plan, wrapping.device_class
+    if plan.levers is not None and plan.levers.state_parts is not None:
+        return plan.levers.state_parts.get(own, 0.0)
     predicted = plan[own].predicted
     if predicted is None or not predicted.state_bytes:
         return None

@@ -237,6 +237,11 @@ def _check(
         raise FormatError(
             "an elastic job takes no levers, as it divides samples itself; give share=True instead"
         )
+    if options.get("divide_state"):
+        raise FormatError(
+            "an elastic job does not divide the optimizer's state, because any card heals one that joins "
+            "from its own; leave divide_state out"
+        )
     least = {"seed": 0, "num_workers": 0, "max_samples": 1, "batch_size": 1, "start_with": 1}
     for name, number in numbers.items():
         if name == "max_samples" and number is None:

@@ -75,8 +75,7 @@ class Cluster(Record):
     """The device classes of one synchronous job and the links between its ranks.
 
     `link` connects all ranks. If `between` is given, `link` connects the ranks of one host, and `between` the
-    `num_hosts` hosts with equally many ranks each. `broadcasts_buffers` is DDP's `broadcast_buffers`, and
-    `broadcasts_weights` says that owners of parts of an optimizer's state hand out what they updated.
+    `num_hosts` hosts with equally many ranks each. `broadcasts_buffers` is DDP's `broadcast_buffers`.
     """
 
     ADDED_LATER = "broadcasts_buffers"
@@ -86,7 +85,6 @@ class Cluster(Record):
     between: Link | None = None
     num_hosts: Positive = 1
     broadcasts_buffers: bool = True
-    broadcasts_weights: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from qsync.errors import FormatError, shortened
 from qsync.records.graph import OpGraph
@@ -20,15 +23,19 @@ SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
 
 @dataclass(frozen=True, slots=True)
 class ClassLevers(Record):
-    """One class's levers: samples, passes and recomputed blocks.
+    """One class's levers: samples, passes, recomputed blocks, and a part of the optimizer's state.
 
     Each rank trains on `samples` per optimizer step (None: the captured number) in `passes` micro-batches.
-    Backward recomputes the modules at the paths `recomputed`.
+    Backward recomputes the modules at the paths `recomputed`. Each rank holds the fraction `state_part` of
+    the optimizer's state (None: all of it, on every rank of the cluster).
     """
+
+    ADDED_LATER = "state_part"
 
     samples: Positive | None = None
     passes: Positive = 1
     recomputed: tuple[str, ...] = ()
+    state_part: Annotated[float, Meta(ge=0, le=1)] | None = None
 
     def __str__(self) -> str:
         """Format the levers: "4 samples in 2 passes, layer.0 recomputed"."""
@@ -36,6 +43,8 @@ class ClassLevers(Record):
         parts[0] += f" in {self.passes} passes" if self.passes > 1 else ""
         if self.recomputed:
             parts.append(f"{', '.join(self.recomputed)} recomputed")
+        if self.state_part is not None:
+            parts.append(f"{self.state_part:.3g} of the optimizer's state")
         return ", ".join(parts)
 
 
@@ -70,6 +79,12 @@ class Levers(Record):
 
     def __getitem__(self, device_class: str) -> ClassLevers:
         return self.classes.get(device_class, ClassLevers())
+
+    @property
+    def state_parts(self) -> dict[str, float] | None:
+        """Return the part of the optimizer's state that a rank of each class holds; None if undivided."""
+        found = {name: entry.state_part or 0.0 for name, entry in self.classes.items()}
+        return found if any(entry.state_part is not None for entry in self.classes.values()) else None
 
     @property
     def used(self) -> tuple[str, ...]:

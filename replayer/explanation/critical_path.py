@@ -85,7 +85,7 @@ def _path(found: Simulation) -> Iterator[PathEvent]:
     if exchange.broadcast_s > 0.0:  # all classes start together, after the one that is ready last
         begun = int(np.argmax(ready))
         at_s = ready[begun] - zero
-        yield PathEvent(names[begun], exchange.handed_out, "communication", at_s, exchange.broadcast_s)
+        yield PathEvent(names[begun], "buffers handed out", "communication", at_s, exchange.broadcast_s)
     outlasts = ready[begun] - found.works[begun].optimizer_s > STEADY * step.reduced_s
     if outlasts or not step.flights:
         yield from _work(found, begun, step.finished_s[begun])

@@ -18,6 +18,7 @@ from qsync.records.profiles import Profile
 from qsync.replayer.levers.accumulation import in_passes, with_other_passes
 from qsync.replayer.levers.batch_size import Recapture, at_samples, resized
 from qsync.replayer.levers.recomputation import mark_recomputed, with_recomputation
+from qsync.replayer.levers.state_division import divided
 
 
 def profiles_under_levers(
@@ -41,6 +42,11 @@ def profiles_under_levers(
     """
     for name in levers.classes if levers else ():
         cluster[name]  # raises FormatError for an unknown class
+    parts = levers.state_parts if levers else None
+    if levers is not None and parts is not None:
+        whole = Levers({name: replace(entry, state_part=None) for name, entry in levers.classes.items()})
+        found = profiles_under_levers(graph, profiles, cluster, whole, other, known)
+        return divided(graph, found, cluster, {c.name: parts.get(c.name, 0.0) for c in cluster.classes})
     if levers is None or all(levers[c.name] == ClassLevers() for c in cluster.classes):
         return dict(profiles)
     captured = samples_of(graph)

@@ -213,7 +213,7 @@ for kind, depth in (("adamw", 1), ("adamw", 3), ("sgd", 3), ("adafactor", 1)):
         make_optimizer=lambda parameters: KINDS[kind](model),
     )
     graph = qsync.capture(model, (batch(width=256)[0],))
-    profiles, _ = divided(graph, {c.name: profile for c in classes}, cluster, {"train": 3, "infer": 1})
+    profiles = divided(graph, {c.name: profile for c in classes}, cluster, {"train": 0.75, "infer": 0.25})
     predicted = profiles[("train", "infer")[rank]]
     model = DDP(make(width=256, depth=depth))
     optimizer = qsync.divide_optimizer(model, KINDS[kind](model), parts={0: 3, 1: 1})
@@ -382,6 +382,7 @@ PLANNED = (
     SETTING
     + """
 from dataclasses import replace
+from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import ClassPlan, Plan, Predicted
 
 graph = qsync.capture(make(), (batch()[0],))
@@ -402,9 +403,26 @@ for divided in (False, True):
         say(f"parts: {divided_optimizer._agreed_parts(model, None)}")
     found[divided] = trained(model, optimizer, range(6))
 say(f"lowered: {torch.equal(found[False], found[True])}")
+parts = Levers({"train": ClassLevers(state_part=0.7), "infer": ClassLevers(state_part=0.3)})
+model = qsync.hybrid(make(), plan=replace(plan, levers=parts), device_class=own)
+say(f"as planned: {divided_optimizer._agreed_parts(model, None)}")
 unknown = replace(plan, classes={n: replace(c, predicted=None) for n, c in classes.items()})
 model = qsync.hybrid(make(), plan=unknown, device_class=own)
 say(f"unknown: {divided_optimizer._agreed_parts(model, None)}")
+
+from qsync.runtime.wrapping import plan_of
+
+model = qsync.hybrid(
+    make(), batch(), loss_fn, device_class=own, cache_dir=cache, precisions=["fp32"], divide_state=True,
+    budgets={"train": 1000000, "infer": 500000},
+)
+optimizer = qsync.divide_optimizer(model, torch.optim.AdamW(model.parameters()))
+trained(model, optimizer, range(1))
+parts = plan_of(model).levers.state_parts
+part = plan_of(model)[own].predicted.state_bytes
+held = state_bytes(optimizer, model.parameters())
+as_planned = divided_optimizer._agreed_parts(model, None) == [parts["train"], parts["infer"]]
+say(f"hybrid: {as_planned} {part == held} {held}")
 
 # A backbone that does not train is nobody's, and is not sent.
 model = make()
@@ -430,5 +448,9 @@ def test_parts_go_by_the_memory_that_the_plan_leaves(tmp_path):
     output = launch(tmp_path, PLANNED)
     assert said(output, "parts") == ["[33000.0, 11000.0]"] * 2
     assert said(output, "lowered") == ["True"] * 2
+    assert said(output, "as planned") == ["[0.7, 0.3]"] * 2
     assert said(output, "unknown") == ["[1.0, 1.0]"] * 2
+    (first, second) = said(output, "hybrid")
+    assert first.startswith("True True ") and second.startswith("True True ")
+    assert int(first.split()[2]) > int(second.split()[2])
     assert said(output, "frozen") == ["[4, 256] 4"] * 2

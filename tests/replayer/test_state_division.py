@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from graphs import cluster_of, mlp, profile_of
+from graphs import cluster_of, mlp, profile_of, sensitivity_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync.errors import FormatError
+import qsync
+from qsync.allocator import check_plan, uniform
+from qsync.errors import FormatError, InfeasibleError, MismatchError
+from qsync.records.levers import ClassLevers, Levers
 from qsync.records.state_division import BUCKET_BYTES, owners
-from qsync.replayer import cluster_all_reduce_s, peaks, replay
+from qsync.replayer import cluster_all_reduce_s, peaks, profiles_under_levers, replay
 from qsync.replayer.levers.state_division import _copied_bytes, divided, spare_parts
 
 GRAPH, CLUSTER = mlp(3, width=32, rows=16), cluster_of()
@@ -25,6 +28,8 @@ PROFILES = {
     for name, slow in (("train", 1.0), ("infer", 1.4))
 }  # fmt: skip
 PLAIN = {"train": {}, "infer": {}}
+PLAN = uniform(GRAPH, PROFILES, CLUSTER, {})
+LEVERS = Levers({"train": ClassLevers(state_part=0.75), "infer": ClassLevers(state_part=0.25)})
 
 
 @given(
@@ -45,63 +50,94 @@ def test_parts_are_met_to_one_parameter_in_any_order(sizes, parts, random):
 
 
 def test_a_rank_holds_its_own_part_alone():
-    profiles, cluster = divided(GRAPH, PROFILES, CLUSTER, {"train": 3, "infer": 1})
+    parts = {"train": 0.75, "infer": 0.25}
+    profiles = profiles_under_levers(GRAPH, PROFILES, CLUSTER, LEVERS)
     ranks = [c.name for c in CLUSTER.classes for _ in range(c.count)]
-    owned = owners(SIZES, [{"train": 3, "infer": 1}[name] for name in ranks])
-    whole, part = (replay(GRAPH, PLAIN, *records) for records in ((PROFILES, CLUSTER), (profiles, cluster)))
-    for name in ("train", "infer"):
+    owned = owners(SIZES, [parts[name] for name in ranks])
+    whole, part = (replay(GRAPH, PLAIN, each, CLUSTER) for each in (PROFILES, profiles))
+    for name in parts:
         most = max(
             sum(STATE[p] for p, its in owned.items() if its == rank)
             for rank, its_class in enumerate(ranks)
             if its_class == name
         )
         assert profiles[name].optimizer_bytes == most + 100
-        saved = sum(STATE.values()) - most
-        assert whole[name].memory_bytes - part[name].memory_bytes == saved
-        shown = peaks(GRAPH, PLAIN, profiles, cluster)[name]
-        assert shown.parts["optimizer"] == most + 100
-        assert profiles[name].optimizer_s < PROFILES[name].optimizer_s
+        assert whole[name].memory_bytes - part[name].memory_bytes == sum(STATE.values()) - most
+        assert peaks(GRAPH, PLAIN, profiles, CLUSTER)[name].parts["optimizer"] == most + 100
 
 
-def test_updated_weights_are_broadcast_before_the_next_step():
-    profiles, cluster = divided(GRAPH, PROFILES, CLUSTER, {"train": 1, "infer": 1})
-    unchanged = {name: replace(one, optimizer_s=PROFILES[name].optimizer_s) for name, one in profiles.items()}
-    before, after = (replay(GRAPH, PLAIN, unchanged, each) for each in (CLUSTER, cluster))
+def test_every_rank_waits_for_the_slowest_owner_and_the_broadcasts():
+    profiles = profiles_under_levers(GRAPH, PROFILES, CLUSTER, LEVERS)
     seconds = cluster_all_reduce_s(CLUSTER, sum(SIZES.values()))
-    handed_out = [event for event in after.events if event.name == "weights handed out"]
-    assert min(event.duration_s for event in handed_out) == pytest.approx(seconds)
-    assert (
-        before.step_s
-        < after.step_s
-        <= before.step_s + 1.0001 * seconds + max(one.optimizer_s for one in unchanged.values())
-    )
+    lasts = {profile.optimizer_s for profile in profiles.values()}
+    assert len(lasts) == 1
+    slowest = PROFILES["infer"].optimizer_s
+    assert seconds < lasts.pop() < seconds + slowest
+    alone = replace(CLUSTER, classes=(replace(CLUSTER.classes[0], count=1),))
+    (one,) = divided(GRAPH, PROFILES, alone, {"train": 1.0}).values()
+    assert one.optimizer_s == PROFILES["train"].optimizer_s
+    assert one.optimizer_bytes == PROFILES["train"].optimizer_bytes
 
 
 def test_parts_by_spare_memory_leave_room_for_the_state():
-    peak = {
-        name: entry.memory_bytes for name, entry in replay(GRAPH, PLAIN, PROFILES, CLUSTER).classes.items()
-    }
-    state = sum(STATE.values())
+    peak = {name: PLAN[name].predicted.memory_bytes for name in PLAIN}
+    state, num = sum(STATE.values()), {c.name: c.count for c in CLUSTER.classes}
     tight = CLUSTER.with_memory({"train": peak["train"] + state, "infer": peak["infer"] - state + 1000})
-    assert spare_parts(GRAPH, PLAIN, PROFILES, tight) == {"train": 2 * state, "infer": 1000}
+    total = num["train"] * 2 * state + num["infer"] * 1000
+    wanted = {"train": 2 * state / total, "infer": 1000 / total}
+    assert spare_parts(GRAPH, PLAN, PROFILES, tight) == pytest.approx(wanted)
     over = CLUSTER.with_memory({"infer": peak["infer"] - state - 1000})
-    assert spare_parts(GRAPH, PLAIN, PROFILES, over)["infer"] == 0.0
+    assert spare_parts(GRAPH, PLAN, PROFILES, over)["infer"] == 0.0
+    none = over.with_memory({"train": 1})
+    assert set(spare_parts(GRAPH, PLAN, PROFILES, none).values()) == {1 / CLUSTER.num_ranks}
 
 
 def test_state_that_was_not_measured_by_parameter_counts_by_size():
     unmeasured = {name: replace(one, state_bytes={}) for name, one in PROFILES.items()}
-    profiles, _ = divided(GRAPH, unmeasured, CLUSTER, {"infer": 1})
-    rank_of_none, whole = profiles["train"].optimizer_bytes, PROFILES["infer"].optimizer_bytes
-    assert rank_of_none == pytest.approx(0, abs=len(SIZES))
-    assert profiles["infer"].optimizer_bytes <= whole
+    profiles = divided(GRAPH, unmeasured, CLUSTER, {"train": 0.0, "infer": 1.0})
+    assert profiles["train"].optimizer_bytes == pytest.approx(0, abs=len(SIZES))
+    assert 0 < profiles["infer"].optimizer_bytes <= PROFILES["infer"].optimizer_bytes
 
 
-@pytest.mark.parametrize(
-    "parts", [{}, {"train": 0}, {"train": -1, "infer": 2}, {"train": float("nan")}, {"x": 1}]
-)
-def test_parts_that_leave_the_state_to_nobody_are_refused(parts):
-    with pytest.raises(FormatError):
-        divided(GRAPH, PROFILES, CLUSTER, parts)
+def test_parts_compose_with_other_levers():
+    both = {name: replace(entry, recomputed=("fc1",)) for name, entry in LEVERS.classes.items()}
+    profiles = profiles_under_levers(GRAPH, PROFILES, CLUSTER, Levers(both))
+    alone = profiles_under_levers(GRAPH, PROFILES, CLUSTER, LEVERS)
+    assert profiles["train"].optimizer_bytes == alone["train"].optimizer_bytes
+    assert profiles["train"].setting.levers.recomputed == ("fc1",)
+    assert profiles["train"].setting.levers.state_part == 0.75
+
+
+def test_a_state_of_no_rank_is_refused():
+    nobody = Levers({"train": ClassLevers(state_part=0.0)})
+    with pytest.raises(FormatError, match="leave the optimizer's state to no rank"):
+        profiles_under_levers(GRAPH, PROFILES, CLUSTER, nobody)
+    with pytest.raises(FormatError, match="state_part"):
+        Levers.from_json({"classes": {"train": {"state_part": -1.0}}})
+
+
+def test_a_plan_fits_where_undivided_state_does_not(tmp_path):
+    """The strong class takes what the weak one has no room for, and says so in the plan."""
+    peak, state = {name: PLAN[name].predicted.memory_bytes for name in PLAIN}, sum(STATE.values())
+    budgets = {"train": peak["train"], "infer": peak["infer"] - state // 2}
+    options = {"budgets": budgets, "pins": {"*": "fp32"}}
+    records = (GRAPH, PROFILES, sensitivity_of(GRAPH), CLUSTER)
+    with pytest.raises(InfeasibleError):
+        qsync.plan(*records, **options)
+    plan = qsync.plan(*records, divide_state=True, **options)
+    parts = plan.levers.state_parts
+    assert parts == pytest.approx({"train": 2 / 3, "infer": 1 / 3})
+    assert plan["infer"].predicted.state_bytes < plan["train"].predicted.state_bytes < state
+    profiles = profiles_under_levers(GRAPH, PROFILES, CLUSTER, plan.levers)
+    found = check_plan(GRAPH, plan, profiles, sensitivity_of(GRAPH), CLUSTER)
+    assert found.ok, found.violations
+    assert replay(GRAPH, plan, profiles, CLUSTER).step_s == plan.step_s
+    with pytest.raises(MismatchError, match="of the optimizer's state"):
+        replay(GRAPH, plan, PROFILES, CLUSTER)
+    plan.save(tmp_path / "plan.json")
+    assert qsync.Plan.load(tmp_path / "plan.json") == plan
+    with pytest.raises(FormatError, match="divide_state must be True or False, found 1"):
+        qsync.plan(*records, divide_state=1)
 
 
 def test_broadcasts_copy_two_buckets_of_several_parameters():
