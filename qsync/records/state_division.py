@@ -18,7 +18,7 @@ def owners(sizes: Mapping[str, int], parts: Sequence[float]) -> dict[str, int]:
     {'a': 0, 'b': 0, 'c': 1}
     """
     per_weight = sum(sizes.values()) / sum(parts)
-    lacking = [(-part * per_weight, rank) for rank, part in enumerate(parts) if part > 0]
+    lacking = [(-part * per_weight, rank) for rank, part in enumerate(parts)]
     heapq.heapify(lacking)
     found = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

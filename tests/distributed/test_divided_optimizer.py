@@ -453,7 +453,9 @@ def observed(group, tensors, *rest):
     broadcast(group, tensors, *rest)
 
 dist._broadcast_coalesced = observed
+before = model.module.head.weight._version
 trained(model, optimizer, range(2))
+say(f"counts as written: {model.module.head.weight._version > before}")
 say(f"frozen: {sorted(set(t.numel() for t in sent))} {len(sent)}")
 """
 )
@@ -469,4 +471,5 @@ def test_parts_go_by_the_memory_that_the_plan_leaves(tmp_path):
     (first, second) = said(output, "hybrid")
     assert first.startswith("True True ") and second.startswith("True True ")
     assert int(first.split()[2]) > int(second.split()[2])
+    assert said(output, "counts as written") == ["True", "True"]
     assert said(output, "frozen") == ["[4, 256] 4"] * 2
