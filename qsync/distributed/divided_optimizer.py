@@ -195,8 +195,9 @@ class Division:
             return None
         self._meet(type(optimizer).__name__)
         found = dict(state["state"])
-        for number, parameter in enumerate(_parameters_of(optimizer)):
-            owner = self._owner.get(parameter) or 0
+        numbers = {parameter: number for number, parameter in enumerate(_parameters_of(optimizer))}
+        for parameter, owner in self._owner.items():  # the same on all ranks, whatever became of groups
+            number = numbers.get(parameter)
             if owner and owner == self._rank:
                 dist.send_object_list([_on_host(found.get(number))], dst=0)
             elif owner and self._rank == 0:
@@ -204,8 +205,7 @@ class Division:
                 dist.recv_object_list(received, src=owner)
                 found |= {number: received[0]} if received[0] is not None else {}
         if self._rank:
-            held = [number for number, p in enumerate(_parameters_of(optimizer)) if self.holds(p)]
-            return {**state, _PART: held}
+            return {**state, _PART: [number for p, number in numbers.items() if self.holds(p)]}
         return {**state, "state": found}
 
     def _meet(self, what: str) -> None:

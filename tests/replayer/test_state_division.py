@@ -32,7 +32,7 @@ PROFILES = {
 }  # fmt: skip
 PLAIN = {"train": {}, "infer": {}}
 PLAN = uniform(GRAPH, PROFILES, CLUSTER, {})
-LEVERS = Levers({"train": ClassLevers(state_part=0.5), "infer": ClassLevers(state_part=0.25)})
+LEVERS = Levers({"train": ClassLevers(state_part=0.2), "infer": ClassLevers(state_part=0.4)})
 
 
 @given(
@@ -53,7 +53,7 @@ def test_parts_are_met_to_one_parameter_in_any_order(sizes, parts, random):
 
 
 def test_a_rank_holds_its_own_part_alone():
-    parts = {"train": 0.5, "infer": 0.25}
+    parts = {"train": 0.2, "infer": 0.4}
     profiles = profiles_under_levers(GRAPH, PROFILES, CLUSTER, LEVERS)
     ranks = [c.name for c in CLUSTER.classes for _ in range(c.count)]
     owned = owners(SIZES, [parts[name] for name in ranks])
@@ -116,7 +116,7 @@ def test_parts_compose_with_other_levers():
     alone = profiles_under_levers(GRAPH, PROFILES, CLUSTER, LEVERS)
     assert profiles["train"].optimizer_bytes == alone["train"].optimizer_bytes
     assert profiles["train"].setting.levers.recomputed == ("fc1",)
-    assert profiles["train"].setting.levers.state_part == 0.5
+    assert profiles["train"].setting.levers.state_part == 0.2
 
 
 def test_a_state_of_no_rank_is_refused():
