@@ -43,6 +43,7 @@ def started(**changes):
         ({"plan": True}, "plan must be a Plan, False or None, found True"),
         ({"plan": 0}, "plan must be a Plan, False or None, found 0"),
         ({"share": "x"}, "share must be True or False, found 'x'"),
+        ({"divide_state": True}, "an elastic job does not divide the optimizer's state"),
         ({"share": True}, "share=True needs predicted seconds, which this plan lacks"),
         ({"emulated_share": 2}, r"emulated_share must be in \(0, 1\], found 2"),
         ({"states": [1]}, "states must be a dict of name -> object"),

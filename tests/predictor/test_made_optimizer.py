@@ -79,6 +79,14 @@ def test_a_profile_counts_what_they_keep(make, kept):
         rounds=1, make_optimizer=make,
     )  # fmt: skip
     assert profile.optimizer_bytes == kept and profile.optimizer_s > 0.0
+    # Of Flat nobody says whose its buffer is.
+    assert sum(profile.state_bytes.values()) == (kept if make is not Flat else 0)
+    if make is torch.optim.AdamW:
+        assert profile.state_bytes == {
+            f"{layer}.{name}": 2 * 4 * num + 4
+            for layer in (0, 1)
+            for name, num in (("weight", 64), ("bias", 8))
+        }
 
 
 WIDE = 512
