@@ -25,7 +25,6 @@ from qsync.distributed.data_parallel import check_ddp_options, check_not_paralle
 from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.framework_ddp import FirstCall
 from qsync.distributed.gradient_weighting import (
-    check_compression,
     check_passes,
     compress_gradients,
     note_share,
@@ -66,6 +65,7 @@ from qsync.operators.precision import Precision
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import base_of_graph, parse_base
+from qsync.records.compression import check_compression
 from qsync.records.graph import digest
 from qsync.records.json_files import check_kind
 from qsync.records.levers import SAVE_LESS, ClassLevers
@@ -157,9 +157,11 @@ def hybrid(
             `broadcast_buffers` (in torch 2.13 `forward_sync_buffers`), `init_sync`, `bucket_cap_mb`,
             `process_group` (of all ranks). Profiling uses them too; with `ddp=False` they are those that the
             framework gives its DDP.
-        compression: "bf16" sends gradients between ranks in BF16: half the bytes, for slow links. Each rank's
-            gradients are rounded once (to 8 bits of mantissa) and added up in BF16; weights, optimizer and
-            what an operator computes stay as planned. Profiling sends them so, too. Not under FSDP2.
+        compression: how gradients travel between ranks, for slow links: "bf16" (half the bytes), "int8" (a
+            quarter; blocks of 256 with a scale, added up in FP32), "powersgd" or "powersgd:RANK" (factors of
+            low rank, 4 by default). "+feedback" behind the first two adds what rounding lost to the next
+            step's gradients; powersgd does so in any case. Weights, optimizer and operators stay as planned.
+            Profiling sends them so, too. Not under FSDP2.
         log_steps: a folder in which every rank logs the phases of its steps, a line of JSON each, for
             `qsync explain --measured`. The same on every rank, or None.
         report: rank 0 writes the page of `qsync report` about the plan here (.html), or warns that it cannot.
@@ -435,8 +437,8 @@ def _attend(
         set_share(called, share.samples, share.passes, (captured or 1) * job.world_size())
         if planned.folder is None:  # a plan that was made here has said so
             warn_of_batch_norm(called)
-    if dist.is_initialized():
-        compress_gradients(called, planned.compression)
+    if dist.is_initialized() and planned.compression is not None:
+        compress_gradients(called, {"*": planned.compression})
     in_job = job.world_size() > 1
     check = check and prediction is not None
     if not (in_job or check or log is not None):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,6 @@ class LinkMeasurement:
     link: Link
     toll_s_per_call: float
     toll_s_per_byte: float
-
-    def with_half_the_bytes(self) -> LinkMeasurement:
-        """Return the measurement for gradients that travel in 16 bits, by their bytes in FP32."""
-        link = replace(self.link, bytes_per_s=2.0 * self.link.bytes_per_s)
-        return replace(self, link=link, toll_s_per_byte=0.5 * self.toll_s_per_byte)
 
 
 def measure_link(

@@ -17,6 +17,7 @@ from qsync.checkpoints.contents import Checkpoint, find_verified
 from qsync.checkpoints.optimizer_state import OptimizerState
 from qsync.checkpoints.state import (
     ModelState,
+    ResidualState,
     Tensors,
     join,
     names_in,
@@ -85,6 +86,7 @@ def load(
     ) -> Checkpoint:
         for error in errors.values() if is_rank_zero() else ():
             logger.warning("qsync: %s; loading %s instead", error, checkpoint.path)
+        parts = _without_residuals(checkpoint, parts)
         if missing := sorted(parts.keys() - checkpoint.state.keys()):
             raise MismatchError(
                 f"{checkpoint.path} has no {missing[0]}, only {', '.join(checkpoint.state)}; leave out "
@@ -133,6 +135,17 @@ def _load(what: str, part: Any, state: Any, targets: Tensors, reader: HuggingFac
         ) from error
 
 
+def _without_residuals(checkpoint: Checkpoint, parts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parts without residuals, which begin anew, unless as many ranks saved theirs."""
+    part = parts.get(ResidualState.NAME)
+    if part is None or part.fits(checkpoint.state.get(ResidualState.NAME)):
+        return parts
+    part.drop()
+    if is_rank_zero():
+        logger.info("qsync: %s has no residuals of as many ranks; they begin at zero", checkpoint.path)
+    return {name: each for name, each in parts.items() if each is not part}
+
+
 def _new_tensors(part: Any, state: Any, saved: Mapping[str, Any]) -> Tensors:
     """Return tensors to read a part into. Raises MismatchError for another optimizer's state."""
     like: Tensors = {}  # tensors with the sharding that the result must have
@@ -141,6 +154,8 @@ def _new_tensors(part: Any, state: Any, saved: Mapping[str, Any]) -> Tensors:
         for parameter, slots in part.slots_of(state):
             like |= dict.fromkeys(names_in(slots), parameter.detach())
     targets = {}
+    if isinstance(part, ResidualState):  # a row for each rank
+        like |= {name: part.empty_row(saved[name].size) for name in names_in(state["residuals"])}
     for name in names_in(state):
         size, dtype = saved[name].size, saved[name].properties.dtype
         is_alike = name in like and like[name].shape == size

@@ -14,8 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from qsync.checkpoints.optimizer_state import OptimizerState, check_optimizer, plain_key
+from qsync.distributed.gradient_codecs import CompressedSum
+from qsync.distributed.gradient_weighting import compressed_sum_of
 from qsync.errors import FormatError, shortened
 from qsync.runtime.wrapping import wrapped_module
 
@@ -87,6 +91,46 @@ class ModelState:
         self.module.load_state_dict({key: state[plain_key(key)] for key in self.module.state_dict()})
 
 
+class ResidualState:
+    """What compressed gradients carry from step to step: each rank's residuals, and factors of low rank.
+
+    Residuals of a parameter are one tensor, of which each rank holds its own row.
+    """
+
+    NAME = "gradient_residuals"
+
+    def __init__(self, sums: CompressedSum) -> None:
+        self._sums = sums
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return residuals and factors by parameter."""
+        residuals = {name: self._row(one) for name, one in self._sums.residuals.items()}
+        return {
+            "num_ranks": self._sums.num_ranks, "residuals": residuals, "queries": dict(self._sums.queries)
+        }  # fmt: skip
+
+    def empty_row(self, size: torch.Size) -> torch.Tensor:
+        """Return an empty tensor of one row a rank, of which this rank holds its own."""
+        return self._row(torch.empty(size[1]))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of equally many ranks."""
+        residuals = {name: one.to_local().flatten() for name, one in state["residuals"].items()}
+        self._sums.load(residuals, state["queries"])
+
+    def drop(self) -> None:
+        """Begin without residuals."""
+        self._sums.load({}, {})
+
+    def fits(self, state: Mapping[str, Any] | None) -> bool:
+        """Return whether a saved state is of equally many ranks."""
+        return state is not None and state["num_ranks"] == self._sums.num_ranks
+
+    def _row(self, own: torch.Tensor) -> torch.Tensor:
+        mesh = DeviceMesh.from_group(self._sums.group, own.device.type)  # type: ignore[arg-type]
+        return DTensor.from_local(own.unsqueeze(0), mesh, [Shard(0)], run_check=False)
+
+
 def stateful_parts(model: torch.nn.Module, optimizer: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return every object with a state, by name. Raises FormatError for one without state_dict."""
     for name, each in objects.items():
@@ -102,7 +146,9 @@ def stateful_parts(model: torch.nn.Module, optimizer: Any, objects: Mapping[str,
     if optimizer is not None:
         check_optimizer(optimizer)
     own = {OPTIMIZER: OptimizerState(model, optimizer)} if optimizer is not None else {}
-    return {"model": ModelState(model), **own, **objects}
+    sums = compressed_sum_of(model)
+    carried = {ResidualState.NAME: ResidualState(sums)} if sums is not None else {}
+    return {"model": ModelState(model), **own, **objects, **carried}
 
 
 def random_state() -> str:

@@ -127,8 +127,6 @@ def form_basis(
     is this rank's own.
     """
     cluster, link = formed
-    if options.compression is not None:  # as a first guess: steps through DDP tell what it really takes
-        link = link.with_half_the_bytes()
     ddp = options.ddp_options or {}
     broadcasts = ddp.get("forward_sync_buffers", ddp.get("broadcast_buffers", True))
     cluster = replace(cluster, broadcasts_buffers=bool(broadcasts), link=link.link)
@@ -282,7 +280,8 @@ class DdpProfiler:
             self.group = ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
             ddp_options["init_sync"] = False  # it would write to the model, which is put back afterwards
             self.model = data_parallel.in_ddp(self._step.model, options.bucket_cap_mb, ddp_options)
-            compress_gradients(self.model, options.compression)
+            kinds = {"*": options.compression} if options.compression is not None else None
+            compress_gradients(self.model, kinds, self.group)
         if self.in_ddp:
             self._loss = replace(self._step, model=self.model).loss()
 

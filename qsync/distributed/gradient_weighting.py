@@ -30,10 +30,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 
+from qsync.backend.devices.processor import processor
 from qsync.distributed import accelerate_state
 from qsync.distributed.agreement import agree, check_same
 from qsync.distributed.data_parallel import HybridDDP, comm_hook_of, ddp_of, one_hook
+from qsync.distributed.gradient_codecs import CompressedExchange, CompressedSum
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
+from qsync.records.compression import Compression
 from qsync.runtime.wrapping import wrapped_module
 from qsync.tracing.replaced_forward import untraced
 
@@ -53,7 +56,8 @@ class GradientHook:
         # Whether forward ran since the last all-reduce; False on a joined rank, None if unknown.
         self.has_run: bool | None = None
         self.loss_is_divided = False  # by the number of passes, before backward
-        self.compression: str | None = None  # "bf16": what FP32 gradients are sent in
+        self.kinds: Mapping[str, str] | None = None  # how gradients travel, by parameter
+        self.compressed: CompressedExchange | None = None  # none while nothing is compressed
         # This step's gradient factor, and its part that all ranks share
         self._factor, self._divisor = 1.0, 1.0
         self._first: Any = None  # the all-reduce of the step's weights
@@ -61,7 +65,8 @@ class GradientHook:
         self._is_empty: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None, "_first": None, "_is_empty": None, "num_counted": None}
+        own = {"group": None, "compressed": None, "_first": None, "_is_empty": None, "num_counted": None}
+        return {**self.__dict__, **own}
 
     @untraced("it only counts")
     def begin(self, parallel: torch.nn.Module, *_: Any) -> None:
@@ -70,6 +75,15 @@ class GradientHook:
         if self.num_counted is not None and all(p.grad is None for p in parallel.parameters()):
             self.num_counted = None  # tokens of passes whose gradients were dropped
         self.loss_is_divided = accelerate_state.divides_loss(parallel)
+        if self.kinds is not None and self.compressed is None and torch.is_grad_enabled():
+            self.compress(parallel.module, self.kinds)  # in a copy that trains
+
+    def compress(self, model: Any, kinds: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
+        """Exchange the gradients of a model in these kinds, in a group that nothing else uses."""
+        if group is None:
+            ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+            group = dist.new_group(ranks, backend=dist.get_backend(self.group))
+        self.kinds, self.compressed = kinds, CompressedExchange(model, kinds, group)
 
     def count(self, num_tokens: torch.Tensor) -> None:
         """Count the tokens of one pass, during its backward."""
@@ -86,11 +100,6 @@ class GradientHook:
         passes = 1 if self.loss_is_divided else self.passes
         return self.samples / passes, float(self.samples if has_run else 0), False
 
-    def _sent(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the gradients as they travel."""
-        is_wide = gradients.dtype is torch.float32 and not gradients.is_sparse
-        return gradients.to(torch.bfloat16) if self.compression is not None and is_wide else gradients
-
     def exchange(self, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         """Sum a tensor over the ranks, in place."""
         future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
@@ -98,8 +107,13 @@ class GradientHook:
         ).get_future()
         return future
 
-    def reduce(self, buffer: torch.Tensor, is_first: bool) -> torch.futures.Future[torch.Tensor]:
-        """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights."""
+    def reduce(
+        self, buffer: torch.Tensor, is_first: bool, parameters: Sequence[torch.Tensor] = ()
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights.
+
+        The stages: weigh, add what the last step's encoding lost, encode, exchange, decode, divide.
+        """
         sparse = buffer.is_sparse
         gradients = buffer.coalesce() if sparse else buffer
         numbers = gradients.values() if sparse else buffer
@@ -115,7 +129,9 @@ class GradientHook:
             weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64, device=buffer.device)] * 2)
             self._first = self.exchange(weights if is_counted else weights * weights.new_tensor([1.0, 0.0]))
         numbers.mul_(self._factor)
-        future, first, divisor = self.exchange(self._sent(gradients)), self._first, self._divisor
+        first, divisor = self._first, self._divisor
+        compressed = self.compressed
+        future = compressed.sum(gradients, parameters) if compressed else self.exchange(gradients)
 
         def mean(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             total, counted = first.wait()[0]
@@ -274,34 +290,49 @@ def set_share(model: torch.nn.Module, samples: int, passes: int, expected: int) 
     note_share(model, samples, passes)
 
 
-def check_compression(compression: object) -> None:
-    """Raise FormatError for a `compression` that does not exist."""
-    if compression not in (None, "bf16"):
-        raise FormatError(
-            f"compression must be 'bf16', found {shortened(compression)}; leave it out for none"
-        )
+def compress_gradients(
+    model: torch.nn.Module, kinds: Mapping[str, str] | None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Send the FP32 gradients of a model in DDP compressed; None: as they are. Call it on every rank.
 
+    Gradients are weighed, then encoded. Sparse gradients and those of other types travel as they are.
 
-def compress_gradients(model: torch.nn.Module, compression: str | None) -> None:
-    """Send the gradients of a model in DDP in a narrower type; None: as they are.
-
-    Each rank rounds its weighed gradients to BF16, the ranks add them up in BF16, and every rank gets the
-    same sum back in FP32. Sparse gradients and those of other types travel as they are.
+    Args:
+        model: in DistributedDataParallel.
+        kinds: by parameter, "*" for all others (`qsync.records.compression.kind_of`).
+        group: a group of DDP's ranks that nothing else uses; by default a new one.
 
     Raises:
         UnsupportedError: the model is sharded, or its DDP has another communication hook.
+        MismatchError: ranks compute factors of low rank on unlike hardware, whose bits would differ.
     """
-    if compression is None:
+    if kinds is None:
         return
     if _shards_of(model):
         raise UnsupportedError(
             f"FSDP2 reduces the gradients of the sharded {type(model).__name__}; leave compression out, and "
             "give fully_shard mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
         )
-    weights = _weights_of(_in_ddp(model))
-    weights.compression = compression
+    parallel = _in_ddp(model)
+    weights = _weights_of(parallel)
+    if any(Compression.parse(kind).kind == "powersgd" for kind in kinds.values()):
+        device = next(parallel.parameters()).device
+        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+        check_same({
+            "the hardware, on which powersgd must compute the same bits,": hardware,
+            "the number of threads, with which powersgd must compute the same bits,": torch.get_num_threads(),
+        }, weights.group)  # fmt: skip
+    weights.compress(parallel.module, kinds, group)
     if weights.expected == 1.0:  # ranks without shares count alike
         weights.expected = float(dist.get_world_size(weights.group))
+
+
+def compressed_sum_of(model: torch.nn.Module) -> CompressedSum | None:
+    """Return the compressed sums of a model's DDP, with their residuals; None where it has none."""
+    parallel = ddp_of(model)
+    states = [state for _, state in parallel._comm_hooks] if parallel is not None else []
+    hook = next((state for state in states if isinstance(state, GradientHook)), None)
+    return hook.compressed.sums if hook is not None and hook.compressed is not None else None
 
 
 def check_passes(model: torch.nn.Module, passes: Iterable[int]) -> None:
@@ -538,7 +569,7 @@ def _has_samples(batch: Any) -> bool:
 
 def average_bucket(weights: GradientHook, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
     """Average a bucket by sample weights: DDP's communication hook."""
-    return weights.reduce(bucket.buffer(), bucket.index() == 0)
+    return weights.reduce(bucket.buffer(), bucket.index() == 0, bucket.parameters())
 
 
 def batch_norms(model: torch.nn.Module) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -97,7 +98,9 @@ class ElasticHook(GradientHook):
         """Sum a tensor over the current cards."""
         return self._exchange.all_reduce(sent, self.group)
 
-    def reduce(self, buffer: torch.Tensor, is_first: bool) -> torch.futures.Future[torch.Tensor]:
+    def reduce(
+        self, buffer: torch.Tensor, is_first: bool, parameters: Sequence[torch.Tensor] = ()
+    ) -> torch.futures.Future[torch.Tensor]:
         """Return a bucket's mean over all samples of the step."""
         self.last_s = time.perf_counter()
         if self.is_behind:
@@ -105,7 +108,7 @@ class ElasticHook(GradientHook):
         if is_first:  # resets the tokens counted by token_mean
             self._is_plain = bool(self.num_equal) and self.num_counted is None
         if not self._is_plain:
-            return super().reduce(buffer, is_first)
+            return super().reduce(buffer, is_first, parameters)
         buffer.mul_(1.0 / self.num_equal)
         done = self.exchange(buffer)
         return done.then(lambda sums: buffer.copy_(sums.value()[0]))

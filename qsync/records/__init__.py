@@ -3,6 +3,7 @@
 `graph`           the operators of a captured model
 `base`            the precision of the strong class, by torch.autocast's list
 `cluster`         device classes, ranks and links
+`compression`     how gradients travel between ranks, and the bytes of it
 `datasheets`      peak rates of GPUs that need not be here
 `variant`         how an operator runs: the keys of measured costs
 `profiles`        measured costs of a device class; sensitivities of operators

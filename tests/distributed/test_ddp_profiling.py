@@ -13,8 +13,6 @@ from two_ranks import launch, said
 from qsync.distributed import ddp_profiling, job
 from qsync.distributed.ddp_profiling import orders_of_classes
 from qsync.predictor.profiling import profiler
-from qsync.predictor.profiling.link_benchmark import LinkMeasurement
-from qsync.records.cluster import Link
 
 pytestmark = pytest.mark.dist
 
@@ -213,8 +211,3 @@ def test_a_drift_of_the_machine_falls_on_both_numbers_of_samples():
     ]
     four, two = ddp_profiling.gathered_together(profilers, None)
     assert four / two == pytest.approx(2.0, rel=0.03)
-
-
-def test_gradients_in_16_bits_are_half_the_bytes_of_a_link():
-    found = LinkMeasurement(Link(1e-3, 1e9), 2e-4, 3e-10).with_half_the_bytes()
-    assert found == LinkMeasurement(Link(1e-3, 2e9), 2e-4, 1.5e-10)
