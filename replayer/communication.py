@@ -1,12 +1,14 @@
-"""DDP's buckets: their gradients, their order of completion, and the seconds of an all-reduce."""
+"""DDP's buckets: their gradients, their order of completion, how they travel, and the seconds of it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qsync.errors import FormatError
 from qsync.records.cluster import Cluster, Link
+from qsync.records.compression import Compression, Message, kind_of
 from qsync.records.graph import OpGraph
 from qsync.records.identity_cache import IdentityCache
 
@@ -112,7 +114,7 @@ def _buckets(graph: OpGraph, bucket_cap_bytes: int | None) -> tuple[Bucket, ...]
     return (*closed, *filling.values())
 
 
-def all_reduce_s(link: Link, num_bytes: int, num_ranks: int | None = None) -> float:
+def all_reduce_s(link: Link, num_bytes: float, num_ranks: int | None = None) -> float:
     """Return the seconds of one all-reduce once every rank has arrived: t = latency + bytes / rate.
 
     For another number of ranks than the link was measured between, scale as a ring: n - 1 hops, with
@@ -130,7 +132,7 @@ def all_reduce_s(link: Link, num_bytes: int, num_ranks: int | None = None) -> fl
     return hops * link.latency_s + volume * num_bytes / link.bytes_per_s
 
 
-def cluster_all_reduce_s(cluster: Cluster, num_bytes: int) -> float:
+def cluster_all_reduce_s(cluster: Cluster, num_bytes: float) -> float:
     """Return the seconds of an all-reduce over a cluster: within each host, then between hosts.
 
     >>> cluster_all_reduce_s(cluster, 25 * 2**20)
@@ -140,3 +142,40 @@ def cluster_all_reduce_s(cluster: Cluster, num_bytes: int) -> float:
     on_a_host = -(-cluster.num_ranks // cluster.num_hosts)
     within = all_reduce_s(cluster.link, num_bytes, on_a_host) if on_a_host > 1 else 0.0
     return within + all_reduce_s(cluster.between, num_bytes, cluster.num_hosts)
+
+
+def bucket_kinds(graph: OpGraph, cluster: Cluster, those: Sequence[Bucket]) -> tuple[Compression, ...]:
+    """Return how each bucket travels; all but FP32 gradients travel as they are.
+
+    >>> [str(kind) for kind in bucket_kinds(graph, cluster, buckets(graph))]
+    """
+    if not cluster.compression:
+        return (Compression(),) * len(those)
+    types = {value.name: value.dtype for value in graph.parameters}
+    return tuple(
+        kind_of(cluster.compression, bucket.parameters)
+        if types[bucket.parameters[0]] == "fp32"
+        else Compression()
+        for bucket in those
+    )
+
+
+def bucket_messages(graph: OpGraph, bucket: Bucket, kind: Compression, num_ranks: int) -> list[Message]:
+    """Return the collectives that exchange a bucket."""
+    if kind.kind == "fp32":
+        return [Message("all_reduce", bucket.num_bytes)]
+    shapes = {value.name: value.shape for value in graph.parameters}
+    return kind.messages([shapes[name] for name in bucket.parameters], num_ranks)
+
+
+def exchange_s(
+    cluster: Cluster, messages: Sequence[Message], kind: Compression, num_bytes: int
+) -> tuple[float, float]:
+    """Return the seconds of a bucket's exchange: of its bytes on the links, and of its codec beyond them.
+
+    `num_bytes` are the bucket's bytes in FP32.
+    """
+    ranks = cluster.num_ranks
+    wire_s = sum(cluster_all_reduce_s(cluster, message.as_all_reduce(ranks)) for message in messages)
+    codec = cluster.codecs.get(str(kind))
+    return wire_s, max(-wire_s, codec.seconds(num_bytes)) if codec is not None else 0.0

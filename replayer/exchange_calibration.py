@@ -12,6 +12,7 @@ import numpy as np
 
 from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster, Link
+from qsync.records.compression import CodecCost
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
 from qsync.replayer.check_records import checked_lowerings
@@ -87,6 +88,10 @@ def with_exchange_in_use(
             profile,
             reduce_s_per_call=fit.tolls.get(name, 1.0) * profile.reduce_s_per_call,
             reduce_s_per_byte=fit.tolls.get(name, 1.0) * profile.reduce_s_per_byte,
+            exchange_tolls={
+                kind: CodecCost(*(fit.tolls.get(name, 1.0) * part for part in toll))
+                for kind, toll in profile.exchange_tolls.items()
+            },
         )
         for name, profile in profiles.items()
     }
@@ -116,8 +121,12 @@ def _best(miss: Callable[[float], float]) -> float:
 def _of_step(step: MeasuredStep, profile: Profile) -> Profile:
     """Return the step's own profile of a class, if it has one, with the tolls of `profile`."""
     own = (step.profiles or {}).get(profile.device_class, profile)
-    per_call, per_byte = profile.reduce_s_per_call, profile.reduce_s_per_byte
-    return replace(own, reduce_s_per_call=per_call, reduce_s_per_byte=per_byte)
+    return replace(
+        own,
+        reduce_s_per_call=profile.reduce_s_per_call,
+        reduce_s_per_byte=profile.reduce_s_per_byte,
+        exchange_tolls=profile.exchange_tolls,
+    )
 
 
 class _Fit:
@@ -183,7 +192,8 @@ class _Fit:
         return {key: statistics.fmean(found) for key, found in by_plan.items()}
 
     def _steps(self, link: float, tolls: Mapping[str, float]) -> dict[Key, Step]:
-        durations = [link * seconds for seconds in self._exchange.durations_s]
+        exchange = self._exchange
+        durations = [link * wire_s + s for wire_s, s in zip(exchange.wire_s, exchange.codec_s, strict=True)]
         broadcast_s = link * self._exchange.broadcast_s
         factors = [tolls.get(name, 1.0) for name in self._names]
         beside = replace(self._link, waiting_toll=self.waiting_toll)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -107,6 +107,7 @@ def replay(
         classes,
         OnAccess(found.events),
         interval_s=_interval(step.reduced_s, works, uncertainty, exchange),
+        sent_bytes=exchange.sent_bytes,
     )
 
 
@@ -159,6 +160,8 @@ def simulate_step(
     """Simulate one steady step of every class; raise MismatchError if the records do not match."""
     if bucket_cap_bytes is None and isinstance(plan, Plan):
         bucket_cap_bytes = plan.bucket_cap_bytes
+    if isinstance(plan, Plan) and plan.compression:
+        cluster = replace(cluster, compression=plan.compression)
     exchange = GradientExchange(graph, cluster, bucket_cap_bytes)
     costs = costs_of_classes(graph, plan, profiles, cluster)
     works = [exchange.work(entry, name) for name, entry in costs.items()]

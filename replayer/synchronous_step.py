@@ -23,9 +23,18 @@ import numpy as np
 
 from qsync.operators.precision import type_bytes
 from qsync.records.cluster import Cluster, Link
+from qsync.records.compression import CodecCost
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
-from qsync.replayer.communication import Bucket, buckets, cluster_all_reduce_s, gradient_bytes
+from qsync.replayer.communication import (
+    Bucket,
+    bucket_kinds,
+    bucket_messages,
+    buckets,
+    cluster_all_reduce_s,
+    exchange_s,
+    gradient_bytes,
+)
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
 from qsync.replayer.costs.vectorized_costs import VectorizedCosts
 
@@ -92,7 +101,10 @@ class Step:
 
 
 class GradientExchange:
-    """The gradient exchange of one graph: buckets, all-reduce seconds, and copied bytes.
+    """The gradient exchange of one graph: buckets, how they travel, its seconds, sent and copied bytes.
+
+    `sent_bytes` are those that each rank sends in a step, `durations_s` each bucket's seconds: `wire_s` on
+    the links and `codec_s` beyond them.
 
     With one rank there is no bucket and no copy. If the model has buffers (running statistics), DDP also
     broadcasts the buffers of rank 0 before every call of the model, and all ranks wait for this broadcast,
@@ -120,9 +132,21 @@ class GradientExchange:
                     self.copied_bytes[position] = num_bytes
                 else:
                     self.unused_bytes = num_bytes
-        sizes = {bucket.num_bytes for bucket in self.buckets}
-        durations = {num_bytes: cluster_all_reduce_s(cluster, num_bytes) for num_bytes in sizes}
-        self.durations_s = tuple(durations[bucket.num_bytes] for bucket in self.buckets)
+        self.kinds = bucket_kinds(graph, cluster, self.buckets)
+        messages = [
+            bucket_messages(graph, bucket, kind, cluster.num_ranks)
+            for bucket, kind in zip(self.buckets, self.kinds, strict=True)
+        ]
+        self.message_bytes = [sum(one.num_bytes for one in of_bucket) for of_bucket in messages]
+        self.sent_bytes = sum(
+            one.sent_bytes(cluster.num_ranks) for of_bucket in messages for one in of_bucket
+        )
+        parts = [
+            exchange_s(cluster, of_bucket, kind, bucket.num_bytes)
+            for of_bucket, kind, bucket in zip(messages, self.kinds, self.buckets, strict=True)
+        ]
+        self.wire_s, self.codec_s = (tuple(part[k] for part in parts) for k in (0, 1))
+        self.durations_s = tuple(map(sum, parts))
         self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
         self._sizes = np.array([bucket.num_bytes for bucket in self.buckets], dtype=np.float64)
 
@@ -155,8 +179,17 @@ class GradientExchange:
     ) -> Work:
         # A bucket that waits for the end of backward has position -1, and so reads the last entry.
         ready = tuple(np.append(until_s, total_s)[self._ready].tolist())
-        tolls = profile.reduce_s_per_call + profile.reduce_s_per_byte * self._sizes
-        return Work(lead_s, ready, total_s, optimizer_s, tuple(tolls.tolist()), is_one)
+        return Work(lead_s, ready, total_s, optimizer_s, self._tolls_s(profile), is_one)
+
+    def _tolls_s(self, profile: Profile) -> tuple[float, ...]:
+        """Return what each bucket's exchange takes from compute; of unmeasured kinds by their bytes."""
+        found = []
+        for kind, num_bytes, sent in zip(self.kinds, self._sizes.tolist(), self.message_bytes, strict=True):
+            toll = profile.exchange_tolls.get(str(kind)) if kind.kind != "fp32" else None
+            if toll is None:
+                toll, num_bytes = CodecCost(profile.reduce_s_per_call, profile.reduce_s_per_byte), sent
+            found.append(max(0.0, toll.seconds(num_bytes)))
+        return tuple(found)
 
     def _launched_work(
         self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts, is_one: bool

@@ -61,7 +61,7 @@ class Timeline(FileRecord):
     `interval_s` should contain the median of measured steps nine times in ten, by the profiles' stated errors
     (`Profile.uncertainty`). This holds for steps that alternate with the profile's steps, and for a later run
     if the profiles were carried `ahead`. `interval_s` is None if the profiles state no error. `events` are
-    computed at their first use.
+    computed at their first use. `sent_bytes` are those that each rank sends for gradients in a step.
 
     >>> timeline = qsync.replay(graph, plan, profiles, cluster)
     >>> timeline.step_s, timeline.classes["infer"].wait_fraction
@@ -73,6 +73,7 @@ class Timeline(FileRecord):
     classes: Mapping[str, ClassTimeline]
     events: Sequence[Event]
     interval_s: tuple[float, float] | None = None
+    sent_bytes: float = 0.0
 
     def __getitem__(self, device_class: str) -> ClassTimeline:
         """Return the timeline of one class; raise MismatchError if there is none."""
@@ -96,7 +97,7 @@ class Timeline(FileRecord):
         return {
             "kind": self.FILE_KIND, "version": self.FILE_VERSION, "simulated": True, "step_s": self.step_s,
             "interval_s": list(self.interval_s) if self.interval_s else None, "classes": classes,
-            "events": [asdict(event) for event in self.events],
+            "sent_bytes": self.sent_bytes, "events": [asdict(event) for event in self.events],
         }  # fmt: skip
 
     @classmethod
@@ -113,7 +114,8 @@ class Timeline(FileRecord):
                 for name, entry in body["classes"].items()
             }
             interval = tuple(body["interval_s"]) if body["interval_s"] else None
-            return cls(float(body["step_s"]), classes, events, interval)
+            sent_bytes = float(body.get("sent_bytes", 0.0))  # not in files from before
+            return cls(float(body["step_s"]), classes, events, interval, sent_bytes)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{where} cannot be read ({shortened(error)}); replay the plan again"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from qsync.predictor.profiling.clocks import CudaClock
 from qsync.records.cluster import Link
+from qsync.records.compression import CodecCost
 
 _NUM_ELEMENTS = (2**18, 2**20, 2**21, 2**22)  # 1 to 16 MiB of FP32
 _OVERLAPPED_ELEMENTS = 2**22
@@ -26,11 +27,17 @@ _GPU_SIDE = 2048  # rows and columns of matrices whose product fills a GPU
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """One rank's measurement: the link (equal on all ranks), and its toll on the rank's compute."""
+    """One rank's measurement: the link (equal on all ranks), and its toll on the rank's compute.
+
+    By kind of compression: `codecs` (equal on all ranks) as `Cluster.codecs`, and `codec_tolls` as
+    `Profile.exchange_tolls`.
+    """
 
     link: Link
     toll_s_per_call: float
     toll_s_per_byte: float
+    codecs: Mapping[str, CodecCost] = field(default_factory=dict)
+    codec_tolls: Mapping[str, CodecCost] = field(default_factory=dict)
 
 
 def measure_link(

@@ -31,6 +31,7 @@ from qsync.backend.devices.device_detection import machine
 from qsync.backend.precisions_that_pay import precisions_to_profile
 from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally, check_same
+from qsync.distributed.exchange_prices import measure_codecs
 from qsync.distributed.gradient_weighting import compress_gradients
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.operators.precision import Precision
@@ -42,6 +43,7 @@ from qsync.predictor.profiling.made_optimizer import MakeOptimizer
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
 from qsync.records.cluster import Cluster
+from qsync.records.compression import AUTO, AUTO_KINDS
 from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile, Sensitivity, shown_shapes
@@ -87,6 +89,11 @@ class ProfileOptions:
     bitwise: bool = False
     compression: str | None = None
 
+    @property
+    def kinds(self) -> dict[str, str] | None:
+        """How steps of the job send gradients, by parameter; None: as they are, as before a choice."""
+        return {"*": self.compression} if self.compression not in (None, AUTO) else None
+
     def until_s(self, step_s: float, more: float = 0.0) -> float:
         """Return when planning shall end, if a step takes so long, with so much `more` of the time.
 
@@ -127,6 +134,11 @@ def form_basis(
     is this rank's own.
     """
     cluster, link = formed
+    if options.compression is not None:
+        options.progress("compressed exchanges")
+        kinds = AUTO_KINDS if options.compression == AUTO else (options.compression,)
+        link = measure_codecs([kind for kind in kinds if kind != "fp32"], link, rank)
+        cluster = replace(cluster, codecs=link.codecs, compression=options.kinds or {})
     ddp = options.ddp_options or {}
     broadcasts = ddp.get("forward_sync_buffers", ddp.get("broadcast_buffers", True))
     cluster = replace(cluster, broadcasts_buffers=bool(broadcasts), link=link.link)
@@ -280,8 +292,7 @@ class DdpProfiler:
             self.group = ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
             ddp_options["init_sync"] = False  # it would write to the model, which is put back afterwards
             self.model = data_parallel.in_ddp(self._step.model, options.bucket_cap_mb, ddp_options)
-            kinds = {"*": options.compression} if options.compression is not None else None
-            compress_gradients(self.model, kinds, self.group)
+            compress_gradients(self.model, options.kinds, self.group)
         if self.in_ddp:
             self._loss = replace(self._step, model=self.model).loss()
 
@@ -337,6 +348,7 @@ class DdpProfiler:
             bucket_s_per_byte=0.0 if self.in_ddp else found.bucket_s_per_byte,
             reduce_s_per_call=link.toll_s_per_call,
             reduce_s_per_byte=link.toll_s_per_byte,
+            exchange_tolls=link.codec_tolls,
         )
         profiles: dict[str, Profile] = {}
         for entry in agree("gathering profiles", found.to_json):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from qsync.errors import FormatError, shortened
 from qsync.operators.precision import Precision
+from qsync.records.compression import CodecCost, Compression
 from qsync.records.datasheets import datasheet
 from qsync.records.json_files import read_text
 from qsync.records.record_json import LARGEST_FLOAT, Fraction, Number, Positive, Record, as_record
@@ -76,6 +77,10 @@ class Cluster(Record):
 
     `link` connects all ranks. If `between` is given, `link` connects the ranks of one host, and `between` the
     `num_hosts` hosts with equally many ranks each. `broadcasts_buffers` is DDP's `broadcast_buffers`.
+
+    `compression` says how gradients travel, by parameter (`qsync.records.compression.kind_of`). `codecs` has
+    by kind what an exchange takes beyond the links' time of its bytes: encoding, decoding, and what its
+    collectives take otherwise than an all-reduce.
     """
 
     ADDED_LATER = "broadcasts_buffers"
@@ -85,6 +90,8 @@ class Cluster(Record):
     between: Link | None = None
     num_hosts: Positive = 1
     broadcasts_buffers: bool = True
+    compression: Mapping[str, str] = field(default_factory=dict)
+    codecs: Mapping[str, CodecCost] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -135,6 +142,8 @@ class Cluster(Record):
                 )
             if Precision.FP32 not in device_class.precisions:
                 raise FormatError(f"{where}, {shortened(name)}: precisions must include 'fp32'; add it")
+        for kind in self.compression.values():
+            Compression.parse(kind)
         if (self.between is None) != (self.num_hosts == 1):
             raise FormatError(
                 f"{where}: num_hosts and a [between] link need each other; give both or neither"

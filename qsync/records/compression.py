@@ -12,6 +12,7 @@ from qsync.errors import FormatError, shortened
 
 BLOCK = 256  # elements that share one FP32 scale in int8
 AUTO = "auto"  # a kind chosen for each bucket by the plan
+AUTO_KINDS = ("fp32", "bf16", "int8", "int8+feedback", "powersgd:4")  # chosen from
 DEFAULT_RANK = 4  # of powersgd
 _LEAST_SAVING = 2  # a matrix is sent as factors of low rank if these are more than so many times smaller
 _TEXT = re.compile(r"(fp32|bf16|int8|powersgd)(?::([1-9][0-9]{0,3}))?(\+feedback)?")
@@ -20,6 +21,17 @@ _HOW = (
     "carry what rounding loses to the next step; leave it out for FP32"
 )
 Shapes = Sequence[tuple[int, ...]]
+
+
+class CodecCost(NamedTuple):
+    """Seconds of a bucket's exchange in one kind, by its bytes in FP32."""
+
+    s_per_call: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return the seconds of a bucket of so many bytes in FP32."""
+        return self.s_per_call + self.s_per_byte * num_bytes
 
 
 class Message(NamedTuple):
@@ -36,6 +48,8 @@ class Message(NamedTuple):
 
     def as_all_reduce(self, num_ranks: int) -> float:
         """Return the bytes of an all-reduce of which each rank sends as much."""
+        if self.collective == "all_reduce":
+            return self.num_bytes
         return self.sent_bytes(num_ranks) * num_ranks / (2 * max(1, num_ranks - 1))
 
 

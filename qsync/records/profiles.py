@@ -14,6 +14,7 @@ import qsync
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.operators.precision import Precision
 from qsync.records.cluster import DeviceClass
+from qsync.records.compression import CodecCost
 from qsync.records.graph import OpGraph, digest
 from qsync.records.levers import CarriedTo
 from qsync.records.memory_residuals import MemoryResiduals
@@ -96,7 +97,8 @@ class Profile(FileRecord):
     GPUs, and for losses that call the model several times. `bitwise`: FP32 was measured with torch's own
     kernels, not the fastest of a CPU. `optimizer_workspace_bytes` is the most that a step of the optimizer
     has in use beside its state; 0 where that was not measured. `state_bytes` are the bytes of the state by
-    parameter; empty for an optimizer that does not say which state is whose.
+    parameter; empty for an optimizer that does not say which state is whose. `exchange_tolls` has by kind of
+    compression the seconds of this class's own compute that the exchange of a bucket takes.
 
     `setting` is what it was carried over to where a plan uses levers (`replayer.levers.apply`). It is in no
     file.
@@ -140,6 +142,7 @@ class Profile(FileRecord):
     bitwise: bool = True
     optimizer_workspace_bytes: Count = 0
     state_bytes: Mapping[str, Count] = field(default_factory=dict)
+    exchange_tolls: Mapping[str, CodecCost] = field(default_factory=dict)
 
     @property
     def device(self) -> str | None:

@@ -32,6 +32,7 @@ from qsync.operators.precision import Precision
 from qsync.operators.registry import REPLACED
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Cluster, Link
+from qsync.records.compression import CodecCost, message_bytes, part_elements
 from qsync.records.graph import Input
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.profiles import Cost
@@ -430,3 +431,30 @@ def test_a_class_is_one_rank_by_its_own_count_whoever_its_profile_is_of():
     costs = ClassCosts(Lowering(graph, {}), profile_of(graph, "one"))
     works = [GradientExchange(graph, cluster).work(costs, name) for name in ("one", "three")]
     assert [work.is_one for work in works] == [True, False]
+
+
+def test_a_compressed_exchange_is_priced_by_its_bytes_and_its_codec():
+    graph = mlp(width=64)
+    plain = cluster_of()
+    exact = GradientExchange(graph, plain)
+    codecs = {"int8": CodecCost(1e-4, 2e-9)}
+    cluster = replace(plain, compression={"*": "int8"}, codecs=codecs)
+    exchange = GradientExchange(graph, cluster)
+    size = sum(value.num_elements for value in graph.parameters)
+    row = message_bytes(part_elements(size, plain.num_ranks))
+    assert exchange.sent_bytes == 2 * (plain.num_ranks - 1) * row < 0.3 * exact.sent_bytes
+    sent_s = 2 * all_reduce_s(plain.link, row * plain.num_ranks / 2, plain.num_ranks)
+    assert exchange.durations_s == pytest.approx((sent_s + 1e-4 + 2e-9 * 4 * size,))
+    profiles = {name: profile_of(graph, name) for name in NOTHING}
+    tolled = {
+        name: replace(
+            profile,
+            reduce_s_per_call=0.0,
+            reduce_s_per_byte=1e-9,
+            exchange_tolls={"int8": CodecCost(3e-3, 0.0)},
+        )
+        for name, profile in profiles.items()
+    }
+    assert replay(graph, NOTHING, tolled, cluster).sent_bytes == exchange.sent_bytes
+    assert exchange._tolls_s(tolled["train"]) == (3e-3,)
+    assert exact._tolls_s(tolled["train"]) == pytest.approx((4e-9 * size,))

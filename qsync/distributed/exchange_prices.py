@@ -1,0 +1,88 @@
+"""Prices and errors of compressed exchanges, measured between the ranks of a job."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from qsync.distributed import job
+from qsync.distributed.gradient_codecs import CompressedSum, Piece
+from qsync.predictor.profiling.link_benchmark import LinkMeasurement
+from qsync.records.compression import CodecCost, Compression
+from qsync.replayer.communication import all_reduce_s
+
+_SHAPES = ((512, 512), (1024, 1024))  # of probed gradients: 1 and 4 MiB in FP32
+_ROUNDS = 3
+PROBE_S = 4.0  # seconds after which no further round begins
+
+
+def measure_codecs(kinds: Sequence[str], link: LinkMeasurement, rank: job.Rank) -> LinkMeasurement:
+    """Return a link's measurement with the seconds of these kinds beyond it; all ranks must call it.
+
+    Whole exchanges of two sizes are timed in turns, after which a line through both sizes stands for all.
+    On a CPU their processor time is the toll on this rank's compute.
+    """
+    if job.world_size() == 1:
+        return link
+    sums = {kind: CompressedSum(None) for kind in kinds}
+    walls: dict[tuple[str, int], list[float]] = defaultdict(list)
+    tolls: dict[tuple[str, int], list[float]] = defaultdict(list)
+    share, began_s = rank.device_class.emulated_share or 1.0, time.perf_counter()
+    for turn in range(_ROUNDS + 1):
+        for kind in kinds:
+            for shape in _SHAPES:
+                buffer = torch.randn(shape, device=rank.device)
+                wall_s, cpu_s = _timed(sums[kind], buffer, kind)
+                if turn:  # the first warms up
+                    walls[kind, buffer.nbytes].append(wall_s)
+                    tolls[kind, buffer.nbytes].append(cpu_s / share)
+        ends = torch.tensor([time.perf_counter() - began_s], device=rank.device)
+        dist.broadcast(ends, 0)  # rank 0's clock counts
+        if turn and float(ends) > PROBE_S:
+            break
+    codecs, own = {}, {}
+    for kind in kinds:
+        sizes = [buffer_bytes for k, buffer_bytes in walls if k == kind]
+        means = torch.tensor([statistics.fmean(walls[kind, n]) for n in sizes], dtype=torch.float64)
+        means = means.to(rank.device)
+        dist.all_reduce(means)
+        beyond = [
+            s / job.world_size() - _on_link_s(link, kind, shape)
+            for s, shape in zip(means.tolist(), _SHAPES, strict=True)
+        ]
+        codecs[kind] = _through(sizes, beyond)
+        own[kind] = _through(sizes, [statistics.median(tolls[kind, n]) for n in sizes])
+    return replace(link, codecs=codecs, codec_tolls=own if rank.device.type == "cpu" else {})
+
+
+def _timed(sums: CompressedSum, buffer: torch.Tensor, kind: str) -> tuple[float, float]:
+    """Return the seconds of an exchange, and this process's processor seconds in it."""
+    pieces = [Piece(f"probe {len(buffer)}", tuple(buffer.shape))]
+    flat = buffer.view(-1)
+    dist.barrier()
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, about names of collectives
+        sums.sum_(flat, pieces, Compression.parse(kind))
+    if buffer.is_cuda:
+        torch.cuda.synchronize(buffer.device)
+    return time.perf_counter() - began_s, time.process_time() - cpu_s
+
+
+def _on_link_s(link: LinkMeasurement, kind: str, shape: tuple[int, ...]) -> float:
+    ranks = job.world_size()
+    messages = Compression.parse(kind).messages([shape], ranks)
+    return sum(all_reduce_s(link.link, message.as_all_reduce(ranks), ranks) for message in messages)
+
+
+def _through(sizes: Sequence[int], seconds: Sequence[float]) -> CodecCost:
+    """Return the line through the seconds of two sizes."""
+    slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
+    return CodecCost(seconds[0] - slope * sizes[0], slope)

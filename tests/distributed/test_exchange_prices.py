@@ -1,0 +1,67 @@
+"""Predicted bytes of every kind are those that ranks pass to their collectives; prices are measured."""
+
+from __future__ import annotations
+
+import pytest
+from two_ranks import launch, said
+
+pytestmark = pytest.mark.dist
+BODY = """
+from pathlib import Path
+from qsync.distributed import exchange_prices, gradient_codecs
+from qsync.records.compression import Message
+from qsync.records.plan_folder import Basis
+
+ddp_profiling.PROFILE_S = exchange_prices.PROBE_S = 0.0
+passed = []
+
+def counting(name, function, own):
+    def counted(*tensors, **options):
+        given = tensors[own]
+        passed.append(Message(name, given.numel() * given.element_size()))
+        return function(*tensors, **options)
+    return counted
+
+dist.all_reduce = counting("all_reduce", dist.all_reduce, 0)
+dist.all_to_all_single = counting("all_to_all", dist.all_to_all_single, 1)
+gradient_codecs._all_gather = counting("all_gather", gradient_codecs._all_gather, 1)
+WEIGHTS = Message("all_reduce", 16)  # of a step, in a message of their own
+
+for kind in ("none", "bf16", "int8", "int8+feedback", "powersgd:2"):
+    own = Path(cache) / kind.replace(":", "-")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(64, n, bias=False) for n in (64, 64, 64, 8)])
+    model = qsync.hybrid(
+        net, batch(seed=rank), loss_fn=loss_fn, device_class=("strong", "weak")[rank], cache_dir=own,
+        precisions=["fp32"], base="fp32", bucket_cap_mb=0.02,
+        compression=None if kind == "none" else kind,
+    )
+    train(model, 2)  # DDP rebuilds its buckets
+    passed.clear()
+    train(model, 1)
+    counted = sum(one.sent_bytes(2) for one in passed if one != WEIGHTS)
+    dist.barrier()
+    (folder,) = own.glob("*/")
+    basis, plan = Basis.load(folder), qsync.Plan.load(folder / "plan.json")
+    timeline = qsync.replay(basis.graph, plan, basis.profiles, basis.cluster)
+    if kind == "none":  # DDP itself exchanges, out of sight
+        counted = timeline.sent_bytes
+    measured = sorted(basis.cluster.codecs) == sorted(basis.profiles["weak"].exchange_tolls)
+    say(f"{kind}: {counted == timeline.sent_bytes} {int(counted)} {measured} {sorted(basis.cluster.codecs)}")
+dist.destroy_process_group()
+"""
+
+
+def test_predicted_bytes_are_those_that_travel_and_prices_are_measured(tmp_path):
+    output, num_bytes = launch(tmp_path, BODY), {}
+    for kind in ("none", "bf16", "int8", "int8+feedback", "powersgd:2"):
+        for text in said(output, kind):
+            same, counted, measured, codecs = text.split(maxsplit=3)
+            assert same == measured == "True", output[-6000:]
+            assert codecs == str([] if kind == "none" else [kind])
+            num_bytes[kind] = int(counted)
+    assert num_bytes["none"] == 4 * (3 * 64 * 64 + 64 * 8)  # of two ranks, each sends as many
+    assert num_bytes["bf16"] == num_bytes["none"] / 2
+    assert num_bytes["int8"] == num_bytes["int8+feedback"]
+    assert num_bytes["int8"] == num_bytes["none"] * 65 / 256  # whole blocks
+    assert num_bytes["powersgd:2"] < num_bytes["none"] / 8
