@@ -7,6 +7,7 @@
 `solvers/`            fastest start, the exact solver, recovery
 `pareto`              plans from the least step to the least variance
 `uniform`             one precision wherever possible, to compare with
+`compression_choice`  how each bucket of gradients travels
 `fit`                 whether a batch fits, and the ways to make it fit
 `verdict`             what a plan makes beside other ways to use the cards
 `levers/`             search over batch shares, passes, buckets, recomputation and saving less

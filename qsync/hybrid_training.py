@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from qsync import api
 from qsync.allocator import check_options, find_verdict, find_warnings
+from qsync.allocator.compression_choice import with_compression
 from qsync.backend.devices.device_detection import device_of
 from qsync.distributed import accelerate_state, ddp_profiling, job
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
@@ -65,7 +66,7 @@ from qsync.operators.precision import Precision
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import base_of_graph, parse_base
-from qsync.records.compression import check_compression
+from qsync.records.compression import AUTO, check_compression
 from qsync.records.graph import digest
 from qsync.records.json_files import check_kind
 from qsync.records.levers import SAVE_LESS, ClassLevers
@@ -160,8 +161,9 @@ def hybrid(
         compression: how gradients travel between ranks, for slow links: "bf16" (half the bytes), "int8" (a
             quarter; blocks of 256 with a scale, added up in FP32), "powersgd" or "powersgd:RANK" (factors of
             low rank, 4 by default). "+feedback" behind the first two adds what rounding lost to the next
-            step's gradients; powersgd does so in any case. Weights, optimizer and operators stay as planned.
-            Profiling sends them so, too. Not under FSDP2.
+            step's gradients; powersgd does so in any case. "auto" chooses for each bucket: least error at a
+            step within 2 % of the least. Without it a plan that chose so is followed; "fp32" is plain.
+            Weights, optimizer and operators stay as planned. Not under FSDP2.
         log_steps: a folder in which every rank logs the phases of its steps, a line of JSON each, for
             `qsync explain --measured`. The same on every rank, or None.
         report: rank 0 writes the page of `qsync report` about the plan here (.html), or warns that it cannot.
@@ -387,6 +389,13 @@ class _PlannedRank:
     compression: str | None = None
 
     @property
+    def kinds(self) -> Mapping[str, str] | None:
+        """How gradients travel, by parameter: as asked for, else as the plan says; None: as they are."""
+        if self.compression not in (None, AUTO):
+            return {"*": self.compression}
+        return (self.plan.compression or None) if self.plan is not None else None
+
+    @property
     def share(self) -> ClassLevers:
         """This rank's share of the batch; without samples where all are equal."""
         share = self.plan.levers_of(self.device_class) if self.plan is not None else ClassLevers()
@@ -437,8 +446,8 @@ def _attend(
         set_share(called, share.samples, share.passes, (captured or 1) * job.world_size())
         if planned.folder is None:  # a plan that was made here has said so
             warn_of_batch_norm(called)
-    if dist.is_initialized() and planned.compression is not None:
-        compress_gradients(called, {"*": planned.compression})
+    if dist.is_initialized():
+        compress_gradients(called, planned.kinds)
     in_job = job.world_size() > 1
     check = check and prediction is not None
     if not (in_job or check or log is not None):
@@ -589,6 +598,13 @@ def _plan_and_save(
     except DoesNotFitError as error:
         _save_basis(folder, basis, options.get("other"))
         raise DoesNotFitError(f"{error}; qsync fit {folder} says what would fit") from error
+    if basis.sensitivity.exchange:
+        profiles = profiles_under_levers(
+            basis.graph, basis.profiles, basis.cluster, plan.levers, options.get("other")
+        )
+        errors, target_s = basis.sensitivity.exchange, options.get("target_s")
+        plan, lines = with_compression(basis.graph, plan, profiles, basis.cluster, errors, target_s)
+        say_once("\n".join(f"{basis.graph.model}: {line}" for line in lines), bool(lines))
     plan = replace(plan, verdict=find_verdict(basis, plan, options.get("other"), options))
     return save_with_warnings(folder, plan, basis, options.get("budgets"), options.get("other"))
 

@@ -179,10 +179,10 @@ class GradientExchange:
     ) -> Work:
         # A bucket that waits for the end of backward has position -1, and so reads the last entry.
         ready = tuple(np.append(until_s, total_s)[self._ready].tolist())
-        return Work(lead_s, ready, total_s, optimizer_s, self._tolls_s(profile), is_one)
+        return Work(lead_s, ready, total_s, optimizer_s, self.tolls_s(profile), is_one)
 
-    def _tolls_s(self, profile: Profile) -> tuple[float, ...]:
-        """Return what each bucket's exchange takes from compute; of unmeasured kinds by their bytes."""
+    def tolls_s(self, profile: Profile) -> tuple[float, ...]:
+        """Return the seconds that each bucket's exchange takes from compute; of unmeasured kinds by bytes."""
         found = []
         for kind, num_bytes, sent in zip(self.kinds, self._sizes.tolist(), self.message_bytes, strict=True):
             toll = profile.exchange_tolls.get(str(kind)) if kind.kind != "fp32" else None

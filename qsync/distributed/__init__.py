@@ -11,7 +11,7 @@
 `plan_cache`          find and read a cached plan
 `gradient_weighting`  unequal batches: the gradient of the mean over all samples or tokens
 `gradient_codecs`     sums of compressed gradients, with residuals by parameter
-`exchange_prices`     seconds of compressed exchanges between the ranks
+`exchange_prices`     seconds and errors of compressed exchanges between the ranks
 `shares`              which rank takes which samples of a global batch
 `share_sampler`       each rank's share of the batch, for a DataLoader
 `shared_batches`      the batches that `hybrid` profiles, and the shares that it hands out

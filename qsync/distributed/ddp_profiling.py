@@ -31,7 +31,7 @@ from qsync.backend.devices.device_detection import machine
 from qsync.backend.precisions_that_pay import precisions_to_profile
 from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally, check_same
-from qsync.distributed.exchange_prices import measure_codecs
+from qsync.distributed.exchange_prices import compression_errors, measure_codecs
 from qsync.distributed.gradient_weighting import compress_gradients
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.operators.precision import Precision
@@ -43,11 +43,11 @@ from qsync.predictor.profiling.made_optimizer import MakeOptimizer
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
 from qsync.records.cluster import Cluster
-from qsync.records.compression import AUTO, AUTO_KINDS
+from qsync.records.compression import AUTO, kinds_for
 from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile, Sensitivity, shown_shapes
-from qsync.replayer import Recapture
+from qsync.replayer import Recapture, buckets
 from qsync.replayer.exchange_calibration import MeasuredStep, with_exchange_in_use
 from qsync.runtime.program import Program
 
@@ -136,7 +136,8 @@ def form_basis(
     cluster, link = formed
     if options.compression is not None:
         options.progress("compressed exchanges")
-        kinds = AUTO_KINDS if options.compression == AUTO else (options.compression,)
+        is_alike = len({each.hardware for each in cluster.classes}) == 1
+        kinds = kinds_for(is_alike) if options.compression == AUTO else (options.compression,)
         link = measure_codecs([kind for kind in kinds if kind != "fp32"], link, rank)
         cluster = replace(cluster, codecs=link.codecs, compression=options.kinds or {})
     ddp = options.ddp_options or {}
@@ -146,8 +147,9 @@ def form_basis(
     found = agree("sensitivity", lambda: api.sensitivity(step.model, [step.batch], step.loss_fn).to_json())
 
     def basis_of(profiles: dict[str, Profile]) -> Basis:
-        return Basis(graph, cluster, profiles, mean_sensitivity(found))
+        return Basis(graph, cluster, profiles, replace(mean_sensitivity(found), exchange=errors))
 
+    errors: dict[str, tuple[float, ...]] = {}
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
     running = api.running(step.model, step.loss(), dynamic=False)
     with undrawn(options.loader), running as program:
@@ -162,6 +164,11 @@ def form_basis(
         profiles, *others = gathered_together(profilers, link)
         steps = measured_together(profilers, others)
         graphs = [replace(profiler.profiler.graph, num_calls=graph.num_calls) for profiler in profilers[1:]]
+        if options.compression == AUTO and job.world_size() > 1:
+            options.progress("errors of compression")
+            gradients = agree_locally("errors of compression", partial(_gradients, step))
+            those = buckets(graph, options.bucket_cap_bytes)
+            errors = compression_errors(gradients, those, list(link.codecs))
         if second is not None:  # training goes on from the planned batch
             agree_locally("profiling", step.loss())
     group = first.group
@@ -173,6 +180,16 @@ def form_basis(
     options.progress("links in use")
     basis = calibrated(basis_of(profiles), steps, options.bucket_cap_bytes)
     return basis, Recapture(graphs[0], others[0]) if others else None
+
+
+def _gradients(step: job.TrainingStep) -> dict[str, torch.Tensor]:
+    """Return this rank's gradients of one step by parameter; zeros of one that it does not reach."""
+    named = {name: each for name, each in step.model.named_parameters() if each.requires_grad}
+    found = torch.autograd.grad(step.loss()(), list(named.values()), allow_unused=True)
+    return {
+        name: gradient if gradient is not None else torch.zeros_like(parameter)
+        for (name, parameter), gradient in zip(named.items(), found, strict=True)
+    }
 
 
 def calibrated(basis: Basis, steps: Sequence[MeasuredStep], bucket_cap_bytes: int | None) -> Basis:

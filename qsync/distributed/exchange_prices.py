@@ -6,17 +6,18 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from qsync.distributed import job
-from qsync.distributed.gradient_codecs import CompressedSum, Piece
+from qsync.distributed.agreement import from_rank_zero
+from qsync.distributed.gradient_codecs import CompressedSum, Piece, memory_order, shape_in_memory
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.records.compression import CodecCost, Compression
-from qsync.replayer.communication import all_reduce_s
+from qsync.replayer.communication import Bucket, all_reduce_s
 
 _SHAPES = ((512, 512), (1024, 1024))  # of probed gradients: 1 and 4 MiB in FP32
 _ROUNDS = 3
@@ -86,3 +87,35 @@ def _through(sizes: Sequence[int], seconds: Sequence[float]) -> CodecCost:
     """Return the line through the seconds of two sizes."""
     slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
     return CodecCost(seconds[0] - slope * sizes[0], slope)
+
+
+def compression_errors(
+    gradients: Mapping[str, torch.Tensor], those: Sequence[Bucket], kinds: Sequence[str], rounds: int = 4
+) -> dict[str, tuple[float, ...]]:
+    """Return by kind the squared error of each bucket's mean gradient, the same on every rank.
+
+    `gradients` are this rank's, by parameter. With error feedback the effective part counts: the squared sum
+    of the errors of several exchanges, over their number. All ranks must call it.
+    """
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for bucket in those:
+        parts = [gradients[name] for name in bucket.parameters]
+        if any(part.dtype is not torch.float32 or part.is_sparse for part in parts):
+            for errors in found.values():
+                errors.append(0.0)  # it travels as it is
+            continue
+        pieces = [Piece(name, shape_in_memory(gradients[name])) for name in bucket.parameters]
+        own = torch.cat([part.permute(memory_order(part)).reshape(-1) for part in parts]) / job.world_size()
+        exact = own.clone()
+        dist.all_reduce(exact)
+        for kind in kinds:
+            asked, sums = Compression.parse(kind), CompressedSum(None)
+            times = rounds if asked.has_feedback else 1
+            lost = torch.zeros_like(exact)
+            for _ in range(times):
+                sent = own.clone()
+                sums.sum_(sent, pieces, asked)
+                lost += sent - exact
+            found[kind].append(float(lost.double().square().sum()) / times)
+    first = from_rank_zero("errors of compression", lambda: found)
+    return {kind: tuple(errors) for kind, errors in first.items()}

@@ -244,5 +244,10 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
 
 def shape_in_memory(parameter: Tensor) -> tuple[int, ...]:
     """Return the sizes of a dense tensor's dimensions in the order of memory, the outermost first."""
-    strides, shape = parameter.stride(), parameter.shape
-    return tuple(shape[d] for d in sorted(range(len(shape)), key=lambda d: (-strides[d], d)))
+    return tuple(parameter.shape[d] for d in memory_order(parameter))
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """Return a dense tensor's dimensions in the order of memory, which DDP's buckets keep."""
+    strides = tensor.stride()
+    return sorted(range(len(strides)), key=lambda d: (-strides[d], d))

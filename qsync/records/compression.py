@@ -12,7 +12,6 @@ from qsync.errors import FormatError, shortened
 
 BLOCK = 256  # elements that share one FP32 scale in int8
 AUTO = "auto"  # a kind chosen for each bucket by the plan
-AUTO_KINDS = ("fp32", "bf16", "int8", "int8+feedback", "powersgd:4")  # chosen from
 DEFAULT_RANK = 4  # of powersgd
 _LEAST_SAVING = 2  # a matrix is sent as factors of low rank if these are more than so many times smaller
 _TEXT = re.compile(r"(fp32|bf16|int8|powersgd)(?::([1-9][0-9]{0,3}))?(\+feedback)?")
@@ -120,6 +119,11 @@ def check_compression(compression: object) -> None:
     """Raise FormatError for a `compression` of `qsync.hybrid` that does not exist."""
     if compression is not None and compression != AUTO:
         Compression.parse(compression)
+
+
+def kinds_for(is_alike: bool) -> tuple[str, ...]:
+    """Return the kinds that `auto` chooses from beside FP32; `powersgd` on ranks of one hardware alone."""
+    return ("bf16", "int8", "int8+feedback", *((f"powersgd:{DEFAULT_RANK}",) if is_alike else ()))
 
 
 def kind_of(kinds: Mapping[str, str], parameters: Iterable[str]) -> Compression:

@@ -91,7 +91,9 @@ class Plan(FileRecord):
     batch: tuple[tuple[Count, ...], ...] = ()  # shapes of a rank's batch at planning
     kept_base: str = ""  # why nothing is lowered although lowering was predicted to save time
     warnings: tuple[str, ...] = ()  # reasons for doubt, found at planning
-    compression: Mapping[str, str] = field(default_factory=dict)  # chosen for gradients, by parameter
+    # How gradients travel, by parameter (qsync.records.compression), and the variance that it adds
+    compression: Mapping[str, str] = field(default_factory=dict)
+    compression_variance: Number = 0.0
     verdict: Verdict | None = None  # comparison with other ways to use the same cards
 
     def __getitem__(self, device_class: str) -> ClassPlan:

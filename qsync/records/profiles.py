@@ -344,14 +344,19 @@ def shown_shapes(batch: Sequence[tuple[int, ...]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity(FileRecord):
-    """Sensitivity: gradient variance added by each operator at each precision (squared gradient norm)."""
+    """Sensitivity: gradient variance added by each operator at each precision (squared gradient norm).
+
+    `exchange` has by kind of compression the squared error of each bucket's mean gradient, as measured.
+    """
 
     FILE_KIND = "sensitivity"
+    ADDED_LATER = "exchange"
 
     graph_hash: str
     indicator: str
     omega: Mapping[str, Mapping[str, Number]]
     num_batches: Count = 1
+    exchange: Mapping[str, tuple[Number, ...]] = field(default_factory=dict)
 
     def __getitem__(self, key: tuple[str, Precision]) -> float:
         op, precision = key

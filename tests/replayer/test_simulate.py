@@ -456,5 +456,5 @@ def test_a_compressed_exchange_is_priced_by_its_bytes_and_its_codec():
         for name, profile in profiles.items()
     }
     assert replay(graph, NOTHING, tolled, cluster).sent_bytes == exchange.sent_bytes
-    assert exchange._tolls_s(tolled["train"]) == (3e-3,)
-    assert exact._tolls_s(tolled["train"]) == pytest.approx((4e-9 * size,))
+    assert exchange.tolls_s(tolled["train"]) == (3e-3,)
+    assert exact.tolls_s(tolled["train"]) == pytest.approx((4e-9 * size,))
