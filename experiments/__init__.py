@@ -16,6 +16,7 @@
 `takeover`     what users do to a wrapped model
 `integrations`  training loops of other libraries around planned models
 `elastic`      cards that come and go
+`links`        step time against the bandwidth between two hosts
 `clients`      five training scripts as people write them
 `diagnosis`    faults planted in real jobs, and what qsync names
 `gpu`          every claim about GPUs, measured on one

@@ -55,6 +55,7 @@ RERUNS: Mapping[str, Rerun] = {
     "demo": Rerun(10, "demo.md", _DEMO),
     "limits": Rerun(5, "prediction.md", (_published("prediction.limits"),)),
     "pays": Rerun(15, "pays.md", (_published("pays"),)),
+    "links": Rerun(10, "links.md", (_published("links"),)),
     "levers": Rerun(
         15, "levers.md",
         (_published("levers.measured_levers"),

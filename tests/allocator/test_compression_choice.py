@@ -20,10 +20,10 @@ from qsync.replayer import Work, buckets
 
 
 def drawn(seed, num_buckets, num_kinds, with_tolls):
-    draw = Random(seed)
+    draw, most = Random(seed), 0.12 if seed % 2 else 0.03  # seconds of backward between buckets
     classes = []
     for _ in range(2):
-        ready = tuple(itertools.accumulate(draw.uniform(0.0, 0.03) for _ in range(num_buckets)))
+        ready = tuple(itertools.accumulate(draw.uniform(0.0, most) for _ in range(num_buckets)))
         backward_s = ready[-1] + draw.choice([0.0, 0.02])
         classes.append(Work(draw.uniform(0.0, 0.1), ready, backward_s, draw.uniform(0.0, 0.01), (), True))
     exact = np.array([draw.uniform(0.001, 0.2) for _ in range(num_buckets)])
@@ -31,9 +31,9 @@ def drawn(seed, num_buckets, num_kinds, with_tolls):
         [1.0, *sorted(draw.uniform(0.05, 0.9) for _ in range(num_kinds - 1))]
     )
     durations[:, 1:] += draw.uniform(0.0, 0.003)
-    tolls = durations[None] * draw.uniform(0.0, 0.5) * np.ones((2, 1, 1)) * with_tolls
+    tolls = with_tolls * np.array([[[draw.uniform(0.0, 0.1) for _ in row] for row in durations]] * 2)
     variance = np.array([[0.0, *(10 ** draw.uniform(-6, -1) for _ in range(num_kinds - 1))] for _ in exact])
-    link = Link(1e-4, 1e9, draw.choice([1.0, 0.7]), 2, 0.0, draw.choice([1.0, 1.35]))
+    link = Link(1e-4, 1e9, draw.choice([1.0, 0.7]), 2, 0.0, draw.choice([1.0, 2.0]))
     return classes, Ways(durations, tolls, variance), link
 
 
