@@ -201,15 +201,7 @@ def with_compression(
     names = {name: kinds[k] for bucket, k in zip(those, chosen, strict=True) for name in bucket.parameters}
     if not any(chosen):
         return plan, []
-    step_s, lines = ways.step_s(found.works, chosen, link, broadcast_s), []
-    for bucket, kind in enumerate(chosen):
-        if kind:
-            without = [*chosen[:bucket], 0, *chosen[bucket + 1 :]]
-            saved_s = ways.step_s(found.works, without, link, broadcast_s) - step_s
-            adds = ways.variance[bucket, kind]
-            lines.append(
-                f"bucket {bucket + 1} in {kinds[kind]}: saves {1e3 * saved_s:.3g} ms, adds {adds:.2g}"
-            )
+    lines = _lines(found.works, ways, chosen, kinds, found.exchange)
     variance = float(sum(ways.variance[bucket, kind] for bucket, kind in enumerate(chosen)))
     plan = replace(plan, compression=names, compression_variance=variance)
     timeline = replay(graph, plan, profiles, cluster)
@@ -220,3 +212,18 @@ def with_compression(
         for name, each in plan.classes.items()
     }
     return replace(plan, classes=classes, step_s=timeline.step_s), lines
+
+
+def _lines(
+    works: Sequence[Work], ways: Ways, chosen: Sequence[int], kinds: Sequence[str], exchange: GradientExchange
+) -> list[str]:
+    """Return for each compressed bucket what its kind saves of the step, and the variance that it adds."""
+    link, broadcast_s, lines = exchange.link, exchange.broadcast_s, []
+    step_s = ways.step_s(works, chosen, link, broadcast_s)
+    for bucket, kind in enumerate(chosen):
+        if kind:
+            without = [*chosen[:bucket], 0, *chosen[bucket + 1 :]]
+            saved_s = ways.step_s(works, without, link, broadcast_s) - step_s
+            saves = f"saves {1e3 * saved_s:.3g} ms, adds {ways.variance[bucket, kind]:.2g}"
+            lines.append(f"bucket {bucket + 1} in {kinds[kind]}: {saves}")
+    return lines
