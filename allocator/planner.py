@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qsync.allocator.block_levers import LESS, RECOMPUTED, blocks_with
 from qsync.allocator.explanation.plan_warnings import AGAIN, at_base, hidden_by_noise
 from qsync.allocator.problem import Constraints, added_variance, gradient_weight, make_problem
 from qsync.allocator.search_state import State
@@ -24,6 +25,7 @@ from qsync.records.levers import Levers
 from qsync.records.plans import ClassPlan, Plan, Predicted
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import replay
+from qsync.replayer.levers.apply import recomputing
 
 # The relative gap to the least variance at which the exact solver stops, and its time limit.
 GAP, TIME_LIMIT_S = 1e-3, 20.0
@@ -108,7 +110,7 @@ def allocate(
         sensitivity: Added gradient variance (squared gradient norm) by operator and precision.
         cluster: The device classes, their ranks and links.
         **options: Fields of `Options`: `target_s`, `slack`, `budgets`, `pins`, `together`, `lower_all`,
-            `margin`, `bucket_cap_bytes`, `saving_less`, `base`, `gap` and `time_limit_s`.
+            `margin`, `bucket_cap_bytes`, `saving_less`, `block_levers`, `base`, `gap` and `time_limit_s`.
 
     Returns:
         The plan, with replay's predictions and a lower bound of the variance (`Plan.bound`).
@@ -133,6 +135,7 @@ def allocate(
         _check_reachable(state, lowerable, target_s, given.lower_all)
         state.late = dict.fromkeys(lowerable, _affordable_margin(state, lowerable, target_s, given.margin))
         solution = milp.solve(state, lowerable, target_s, gap=given.gap, time_limit_s=given.time_limit_s)
+        profiles, given = _under_levers(state, profiles, given)
         plan = as_plan(
             graph, solution.assignments, profiles, cluster, given, target_s=target_s, sensitivity=sensitivity
         )
@@ -146,6 +149,23 @@ def allocate(
         pins={pattern: Precision.parse(text) for pattern, text in (given.pins or {}).items()},
         budgets=given.budgets or {}, together=tuple(tuple(patterns) for patterns in given.together),
     )  # fmt: skip
+
+
+def _under_levers(
+    state: State, profiles: Mapping[str, Profile], given: Options
+) -> tuple[Mapping[str, Profile], Options]:
+    """Return the profiles under the levers of all blocks, and options with the operators that save less."""
+    graph, found = state.problem.graph, dict(profiles)
+    saving = {name: tuple(patterns) for name, patterns in (given.saving_less or {}).items()}
+    for name, one in state.classes.items():
+        less = blocks_with(state.plain(name).part.blocks, one.treatment, LESS)
+        saving[name] = (*saving.get(name, ()), *(pattern for block in less for pattern in block.patterns))
+        found[name] = one.part.profile if RECOMPUTED in one.treatment else profiles[name]
+    if any(RECOMPUTED in one.treatment for one in state.classes.values()):
+        for c in state.problem.cluster.classes:
+            if found[c.name].setting is None:
+                found[c.name] = recomputing(graph, found[c.name], (), c.device)
+    return found, replace(given, saving_less=saving)
 
 
 def fastest_state(state: State, given: Options) -> list[str]:

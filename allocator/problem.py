@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from qsync.allocator.block_levers import LESS, RECOMPUTED, Block, Treatment, block_levers, blocks_with
 from qsync.allocator.op_groups import check_pins, matched_groups, unmatched
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError, shortened
 from qsync.operators.precision import LARGEST, PRECISION_ORDER, Precision
@@ -21,6 +22,7 @@ from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import GradientExchange
 from qsync.replayer.check_records import check_profiles
 from qsync.replayer.costs.class_costs import check_timed
+from qsync.replayer.levers.apply import recomputing
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class Constraints:
     precisions. `together` lists patterns of operators that share a precision (`matched_groups`).
     `bucket_cap_bytes` is DDP's cap, None for its defaults. `saving_less` maps classes to patterns of
     following operators that save less for backward (`Plan.save_less`), at the time and memory of profile and
-    memory model. `base` is the highest precision of the operators that torch.autocast lowers
+    memory model. `block_levers` ("recompute", "save_less") may be chosen for any block of a class that lacks
+    memory (`qsync.allocator.block_levers`). `base` is the highest precision of the operators that torch.autocast lowers
     (qsync.records.base); None means the type in which the model was loaded.
     """
 
@@ -41,6 +44,7 @@ class Constraints:
     bucket_cap_bytes: int | None = None
     saving_less: Mapping[str, Sequence[str]] | None = None
     base: str | Precision | None = None
+    block_levers: Sequence[str] = ()
 
     def check_kinds(self) -> None:
         """Raise FormatError for a constraint of a wrong type."""
@@ -94,7 +98,7 @@ class ClassProblem:
     `graph` is the graph of one pass under the class's levers. In a group of operators with equal precisions,
     the first has the common choices and the summed variance, and `partners` names the others. `base[op]` is
     the precision of an operator that is not lowered. The following operators in `saving_less` save less for
-    backward under every assignment.
+    backward under every assignment. `blocks` have levers, which `under` sets.
     """
 
     device_class: DeviceClass
@@ -106,6 +110,20 @@ class ClassProblem:
     partners: Mapping[str, tuple[str, ...]]
     base: Mapping[str, Precision]
     saving_less: frozenset[str] = frozenset()
+    blocks: tuple[Block, ...] = ()
+
+    def under(self, graph: OpGraph, treatment: Treatment) -> ClassProblem:
+        """Return the class's problem with these levers of its blocks; `graph` is the captured one.
+
+        Both this problem's graph and its profile are without recomputed blocks.
+        """
+        paths = [block.path for block in blocks_with(self.blocks, treatment, RECOMPUTED)]
+        less = self.saving_less.union(*(block.less for block in blocks_with(self.blocks, treatment, LESS)))
+        device = self.device_class.device
+        profile = recomputing(graph, self.profile, paths, device) if paths else self.profile
+        at = profile.graph_of(graph)
+        less = less.intersection(ops_that_save_less(at, ["*"]))
+        return replace(self, profile=profile, graph=at, saving_less=less)
 
     @property
     def highest(self) -> dict[str, Precision]:
@@ -228,8 +246,9 @@ def _class_problem(
         check_timed(profile, at, op_name)
     budget = (given.budgets or {}).get(name, device_class.memory_bytes)
     partners = {group[0]: tuple(group[1:]) for group in groups}
+    blocks = block_levers(at, profile, given.block_levers) if given.block_levers else ()
     return ClassProblem(
-        device_class, profile, budget, choices, variance, at, partners, bases, frozenset(less)
+        device_class, profile, budget, choices, variance, at, partners, bases, frozenset(less), blocks
     )  # fmt: skip
 
 

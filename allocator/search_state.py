@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qsync.allocator.block_levers import KEEP, Treatment
 from qsync.allocator.problem import ClassProblem, Problem
 from qsync.lowering.incremental import Change, Lowering
 from qsync.lowering.vectorized import Tabulated
@@ -29,8 +31,15 @@ class Move:
 class ClassState:
     """One class: its lowering, its costs, and whether it fits in memory."""
 
-    def __init__(self, problem: Problem, part: ClassProblem, others: Iterable[ClassState]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        part: ClassProblem,
+        others: Iterable[ClassState],
+        treatment: Treatment | None = None,
+    ) -> None:
         self.part = part
+        self.treatment = (KEEP,) * len(part.blocks) if treatment is None else treatment
         self._exchange, self._num_ranks = problem.exchange, problem.cluster.num_ranks
         # Classes with equal initial assignments copy one lowering, which saves time.
         like = next((one for one in others if _start_equal(one.part, part)), None)
@@ -43,6 +52,8 @@ class ClassState:
         self._peak_bytes: int | None = None  # None: not computed since the last change
         # Whether the assignment of least variance exceeds memory; if so, programs start with a memory row.
         self.is_tight = not self.fits()
+        if treatment is None and not self.is_tight:  # levers of blocks only save memory
+            self.part, self.treatment = replace(part, blocks=()), ()
         self.costs = ClassCosts(self.lowering, part.profile)
         self._work: Work | None = None
         self._beside_s = self.work.total_s - self.costs.total_s
@@ -140,6 +151,24 @@ class State:
         for name, part in problem.classes.items():
             self.classes[name] = ClassState(problem, part, self.classes.values())
         self.late: dict[str, float] = {}  # class -> margin, as a fraction of its compute time
+        self._treated = {(name, one.treatment): one for name, one in self.classes.items()}
+
+    def plain(self, device_class: str) -> ClassState:
+        """Return a class without block levers, in whatever assignment it had then."""
+        return self._treated[device_class, (KEEP,) * len(self.classes[device_class].part.blocks)]
+
+    def treat(self, device_class: str, treatment: Treatment) -> None:
+        """Give the blocks of a class these levers, at its current assignment. No move undoes it."""
+        before, key = self.classes[device_class], (device_class, treatment)
+        if treatment == before.treatment:
+            return
+        if key not in self._treated:
+            plain = self.plain(device_class)
+            part = plain.part.under(self.problem.graph, treatment)
+            self._treated[key] = ClassState(self.problem, part, (), treatment)
+            self._treated[key].is_tight = plain.is_tight
+        self.classes[device_class] = self._treated[key]
+        self.move(device_class, before.lowering.assignment())
 
     def move(self, device_class: str, assignment: Mapping[str, Precision]) -> Move:
         """Assign other precisions to operators of one class; `back` undoes the move exactly."""
@@ -160,6 +189,20 @@ class State:
             state.changed(change.touched)
         if move.changes:
             state.work_was(move.work)
+
+    @contextmanager
+    def tried(
+        self, device_class: str, assignment: Mapping[str, Precision], treatment: Treatment
+    ) -> Iterator[ClassState]:
+        """Give a class an assignment and levers within the context, and restore it exactly."""
+        before = self.classes[device_class]
+        self.treat(device_class, treatment)
+        move = self.move(device_class, assignment)
+        try:
+            yield self.classes[device_class]
+        finally:
+            self.back(move)
+            self.classes[device_class] = before
 
     def step_s(self) -> float:
         """Return the seconds of the step as replay predicts them."""
@@ -200,8 +243,18 @@ class State:
         """Return the current assignment of every class."""
         return {name: state.lowering.assignment() for name, state in self.classes.items()}
 
-    def restore(self, assignments: Mapping[str, Mapping[str, Precision]]) -> None:
-        """Assign these precisions to the classes."""
+    def treatments(self) -> dict[str, Treatment]:
+        """Return the current levers of every class's blocks."""
+        return {name: state.treatment for name, state in self.classes.items()}
+
+    def restore(
+        self,
+        assignments: Mapping[str, Mapping[str, Precision]],
+        treatments: Mapping[str, Treatment] | None = None,
+    ) -> None:
+        """Assign these precisions, and levers of blocks, to the classes."""
+        for name, treatment in (treatments or {}).items():
+            self.treat(name, treatment)
         for name, assignment in assignments.items():
             self.move(name, assignment)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from qsync.allocator.block_levers import LESS, RECOMPUTED, Treatment
 from qsync.allocator.problem import ClassProblem
 from qsync.allocator.solvers.milp_expressions import (
     ONE,
@@ -30,11 +31,12 @@ from qsync.lowering import cast_rules as rule
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.lowering.wiring import wiring
 from qsync.operators.declaration import Role
-from qsync.operators.precision import Precision
-from qsync.operators.registry import REPLACED
+from qsync.operators.precision import Precision, keeps_weight_casts
+from qsync.operators.registry import FORMS, REPLACED
 from qsync.records.graph import Input, Op, OpGraph
-from qsync.records.profiles import Cost
+from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs.class_costs import cast_cost, run_cost
+from qsync.replayer.levers.apply import recomputing
 
 Binaries = dict[str, Sum]  # type -> binary variable: 1 if a value or mode has this type; the sum is 1
 
@@ -58,15 +60,18 @@ class ClassModel:
 
     `chosen[op][p]` is 1 if `op` runs in `p`. `forward_s[i]` and `backward_s[i]` are the seconds of operator i
     with its casts, as in `ClassCosts`. `weight` scales the variances of the choices to costs of the program.
-    A choice whose cost exceeds `most` is left out.
+    A choice whose cost exceeds `most` is left out. `captured` is the graph of which `part.graph` is a pass.
+    `levers[k][lever]` is 1 if block k has this lever. `carried[value]` maps the types that may carry a value to
+    their variables (`Wiring` number).
     """
 
-    def __init__(self, graph: OpGraph, part: ClassProblem, weight: float, most: float) -> None:
+    def __init__(self, captured: OpGraph, part: ClassProblem, weight: float, most: float) -> None:
         self.program = IntegerProgram()
-        self._graph, self._part = graph, part
-        self._wiring = wiring(graph)
+        graph = part.graph
+        self._captured, self._graph, self._part = captured, graph, part
+        self.wiring = wiring(graph)
         self._float16 = part.device_class.carried_16bit
-        self._saves_less = [op.name in part.saving_less for op in graph.ops]
+        self._choose_levers()
         self.chosen: dict[str, dict[Precision, Sum]] = {}
         for op, options in part.choices.items():
             # A choice that adds more variance than a whole known plan cannot be in a better plan.
@@ -85,19 +90,22 @@ class ClassModel:
         self._wanted = self._wanted_in_16_bit()
         self._in_16_bit: dict[tuple[int, Precision], Sum] = {}
         self._modes: list[Binaries] = []
-        self._carried: list[Binaries] = [
-            {traced: ONE} for traced in self._wiring.traced[: self._wiring.offset]
-        ]
-        self._channels_last: list[Sum] = [ZERO] * self._wiring.offset
+        self.carried: list[Binaries] = [{traced: ONE} for traced in self.wiring.traced[: self.wiring.offset]]
+        self._channels_last: list[Sum] = [ZERO] * self.wiring.offset
         for i in range(len(graph.ops)):
             self._lower(i)
         chosen = [self.chosen[op.name] for op in graph.adjustable]
         self._as_traced = self.program.all_of(found.get(Precision.FP32, ZERO) for found in chosen)
         self.alternatives = [list(self._alternatives(i)) for i in range(len(graph.ops))]
+        # By operator: each alternative's binary variable if the operator is recomputed, too.
+        self.again = [
+            self.program.parted([one.binary for one in found], self.is_again[i])
+            for i, found in enumerate(self.alternatives)
+        ]
         for i in range(len(graph.ops)):
             self._price_run(i)
             self._price_switch(i)
-        for value in range(self._wiring.num_values):
+        for value in range(self.wiring.num_values):
             self._price_casts(value)
 
     def assignment(self, point: FloatArray) -> dict[str, Precision]:
@@ -106,9 +114,42 @@ class ClassModel:
             op: max(binaries, key=lambda p: binaries[p].at(point)) for op, binaries in self.chosen.items()
         }
 
+    @property
+    def orders(self) -> tuple[bool, ...]:
+        """Return whether images may be channels-last: (False,), or both."""
+        return (False, True) if any(not order.settled for order in self._channels_last) else (False,)
+
+    def treatment(self, point: FloatArray) -> Treatment:
+        """Return the levers of the blocks that a solution of the program encodes."""
+        return tuple(max(of, key=lambda lever: of[lever].at(point)) for of in self.levers)
+
+    def _choose_levers(self) -> None:
+        """Add a variable for each lever of each block, and list the levers of every operator."""
+        part, ops = self._part, self._graph.ops
+        self.levers: list[dict[str, Sum]] = []
+        self.block: list[int | None] = [None] * len(ops)  # of operators that may be recomputed
+        self.is_again = [ZERO] * len(ops)
+        less = {name: ONE for name in part.saving_less}
+        for number, block in enumerate(part.blocks):
+            binaries = self.program.choice([0.0] * len(block.options))
+            self.levers.append(dict(zip(block.options, binaries, strict=True)))
+            again = self.levers[-1].get(RECOMPUTED, ZERO)
+            for i in block.ops if RECOMPUTED in block.options else ():
+                self.block[i], self.is_again[i] = number, again
+                if ops[i].name in less:
+                    less[ops[i].name] = negated(again)
+            less |= dict.fromkeys(block.less, self.levers[-1].get(LESS, ZERO))
+        self._less = [less.get(op.name, ZERO) for op in ops]
+        recomputed = [block.path for block in part.blocks if RECOMPUTED in block.options]
+        self._profile_again = part.profile
+        if recomputed:
+            self._profile_again = recomputing(
+                self._captured, part.profile, recomputed, part.device_class.device
+            )
+
     def _wanted_in_16_bit(self) -> dict[int, Sum]:
         """Return by value a variable: 1 if all readers want 16 bits; only for values that depend on it."""
-        wiring, ops = self._wiring, self._graph.ops
+        wiring, ops = self.wiring, self._graph.ops
         asked = [False] * wiring.num_values
         for i, op in enumerate(ops):
             value = wiring.offset + i
@@ -126,7 +167,7 @@ class ClassModel:
         return wanted
 
     def _wants_16_bit(self, i: int, value: int, wanted: Mapping[int, Sum]) -> Sum:
-        op, wiring = self._graph.ops[i], self._wiring
+        op, wiring = self._graph.ops[i], self.wiring
         if op.role is not Role.ADJUSTABLE:
             return wanted[wiring.offset + i] if wiring.passes_16bit_on[i] else ZERO
         slots = [j for j, operand in enumerate(wiring.operands[i]) if operand == value]
@@ -146,7 +187,7 @@ class ClassModel:
 
     def _lower(self, i: int) -> None:
         """Add variables for the modes, output types and channels_last order of operator i."""
-        op, operands = self._graph.ops[i], self._wiring.operands[i]
+        op, operands = self._graph.ops[i], self.wiring.operands[i]
         first = self._channels_last[operands[0]] if operands else ZERO
         if op.role is Role.ADJUSTABLE:
             self._modes.append({str(p): binary for p, binary in self.chosen[op.name].items()})
@@ -161,14 +202,14 @@ class ClassModel:
             through = self.program.all_of([difference(passing, alone), first])
             channels_last = total([alone, through])
         else:
-            modes = self._widest(op, [self._carried[value] for value in self._wiring.floats[i]])
+            modes = self._widest(op, [self.carried[value] for value in self.wiring.floats[i]])
             self._modes.append(modes)
             carried = {}
             for mode, binary in modes.items():
                 output = rule.output_of(op, Precision.FP32, mode, self._float16, False)
                 carried.setdefault(output, Sum()).add(binary)
             channels_last = first if rule.makes_channels_last(op, Precision.FP32, True) else ZERO
-        self._carried.append(carried)
+        self.carried.append(carried)
         self._channels_last.append(channels_last)
 
     def _output_types(self, i: int, precision: Precision) -> Iterator[tuple[str, Sum]]:
@@ -179,7 +220,7 @@ class ClassModel:
             yield output, binary
             return
         if (i, precision) not in self._in_16_bit:
-            wanted = self._wanted[self._wiring.offset + i]
+            wanted = self._wanted[self.wiring.offset + i]
             self._in_16_bit[i, precision] = self.program.all_of([binary, wanted])
         in_16_bit = self._in_16_bit[i, precision]
         yield output, difference(binary, in_16_bit)
@@ -201,12 +242,13 @@ class ClassModel:
         return {narrow: every, wide: negated(every)}
 
     def _price_run(self, i: int) -> None:
-        op, wiring = self._graph.ops[i], self._wiring
+        op, wiring = self._graph.ops[i], self.wiring
         channels_last = self.program.any_of(
             {
                 id(self._channels_last[value]): self._channels_last[value] for value in wiring.operands[i]
             }.values()
         )
+        runs: list[tuple[Sum, Run]] = []
         for alternative in self.alternatives[i]:
             for order, binary_there in self._split(alternative.binary, channels_last):
                 run = Run(op.name, alternative.mode, (), alternative.output, alternative.form, order)
@@ -214,10 +256,16 @@ class ClassModel:
                 for so, binary_so in self._split(binary_there, as_traced):
                     run_so = replace(run, as_traced=so)
                     self._add(i, binary_so, partial(run_cost, self._part.profile, run_so, op))
+                    runs.append((binary_so, run_so))
+        again = self.again[i]
+        if len(runs) > len(again):
+            again = self.program.parted([binary for binary, _ in runs], self.is_again[i])
+        for (_, run), twice in zip(runs, again, strict=True):
+            self._add_again(i, twice, lambda profile, run=run: run_cost(profile, run, op))  # type: ignore[misc]
 
     def _price_switch(self, i: int) -> None:
         """Add the switch cost between product i and the product after it if their precisions differ."""
-        after, ops = self._wiring.after[i], self._graph.ops
+        after, ops = self.wiring.after[i], self._graph.ops
         if after is None:
             return
         first, second = self.chosen[ops[i].name], self.chosen[ops[after].name]
@@ -231,60 +279,59 @@ class ClassModel:
 
     def _alternatives(self, i: int) -> Iterator[Alternative]:
         op, ops = self._graph.ops[i], self._graph.ops
-        product, follower = self._wiring.product[i], self._wiring.epilogue[i]
+        product, follower = self.wiring.product[i], self.wiring.epilogue[i]
         if op.role is Role.ADJUSTABLE:
             for precision in self.chosen[op.name]:
-                computed = None
-                if follower is not None and rule.computes_follower(op, precision, self._saves_less[follower]):
-                    computed = ops[follower].kind
-                form = rule.run_form_of(op, computed, False, False, lambda: False)
+                able = follower is not None and rule.computes_follower(op, precision, False)
+                is_less = self._less[follower] if able and follower is not None else ZERO
                 for output, binary in self._output_types(i, precision):
-                    yield Alternative(
-                        str(precision), output, form, self._taken(i, precision, str(precision)), binary
-                    )
+                    taken = self._taken(i, precision, str(precision))
+                    for saves_less, binary_so in self._split(binary, is_less):
+                        computed = ops[follower].kind if able and not saves_less else None  # type: ignore[index]
+                        form = rule.run_form_of(op, computed, False, False, lambda: False)
+                        yield Alternative(str(precision), output, form, taken, binary_so)
             return
         computed_there = ZERO
         if product is not None:
+            chosen = self.chosen[ops[product].name].items()
             computed_there = total(
-                binary
-                for p, binary in self.chosen[ops[product].name].items()
-                if rule.computes_follower(ops[product], p, self._saves_less[i])
+                binary for p, binary in chosen if rule.computes_follower(ops[product], p, False)
             )
-        is_saved = self._is_saved(self._wiring.offset + i) if self._saves_less[i] else ZERO
+        is_less = self._less[i]
+        is_saved = (
+            ZERO if is_less.settled and not is_less.constant else self._is_saved(self.wiring.offset + i)
+        )
         for mode, binary in self._modes[i].items():
             output = rule.output_of(op, Precision.FP32, mode, self._float16, False)
-            for is_computed, binary_there in self._split(binary, computed_there):
-                forms = [
-                    rule.run_form_of(op, None, is_computed, self._saves_less[i], lambda saved=saved: saved)  # type: ignore[misc]
-                    for saved in (False, True)
-                ]
-                split = (
-                    self._split(binary_there, is_saved) if forms[0] != forms[1] else [(False, binary_there)]
-                )
-                for saved, binary_so in split:
-                    yield Alternative(
-                        mode, output, forms[saved], self._taken(i, Precision.FP32, mode), binary_so
-                    )
+            taken = self._taken(i, Precision.FP32, mode)
+            for saves_less, binary_there in self._split(binary, is_less):
+                by = computed_there
+                if saves_less:
+                    by = is_saved if len(set(FORMS[op.kind])) > 1 else ZERO
+                for flag, binary_so in self._split(binary_there, by):
+                    computed, saved = flag and not saves_less, flag and saves_less
+                    form = rule.run_form_of(op, None, computed, saves_less, lambda saved=saved: saved)  # type: ignore[misc]
+                    yield Alternative(mode, output, form, taken, binary_so)
 
     def _is_saved(self, value: int) -> Sum:
         """Return a variable: 1 if some operator saves the value, or a view of it, without a cast."""
-        wiring, found = self._wiring, list[Sum]()
+        wiring, found = self.wiring, list[Sum]()
         for i, j, at in wiring.storage_readers(value):
             op = self._graph.ops[i]
             for p, binary in self.chosen[op.name].items() if op.role is Role.ADJUSTABLE else ():
                 taken = rule.taken_type(op, j, wiring.traced[at], p, str(p))
                 found += [
                     self.program.all_of([binary, carried_so])
-                    for carried, carried_so in self._carried[at].items()
+                    for carried, carried_so in self.carried[at].items()
                     if rule.saves_operand(op, j, taken, carried)
                 ]
         return self.program.any_of(found)
 
     def _taken(self, i: int, precision: Precision, mode: str) -> tuple[str | None, ...]:
-        op, traced = self._graph.ops[i], self._wiring.traced
+        op, traced = self._graph.ops[i], self.wiring.traced
         return tuple(
             rule.taken_type(op, j, traced[value], precision, mode)
-            for j, value in enumerate(self._wiring.operands[i])
+            for j, value in enumerate(self.wiring.operands[i])
         )
 
     def _split(self, binary: Sum, by: Sum) -> list[tuple[bool, Sum]]:
@@ -308,14 +355,34 @@ class ClassModel:
         self.forward_s[i].add(binary, found.forward_s)
         self.backward_s[i].add(binary, found.backward_s)
 
+    def _add_again(self, i: int, binary: Sum, price: Callable[[Profile], Cost]) -> None:
+        """Add to operator i the seconds of recomputing what has this price, if a variable is 1."""
+        if binary.settled and binary.constant == 0.0:
+            return
+        try:
+            once, twice = price(self._part.profile), price(self._profile_again)
+        except MismatchError:  # `_add` excludes it
+            return
+        self.forward_s[i].add(binary, twice.forward_s - once.forward_s)
+        self.backward_s[i].add(binary, twice.backward_s - once.backward_s)
+
+    def _is_cast_again(self, value: int) -> Sum:
+        """Return a variable: 1 if an operator that computes or reads a value is recomputed."""
+        readers = self.wiring.consumers[value]
+        makers = [value - self.wiring.offset] if value >= self.wiring.offset else []
+        numbers = dict.fromkeys(self.block[i] for i in (*makers, *readers))
+        return self.program.at_least_any([self.levers[k][RECOMPUTED] for k in numbers if k is not None])
+
     def _price_casts(self, value: int) -> None:
-        owner = self._wiring.owner(value)
+        owner = self.wiring.owner(value)
         takers = self.takers(value)
         if owner is None or not takers:
             return
-        entry = self._wiring.entries[value]
+        entry = self.wiring.entries[value]
         parameter = isinstance(entry, Input) and entry.kind == "parameter"
-        carried = self._carried[value]
+        carried = self.carried[value]
+        is_copy = parameter and keeps_weight_casts(self._part.device_class.device)
+        again = ZERO if is_copy else self._is_cast_again(value)
         for target, binaries in takers.items():
             sources = [source for source in carried if rule.needed_casts([target], source)]
             if not sources:
@@ -337,16 +404,24 @@ class ClassModel:
                     made.add(there)
                 cast = Cast(entry.name, source, target, entry.num_elements, parameter, channels_last)
                 self._add(owner, there, partial(cast_cost, self._part.profile, cast))
+                if not again.settled:
+                    both = self.program.at_least_all([there, again])
+                    self._add_again(owner, both, lambda profile, cast=cast: cast_cost(profile, cast))  # type: ignore[misc]
             if not made.settled:
                 self.program.at_most(needed, made)
 
-    def takers(self, value: int) -> dict[str, list[Sum]]:
-        """Return by type the variables of readers that take this value in that type (`Wiring` number)."""
+    def takers(self, value: int, last: int | None = None) -> dict[str, list[Sum]]:
+        """Return by type the variables of readers that take this value in that type (`Wiring` number).
+
+        With `last`, leave out the readers after this operator.
+        """
         found: dict[str, list[Sum]] = {}
-        traced = self._wiring.traced[value]
-        for i in self._wiring.consumers[value]:
+        traced = self.wiring.traced[value]
+        for i in self.wiring.consumers[value]:
+            if last is not None and i > last:
+                continue
             op = self._graph.ops[i]
-            for j, operand in enumerate(self._wiring.operands[i]):
+            for j, operand in enumerate(self.wiring.operands[i]):
                 if operand != value:
                     continue
                 by_type: dict[str, Sum] = {}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.device_class_model import ClassModel
+from qsync.allocator.solvers.memory_lower_bound import MemoryRows
 from qsync.allocator.solvers.milp_expressions import Sum, total
 from qsync.errors import DoesNotFitError
 from qsync.operators.precision import Precision
@@ -24,6 +26,8 @@ _MAX_SWEEPS = 20
 _FASTER = 0.5
 # The best uniform start's time in the program, since HiGHS has an absolute tolerance of 1e-6; seconds.
 _SCALED, _TIME_LIMIT_S = 1e4, 5.0
+# With levers of blocks: the relative gap to the least time, and the most solutions beyond memory.
+_LEVER_GAP, _MAX_ROUNDS = 1e-4, 30
 # Enumeration of up to this many assignments is faster than a search.
 _MAX_ENUMERATED = 1000
 
@@ -57,7 +61,9 @@ def fastest_start(state: State, device_class: str) -> None:
     state.move(device_class, _fastest_uniform(state, device_class))
     if not _solve(state, device_class):
         _descend(state, device_class)
-    if not state.classes[device_class].fits() and not _fastest_that_fits(state, device_class):
+    if state.classes[device_class].fits() or _fastest_with_levers(state, device_class):
+        return
+    if not _fastest_that_fits(state, device_class):
         _fit(state, device_class)
 
 
@@ -86,7 +92,8 @@ def _solve(state: State, device_class: str) -> bool:
     one = state.classes[device_class]
     if one.costs.launches is not None:  # waits for launches do not add up
         return False
-    model, seconds = ClassModel(one.part.graph, one.part, 0.0, math.inf), Sum()
+    part = replace(state.plain(device_class).part, blocks=())
+    model, seconds = ClassModel(state.problem.graph, part, 0.0, math.inf), Sum()
     seconds.add(total([*model.forward_s, *model.backward_s]), _SCALED / one.own_s)
     if model.program.num_columns:
         found = model.program.solve(seconds, gap=_MEANINGFUL, time_limit_s=_TIME_LIMIT_S)
@@ -97,6 +104,30 @@ def _solve(state: State, device_class: str) -> bool:
         if one.own_s > uniform_s:
             state.back(move)
     return True
+
+
+def _fastest_with_levers(state: State, device_class: str) -> bool:
+    """Move a class to precisions and levers of least time that fit; return whether HiGHS found any.
+
+    If none fit, leave the class with as many recomputed blocks as it has, or saving less.
+    """
+    plain = state.plain(device_class)
+    if not plain.part.blocks:
+        return False
+    model, seconds = ClassModel(state.problem.graph, plain.part, 0.0, math.inf), Sum()
+    seconds.add(total([*model.forward_s, *model.backward_s]), _SCALED / plain.own_s)
+    memory = MemoryRows(model, plain.part, state.problem.cluster.num_ranks)
+    for _ in range(_MAX_ROUNDS):
+        found = model.program.solve(seconds, also=memory.rows(), gap=_LEVER_GAP, time_limit_s=_TIME_LIMIT_S)
+        if found.x is None:
+            break
+        state.treat(device_class, model.treatment(found.x))
+        state.move(device_class, model.assignment(found.x))
+        if state.classes[device_class].fits():
+            return True
+        memory.tighten(found.x, state.classes[device_class])
+    state.treat(device_class, tuple(block.options[-1] for block in plain.part.blocks))
+    return False
 
 
 def _descend(state: State, device_class: str) -> None:

@@ -32,9 +32,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qsync.allocator.block_levers import KEEP, Treatment
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.device_class_model import ClassModel
-from qsync.allocator.solvers.memory_lower_bound import saved_bytes
+from qsync.allocator.solvers.memory_lower_bound import MemoryRows, saved_bytes
 from qsync.allocator.solvers.milp_expressions import (
     INFEASIBLE,
     OPTIMAL,
@@ -52,7 +53,8 @@ from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.replayer import step_time
 from qsync.replayer.synchronous_step import LEAST_RATE, least_losses_s
 
-Assignments = dict[str, dict[str, Precision]]
+# A class's precisions, and the levers of its blocks.
+Candidate = tuple[dict[str, Precision], Treatment]
 Row = tuple[Sum, float, float]
 
 # The target's value in scaled rows: HiGHS's tolerance of 1e-6 is then 1e-9 of the target.
@@ -78,6 +80,7 @@ class Solution:
     """
 
     assignments: Mapping[str, Mapping[str, Precision]]
+    treatments: Mapping[str, Treatment]
     variance: float
     bound: float
     status: str
@@ -101,9 +104,9 @@ def solve(
     begun = time.perf_counter()
     end = begun + time_limit_s
     raise_classes(state, lowerable, target_s)
-    best, least = state.assignments(), state.variance
+    best, treated, least = state.assignments(), state.treatments(), state.variance
     settled = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
-    bound, candidate = settled, {name: dict(found) for name, found in best.items()}
+    bound, candidate = settled, {name: (found, treated[name]) for name, found in best.items()}
     # A class without added variance has no better assignment.
     open_ = [name for name in lowerable if state.classes[name].variance > 0.0]
     parts = list[_Class]()
@@ -119,7 +122,9 @@ def solve(
         candidate[name] = part.best
     tightened = target_s
     for _ in range(_MAX_ROUNDS):
-        state.restore(candidate)
+        for name, (assignment, treatment) in candidate.items():
+            state.treat(name, treatment)
+            state.move(name, assignment)
         if holds(state, target_s):
             break
         late = state.late_step_s() / target_s - 1.0
@@ -130,10 +135,10 @@ def solve(
             left = end - time.perf_counter()
             candidate[part.name] = part.within(tightened, left / len(parts), gap) or candidate[part.name]
     if not holds(state, target_s):
-        state.restore(best)
+        state.restore(best, treated)
     recover(state, lowerable, target_s)
     if state.variance > least:
-        state.restore(best)
+        state.restore(best, treated)
     # The bound does not exclude a better plan.
     while bound < state.variance * (1 - _LOOSE) and time.perf_counter() < end:
         if not repair(state, lowerable, target_s):
@@ -144,7 +149,8 @@ def solve(
 
 def _solution(state: State, bound: float, gap: float, begun: float, parts: Sequence[_Class]) -> Solution:
     variance, seconds = state.variance, time.perf_counter() - begun
-    solution = Solution(state.assignments(), variance, min(bound, variance), OPTIMAL, seconds)
+    found = state.assignments(), state.treatments()
+    solution = Solution(*found, variance, min(bound, variance), OPTIMAL, seconds)
     if solution.gap <= max(gap, 1e-9):
         return solution
     stopped = {part.status for part in parts} - {OPTIMAL}
@@ -161,11 +167,14 @@ class _Class:
         target_s: float,
         lowerable: Sequence[str],
         scale: float,
-        best: Mapping[str, Precision] | None = None,
+        best: Candidate | None = None,
     ) -> None:
         self.name, self._state, self._target_s = name, state, target_s
         self._one = state.classes[name]
-        self.best = dict(best or {op: self._one.precision(op) for op in self._one.part.choices})
+        self._part = state.plain(name).part
+        self.best = best or (
+            {op: self._one.precision(op) for op in self._part.choices}, self._one.treatment
+        )  # fmt: skip
         self.status = OPTIMAL  # the worst status of HiGHS
         # Upper limit of the variance of useful solutions.
         self._variance = min(self._one.variance, _FAR * scale)
@@ -174,10 +183,13 @@ class _Class:
         self._is_partial = len(lowerable) > 1  # other lowerable classes are left out of its replays
         # If buffers are broadcast first, all classes start together, at a time independent of choices.
         _, self._start_s = state.late_starts(least=True)[name]
-        self._model = ClassModel(
-            self._one.part.graph, self._one.part, self._weight, self._weight * self._variance
-        )
-        self._cuts: list[Row] = [self._memory_row()] if self._one.is_tight else []
+        self._model = ClassModel(state.problem.graph, self._part, self._weight, self._weight * self._variance)
+        self._cuts: list[Row] = []
+        self._memory: MemoryRows | None = None
+        if self._part.blocks:
+            self._memory = MemoryRows(self._model, self._part, state.problem.cluster.num_ranks)
+        elif self._one.is_tight:
+            self._cuts = [self._memory_row()]
         self._forward = total(self._model.forward_s)
         # Row 0 counts all of backward. Row k counts it in full until the operator that completes bucket k-1.
         self._ready = [0, *(bucket.ready for bucket in state.problem.exchange.buckets)]
@@ -192,26 +204,46 @@ class _Class:
         end = time.perf_counter() + time_limit_s
         bound, exact, target_s = 0.0, True, self._target_s
         for _ in range(_MAX_ROUNDS):
-            found, least = self._solved(target_s, end - time.perf_counter(), gap)
+            point, least = self._solved(target_s, end - time.perf_counter(), gap)
             if exact:
                 bound = max(bound, least)
-            if found is None:
+            if point is None:
                 break
-            over = self._misses(found)
+            over = self._misses(point)
             if over is None:
-                self.best = found
+                self.best = self._with_fewest_levers(point, end)
                 break
             if time.perf_counter() > end:
                 self.status = TIME_LIMITED
                 break
-            if num_assignments(self._one.part) <= MAX_REPLAYED:
+            late, is_exact = over
+            exact &= is_exact
+            if not exact and num_assignments(self._part) <= MAX_REPLAYED:
                 return self._replay_all(bound, end)
-            exact = False
-            late, row = over
             target_s *= 1.0 - late
-            if row is not None:
-                self._cuts.append(row)
         return bound
+
+    def _with_fewest_levers(self, point: FloatArray, end: float) -> Candidate:
+        """Return a solution's precisions with the levers of least time at which they fit in memory."""
+        assignment, treatment = self._candidate(point)
+        if self._memory is None or {KEEP}.issuperset(treatment):
+            return assignment, treatment
+        seconds = Sum()
+        seconds.add(total([self._forward, *self._model.backward_s]), _TARGET_SCALED / self._target_s)
+        chosen = [self._model.chosen[op][p] for op, p in assignment.items()]
+        fixed = [(binary, 1.0, 1.0) for binary in chosen if not binary.settled]
+        for _ in range(_MAX_ROUNDS):
+            also = [*fixed, *self._memory.rows()]
+            result = self._model.program.solve(seconds, also=also, time_limit_s=end - time.perf_counter())
+            if result.x is None:
+                break
+            fewer = self._model.treatment(result.x)
+            with self._state.tried(self.name, assignment, fewer) as one:
+                if one.fits():
+                    is_late = self._step_s() > self._target_s * (1 + TOLERANCE)
+                    return assignment, treatment if is_late else fewer
+                self._memory.tighten(result.x, one)
+        return assignment, treatment
 
     def _replay_all(self, bound: float, end: float) -> float:
         """Replay the assignments from variance `bound` up; keep the best, and return a lower bound.
@@ -219,9 +251,7 @@ class _Class:
         This is faster than cuts, each of which excludes one assignment and takes another program, if rows
         count little of the memory.
         """
-        self._replayed = ReplayedAssignments(
-            self._one.part, self._step_s_where_it_fits, bound, self._variance
-        )
+        self._replayed = ReplayedAssignments(self._part, self._step_s_where_it_fits, bound, self._variance)
         found, least = self._replayed.best_within(self._target_s, end)
         if found is not None:
             self.best = found
@@ -229,34 +259,39 @@ class _Class:
             self.status = TIME_LIMITED
         return min(least, self._variance)
 
-    def within(self, target_s: float, time_limit_s: float, gap: float) -> dict[str, Precision] | None:
-        """Return the best assignment for another target; None if none is found in time."""
+    def within(self, target_s: float, time_limit_s: float, gap: float) -> Candidate | None:
+        """Return the best candidate for another target; None if none is found in time."""
         if self._is_settled:
             return None
         if self._replayed is not None:
             return self._replayed.best_within(target_s, time.perf_counter() + time_limit_s)[0]
-        return self._solved(target_s, time_limit_s, gap)[0]
+        point = self._solved(target_s, time_limit_s, gap)[0]
+        return None if point is None else self._candidate(point)
+
+    def _candidate(self, point: FloatArray) -> Candidate:
+        return self._model.assignment(point), self._model.treatment(
+            point
+        ) if self._memory else self._one.treatment
 
     @property
     def best_variance(self) -> float:
         """Return the variance of the best assignment so far."""
-        return sum(self._one.part.variance[op][self.best[op]] for op in self._one.part.choices)
+        return sum(self._part.variance[op][self.best[0][op]] for op in self._part.choices)
 
     @property
     def _is_settled(self) -> bool:
         """Return whether the class has no open choice or no variance to save."""
         return self._variance == 0.0 or self._model.program.num_columns == 0
 
-    def _solved(
-        self, target_s: float, time_limit_s: float, gap: float
-    ) -> tuple[dict[str, Precision] | None, float]:
-        """Return an assignment that satisfies all rows, and a lower bound of the variance of any."""
+    def _solved(self, target_s: float, time_limit_s: float, gap: float) -> tuple[FloatArray | None, float]:
+        """Return a solution that satisfies all rows, and a lower bound of the variance of any."""
         end, bound = time.perf_counter() + time_limit_s, 0.0
         while True:
             most = _TARGET_SCALED * target_s / self._target_s * (1 + TOLERANCE)
             rows = [(row, -np.inf, most) for row in self._rows.values()]
+            memory = self._memory.rows() if self._memory else []
             result = self._model.program.solve(
-                also=[*rows, *self._cuts], gap=gap / 2, time_limit_s=end - time.perf_counter()
+                also=[*rows, *self._cuts, *memory], gap=gap / 2, time_limit_s=end - time.perf_counter()
             )
             status = STATUSES[result.status]
             if status in (TIME_LIMITED, UNSOLVED):
@@ -270,7 +305,7 @@ class _Class:
                 return None, bound
             broken = self._most_broken_row(result.x, target_s)
             if broken is None:
-                return self._model.assignment(result.x), bound
+                return result.x, bound
             self._add_row(broken)
 
     def _most_broken_row(self, point: FloatArray, target_s: float) -> int | None:
@@ -323,21 +358,30 @@ class _Class:
         lost = float(least_losses_s(self._one.work, exchange)[: k - 1].sum())
         return seconds + lost + sum(exchange.durations_s[k - 1 :])
 
-    def _misses(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
-        """Return an assignment's relative lateness and a cut if it misses memory; None if it holds."""
-        move = self._state.move(self.name, assignment)
-        late, fits = self._step_s() / self._target_s - 1.0, self._one.fits()
-        row = None if fits else self._less_memory_row(assignment)
-        self._state.back(move)
-        return (max(late, 0.0), row) if late > TOLERANCE or not fits else None
+    def _misses(self, point: FloatArray) -> tuple[float, bool] | None:
+        """Return a solution's relative lateness, and whether the rows stay exact; None if it holds.
 
-    def _step_s_where_it_fits(self, assignment: Mapping[str, Precision]) -> float:
-        """Return the step's seconds under an assignment; infinite if it is in time but misses memory."""
-        move = self._state.move(self.name, assignment)
-        step_s = self._step_s()
-        if step_s <= self._target_s * (1 + TOLERANCE) and not self._one.fits():
-            step_s = math.inf
-        self._state.back(move)
+        A row is added that excludes a solution beyond memory. Rows stay exact if it excludes no other one.
+        """
+        assignment, treatment = self._candidate(point)
+        with self._state.tried(self.name, assignment, treatment) as one:
+            late, fits = self._step_s() / self._target_s - 1.0, one.fits()
+            if late <= TOLERANCE and fits:
+                return None
+            is_exact = late <= TOLERANCE
+            if not fits and self._memory is not None:
+                is_exact &= self._memory.tighten(point, one)
+            elif not fits:
+                self._cuts.append(self._less_memory_row(assignment))
+                is_exact = False
+        return max(late, 0.0), is_exact
+
+    def _step_s_where_it_fits(self, assignment: Mapping[str, Precision], treatment: Treatment) -> float:
+        """Return the step's seconds of a candidate; infinite if it is in time but misses memory."""
+        with self._state.tried(self.name, assignment, treatment) as one:
+            step_s = self._step_s()
+            if step_s <= self._target_s * (1 + TOLERANCE) and not one.fits():
+                step_s = math.inf
         return step_s
 
     def _step_s(self) -> float:
@@ -346,7 +390,8 @@ class _Class:
         If other classes are lowered too, leave out the waiting toll (`Work.is_one`), so that the result is a
         lower bound of the step of all classes.
         """
-        works = [self._one.work.slower(self._state.late_factor(self.name)), *self._beside]
+        own = self._state.classes[self.name].work
+        works = [own.slower(self._state.late_factor(self.name)), *self._beside]
         if self._is_partial:
             works = [replace(work, is_one=False) for work in works]
         return step_time(works, self._state.problem.exchange)

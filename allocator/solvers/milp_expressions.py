@@ -123,6 +123,21 @@ class IntegerProgram:
         """Return a variable that is 1 if any binary is 1, else 0."""
         return negated(self.all_of([negated(binary) for binary in binaries]))
 
+    def parted(self, binaries: Sequence[Sum], by: Sum) -> list[Sum]:
+        """Return the conjunction of each binary with `by`; the sum of the binaries is 1.
+
+        z_k <= x_k and sum of z_k = by: tighter than a conjunction alone.
+        """
+        if by.settled:
+            return [binary if by.constant else ZERO for binary in binaries]
+        parts = [self.binary() for _ in binaries[1:]]
+        parts.append(difference(by, total(parts)))
+        for part, binary in zip(parts, binaries, strict=True) if len(parts) > 1 else ():
+            self.at_most(part, binary)
+        if len(parts) > 1:
+            self.at_most(ZERO, parts[-1])
+        return parts
+
     def at_least_any(self, binaries: Sequence[Sum]) -> Sum:
         """Return a variable that is at least each binary, so that its minimum is 1 if any of them is 1."""
         if any(binary.settled and binary.constant == 1.0 for binary in binaries):
@@ -133,6 +148,15 @@ class IntegerProgram:
         found = self.binary()
         for binary in open_:
             self.at_most(binary, found)
+        return found
+
+    def at_least_all(self, binaries: Iterable[Sum]) -> Sum:
+        """Return a variable that is at least 1 if all binaries are 1, and else at least 0."""
+        open_ = [binary for binary in binaries if not (binary.settled and binary.constant == 1.0)]
+        if len(open_) < 2:
+            return open_[0] if open_ else ONE
+        found = self.binary()
+        self.row(difference(total(open_), found), most=len(open_) - 1.0)
         return found
 
     def solve(

@@ -44,6 +44,10 @@ class RecomputedBlocks:
             return time
         return time + self._delay[max(2 * self._num_ops - time, 0)]
 
+    def runs_again(self, i: int) -> bool:
+        """Return whether operator `i` belongs to a recomputed block."""
+        return self._block[i] is not None
+
     def second_time(self, i: int) -> int:
         """Return the time at which operator `i` of a block runs forward again."""
         block = self._block[i]

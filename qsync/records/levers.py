@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
 from qsync.errors import FormatError, shortened
 from qsync.records.graph import OpGraph
 from qsync.records.record_json import Number, Positive, Record
+
+if TYPE_CHECKING:
+    from qsync.records.profiles import Profile
 
 SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
     "share", "accumulate", "buckets", "recompute", "save_less",
@@ -102,7 +105,8 @@ class Levers(Record):
 class CarriedTo:
     """The setting to which a profile was scaled: the graph of a pass, samples per step, levers.
 
-    `captured` (hash of shapes) and `captured_samples` describe the original graph and profile.
+    `captured` (hash of shapes) and `captured_samples` describe the original graph and profile. `one_pass` is
+    the graph of a pass with its profile, without recomputed blocks.
     """
 
     graph: OpGraph
@@ -110,6 +114,7 @@ class CarriedTo:
     captured: str
     captured_samples: int
     levers: ClassLevers
+    one_pass: tuple[OpGraph, Profile] = field(compare=False, repr=False)
 
 
 def is_in_module(op: str, path: str) -> bool:

@@ -6,7 +6,7 @@ one pass (`Profile.setting`). Replay, memory and allocation read this profile an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qsync.errors import FormatError, MismatchError
@@ -97,9 +97,22 @@ def profile_under(
         found = at_samples(profile, graph, other, size, at, loaded=samples)
     elif samples != captured:  # several passes as large as the captured one
         found = replace(profile, loading_s=profile.loading_s * samples / captured)
-    at = mark_recomputed(at, levers.recomputed)
-    found = _in_passes(found, at, levers.passes, device)
-    setting = CarriedTo(with_other_passes(at, levers.passes), samples, graph.shapes_hash, captured, levers)
+    setting = CarriedTo(at, samples, graph.shapes_hash, captured, levers, (at, found))
+    return recomputing(graph, replace(found, setting=setting), levers.recomputed, device)
+
+
+def recomputing(graph: OpGraph, profile: Profile, paths: Sequence[str], device: str) -> Profile:
+    """Return a class's profile with these blocks recomputed instead of its own, and its other levers.
+
+    >>> recomputing(graph, profile, ["layers.0", "layers.5"], "cpu").setting.graph.recomputed
+    """
+    if profile.setting is None:
+        levers = ClassLevers(samples_of(graph), recomputed=tuple(paths))
+        return profile_under(graph, profile, levers, None, device)
+    levers = replace(profile.setting.levers, recomputed=tuple(paths))
+    at = mark_recomputed(profile.setting.one_pass[0], paths)
+    found = _in_passes(profile.setting.one_pass[1], at, levers.passes, device)
+    setting = replace(profile.setting, graph=with_other_passes(at, levers.passes), levers=levers)
     return replace(found, setting=setting)
 
 

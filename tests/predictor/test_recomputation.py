@@ -72,7 +72,8 @@ def test_what_is_recomputed_saves_as_torch_does_priced_and_run():
     model(X).backward()
     profiles = {"infer": profile_of(graph, saving=1.3)}
     there = mark_recomputed(graph, ["layers.0"])
-    at = replace(profiles["infer"], setting=CarriedTo(there, 2, graph.shapes_hash, 2, plan.levers["infer"]))
+    setting = CarriedTo(there, 2, graph.shapes_hash, 2, plan.levers["infer"], (graph, profiles["infer"]))
+    at = replace(profiles["infer"], setting=setting)
     timeline = replay(graph, plan, {"infer": at}, cluster_of({"infer": 1}))
     priced = {node.op: node.form for node in timeline["infer"].nodes if isinstance(node, Run)}
     ran = {
