@@ -1,22 +1,21 @@
 """Say whether a batch fits in a class's memory, and by which ways it can be made to fit. Pure.
 
-A way is a number of passes with, where that alone does not fit, the fewest first blocks that have to be
-recomputed, or, where one precision for all fits, the precisions of least variance that do. Every way is
-replayed as a step of ranks of this class alone: nobody waits for others.
+A way is a number of passes with, where that alone does not fit, precisions and levers of blocks from the
+solver: those of least variance, with levers and by precisions alone, and those of the least step. Every way
+is replayed as a step of ranks of this class alone: nobody waits for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from qsync.allocator.planner import allocate
 from qsync.allocator.uniform import uniform
-from qsync.errors import FormatError
-from qsync.operators.precision import Precision
-from qsync.records.base import base_of_graph, base_on, bases_of, is_below
-from qsync.records.levers import ClassLevers, samples_of
+from qsync.errors import DoesNotFitError, FormatError
+from qsync.records.levers import RECOMPUTE, SAVE_LESS, ClassLevers, samples_of
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
@@ -35,6 +34,7 @@ class Way:
     """One way to take a batch on a class: its levers, and the operators that run below the base."""
 
     levers: ClassLevers
+    saving_less: tuple[str, ...]
     num_lowered: int
     peak_bytes: int
     step_s: float
@@ -93,8 +93,6 @@ class _Fitting:
         self._cluster = replace(basis.cluster, classes=(replace(own, count=basis.cluster.num_ranks),))
         self._profile = basis.profiles[device_class]
         self._samples, self._blocks = samples_of(basis.graph), blocks(basis.graph)
-        own_base = base_on(base_of_graph(basis.graph, base), bases_of(own.device, own.precisions))
-        self._below = [p for p in reversed(own.precisions) if is_below(p, own_base)]
         self._reach = reach(self._profile, basis.graph, other)
         self._tried: list[Way] = []
 
@@ -123,19 +121,27 @@ class _Fitting:
         levers = ClassLevers(passes=passes)
         if self._fits(self._try(levers)):
             return True
-        whole = len(self._blocks)
-        if whole and self._fits(self._try(self._with(levers, whole))):
-            fewest = least(lambda k: self._fits(self._at(self._with(levers, k))), whole)
-            if fewest < whole:
-                self._try(self._with(levers, fewest))
-        if any(self._fits(self._at(levers, p)) for p in self._below):
-            profiles = {self._name: self._under(levers)}
-            plan = allocate(
-                self._basis.graph, profiles, self._basis.sensitivity, self._cluster, base=self._base,
-                target_s=_ANY_STEP_S,
-            )  # fmt: skip
-            self._tried.append(self._way(plan, levers))
+        least_variance, with_levers = {"target_s": _ANY_STEP_S}, {"block_levers": (RECOMPUTE, SAVE_LESS)}
+        found = [
+            self._solve(levers, {**least_variance, **with_levers}),
+            self._solve(levers, least_variance),
+            self._solve(levers, {"slack": 0.0, **with_levers}),
+        ]
+        if not any(found) and self._blocks:
+            self._try(replace(levers, recomputed=self._blocks))
         return False
+
+    def _solve(self, levers: ClassLevers, options: Mapping[str, Any]) -> bool:
+        """Try the precisions, and levers of blocks, of the solver; return whether any fit."""
+        basis, profiles = self._basis, {self._name: self._under(levers)}
+        try:
+            plan = allocate(
+                basis.graph, profiles, basis.sensitivity, self._cluster, base=self._base, **options
+            )
+        except DoesNotFitError:
+            return False
+        self._tried.append(self._way(plan, plan.levers_of(self._name)))
+        return True
 
     def _passes(self) -> Iterator[int]:
         """Yield the numbers of equal passes, from one on, whose sizes the costs are trusted at."""
@@ -158,22 +164,16 @@ class _Fitting:
             return fewest + least(exceeds, most - fewest + 2) - 2
         return None
 
-    def _with(self, levers: ClassLevers, num_blocks: int) -> ClassLevers:
-        return replace(levers, recomputed=self._blocks[:num_blocks])
-
     def _try(self, levers: ClassLevers) -> Way:
-        way = self._at(levers)
+        way = self._way(self._plain(levers)[0], levers)
         self._tried.append(way)
         return way
 
-    def _at(self, levers: ClassLevers, below: Precision | None = None) -> Way:
-        return self._way(self._plain(levers, below)[0], levers)
-
-    def _plain(self, levers: ClassLevers, below: Precision | None = None) -> tuple[Plan, Profile]:
-        """Return the plan of the base, or of one precision, and the profile that it is replayed with."""
+    def _plain(self, levers: ClassLevers) -> tuple[Plan, Profile]:
+        """Return the plan of the base, and the profile that it is replayed with."""
         profile, basis = self._under(levers), self._basis
         plan = uniform(
-            basis.graph, {self._name: profile}, self._cluster, {self._name: below} if below else {},
+            basis.graph, {self._name: profile}, self._cluster, {},
             base=self._base, sensitivity=basis.sensitivity, strict=True,
         )  # fmt: skip
         return plan, profile
@@ -187,7 +187,7 @@ class _Fitting:
         entry = plan[self._name]
         assert entry.predicted is not None and plan.step_s is not None, "plans made here are replayed"
         return Way(
-            levers, len(entry.lowered), entry.predicted.memory_bytes, plan.step_s,
+            levers, entry.saving_less, len(entry.lowered), entry.predicted.memory_bytes, plan.step_s,
             entry.predicted.added_variance,
         )  # fmt: skip
 

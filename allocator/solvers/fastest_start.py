@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -26,8 +27,9 @@ _MAX_SWEEPS = 20
 _FASTER = 0.5
 # The best uniform start's time in the program, since HiGHS has an absolute tolerance of 1e-6; seconds.
 _SCALED, _TIME_LIMIT_S = 1e4, 5.0
-# With levers of blocks: the relative gap to the least time, and the most solutions beyond memory.
-_LEVER_GAP, _MAX_ROUNDS = 1e-4, 30
+# With levers of blocks: the relative gap to the least time (to which training repeats its steps), a time
+# limit, and the most solutions beyond memory.
+_LEVER_GAP, _LEVER_LIMIT_S, _MAX_ROUNDS = 1e-2, 20.0, 30
 # Enumeration of up to this many assignments is faster than a search.
 _MAX_ENUMERATED = 1000
 
@@ -111,14 +113,18 @@ def _fastest_with_levers(state: State, device_class: str) -> bool:
 
     If none fit, leave the class with as many recomputed blocks as it has, or saving less.
     """
-    plain = state.plain(device_class)
+    plain, end = state.plain(device_class), time.perf_counter() + _LEVER_LIMIT_S
     if not plain.part.blocks:
         return False
     model, seconds = ClassModel(state.problem.graph, plain.part, 0.0, math.inf), Sum()
-    seconds.add(total([*model.forward_s, *model.backward_s]), _SCALED / plain.own_s)
     memory = MemoryRows(model, plain.part, state.problem.cluster.num_ranks)
+    seconds.add(total([*model.forward_s, *model.backward_s]), _SCALED / plain.own_s)
+    whole = model.program.binary()  # 1, so that the gap is relative to all seconds
+    model.program.row(whole, 1.0, 1.0)
+    seconds.add(whole, seconds.constant)
     for _ in range(_MAX_ROUNDS):
-        found = model.program.solve(seconds, also=memory.rows(), gap=_LEVER_GAP, time_limit_s=_TIME_LIMIT_S)
+        left_s = end - time.perf_counter()
+        found = model.program.solve(seconds, also=memory.rows(), gap=_LEVER_GAP, time_limit_s=left_s)
         if found.x is None:
             break
         state.treat(device_class, model.treatment(found.x))

@@ -119,6 +119,7 @@ def described(way: Way, found: Fit) -> str:
     passes, recomputed = way.levers.passes, len(way.levers.recomputed)
     parts = [f"{passes} passes of {found.samples // passes}"] if passes > 1 else []
     parts += [f"{recomputed} of {found.num_blocks} blocks recomputed"] if recomputed else []
+    parts += [f"{', '.join(way.saving_less)} saving less"] if way.saving_less else []
     parts += [f"{way.num_lowered} products below the base"] if way.num_lowered else []
     return ", ".join(parts) or "one pass in the base"
 
@@ -139,7 +140,7 @@ def _as_json(found: Fit) -> dict[str, Any]:
     def of(way: Way) -> dict[str, Any]:
         return {
             "passes": way.levers.passes, "recomputed": list(way.levers.recomputed),
-            "lowered": way.num_lowered, "peak_bytes": way.peak_bytes, "step_s": way.step_s,
+            "saving_less": list(way.saving_less), "lowered": way.num_lowered, "peak_bytes": way.peak_bytes, "step_s": way.step_s,
             "added_variance": way.added_variance,
         }  # fmt: skip
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from qsync.errors import FormatError, shortened
 from qsync.records.graph import OpGraph
 from qsync.records.record_json import Number, Positive, Record
-
-if TYPE_CHECKING:
-    from qsync.records.profiles import Profile
 
 SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
     "share", "accumulate", "buckets", "recompute", "save_less",
@@ -114,7 +111,7 @@ class CarriedTo:
     captured: str
     captured_samples: int
     levers: ClassLevers
-    one_pass: tuple[OpGraph, Profile] = field(compare=False, repr=False)
+    one_pass: tuple[OpGraph, Any] = field(compare=False, repr=False)
 
 
 def is_in_module(op: str, path: str) -> bool:

@@ -16,8 +16,7 @@ from two_ranks import Program, environment
 
 from qsync import planning
 from qsync.allocator import allocate, check_plan, search, uniform
-from qsync.allocator.levers.search import Search
-from qsync.allocator.levers.search_space import LeverSetting, Space
+from qsync.allocator.levers.search import LeverSetting, Search
 from qsync.errors import FormatError, InfeasibleError, MismatchError
 from qsync.hybrid_training import save_with_warnings
 from qsync.operators.precision import Precision
@@ -48,7 +47,7 @@ def checked(plan: Plan, other=OTHER) -> bool:
 
 def test_levers_add_less_variance_at_the_same_step_and_each_says_what_it_bought():
     plain = allocate(*PARTS, **FAST)
-    plan = search(*PARTS, other=OTHER, trials=12, **FAST)
+    plan = search(*PARTS, other=OTHER, **FAST)
     assert plan.target_s < plain.target_s and checked(plan)  # shares make the least step shorter, too
     assert plan.added_variance < 0.5 * plain.added_variance
     assert "share" in plan.levers.used and set(plan.levers.without) >= set(plan.levers.used)
@@ -62,11 +61,11 @@ def test_levers_add_less_variance_at_the_same_step_and_each_says_what_it_bought(
 
 def test_a_lever_that_is_not_named_stays_off():
     for lever in ("share", "accumulate", "buckets", "recompute"):
-        plan = search(*PARTS, levers=[lever], other=OTHER, trials=4, **FAST)
+        plan = search(*PARTS, levers=[lever], other=OTHER, **FAST)
         used = set(plan.levers.used if plan.levers else ())
         assert used <= {lever} and (plan.bucket_cap_bytes is None or lever == "buckets")
         assert checked(plan)
-    assert search(*PARTS, levers=["share"], other=OTHER, trials=4, **FAST).levers.used == ("share",)
+    assert search(*PARTS, levers=["share"], other=OTHER, **FAST).levers.used == ("share",)
 
 
 def in_fp32_alone(counts: dict[str, int] | None = None, **cluster):
@@ -89,12 +88,11 @@ def in_fp32_alone(counts: dict[str, int] | None = None, **cluster):
     return parts, other, step_s
 
 
-@pytest.mark.parametrize("trials", [1, 6])
 @pytest.mark.parametrize("counts", [{"train": 1, "infer": 1}, {"train": 2, "infer": 4}])
-def test_shares_shorten_the_step_where_no_precision_does(counts, trials):
+def test_shares_shorten_the_step_where_no_precision_does(counts):
     parts, other, step_s = in_fp32_alone(counts)
     plain = allocate(*parts)
-    plan = search(*parts, levers=["share"], other=other, trials=trials)
+    plan = search(*parts, levers=["share"], other=other)
     # Costs are known up to 48 samples: one rank each takes equal times at 48 and 16, of 2 and 4 ranks the
     # strong would take 57 and take 48.
     least_s = min(step_s(of_weak) for of_weak in ((16, 17, 18) if counts["train"] == 1 else (24, 26, 28)))
@@ -105,7 +103,7 @@ def test_shares_shorten_the_step_where_no_precision_does(counts, trials):
 
 def test_slack_is_added_to_the_step_of_shares_too():
     parts, other, step_s = in_fp32_alone()
-    plan = search(*parts, levers=["share"], other=other, trials=1, slack=0.1)
+    plan = search(*parts, levers=["share"], other=other, slack=0.1)
     assert plan.target_s == pytest.approx(1.1 * min(map(step_s, (16, 17, 18))))
 
 
@@ -121,15 +119,15 @@ def test_an_uncertain_profile_costs_shares_no_speed():
 def test_a_target_that_needs_the_strongest_class_is_reached_by_shares_or_refused():
     target_s = 0.95 * allocate(*PARTS, slack=0.0).target_s
     with pytest.raises(InfeasibleError, match="no plan reaches a step"):
-        search(*PARTS, levers=["buckets"], trials=3, target_s=target_s)
-    plan = search(*PARTS, levers=["share"], other=OTHER, trials=8, target_s=target_s)
+        search(*PARTS, levers=["buckets"], target_s=target_s)
+    plan = search(*PARTS, levers=["share"], other=OTHER, target_s=target_s)
     assert not plan["train"].lowered and plan.target_s == target_s and plan.step_s <= target_s * (1 + 1e-9)
 
 
 def test_a_target_that_is_given_stands_over_that_of_shares():
     parts, other, _ = in_fp32_alone()
     target_s = 1.01 * allocate(*parts).step_s
-    plan = search(*parts, levers=["share"], other=other, trials=2, target_s=target_s)
+    plan = search(*parts, levers=["share"], other=other, target_s=target_s)
     assert plan.target_s == target_s
 
 
@@ -230,7 +228,7 @@ def test_shares_of_three_classes_make_up_the_batch_and_take_equally_long():
 
 
 def test_a_given_bucket_cap_holds_in_a_search_of_other_levers():
-    plan = search(*PARTS, levers=["recompute"], trials=2, bucket_cap_bytes=4096, **FAST)
+    plan = search(*PARTS, levers=["recompute"], bucket_cap_bytes=4096, **FAST)
     assert plan.bucket_cap_bytes == 4096 and checked(plan)
     assert plan.target_s == allocate(*PARTS, bucket_cap_bytes=4096, **FAST).target_s
 
@@ -244,22 +242,22 @@ def test_recomputing_makes_fit_what_does_not():
     options = {"pins": pins, "target_s": 1.0, "budgets": {"infer": int(0.8 * whole)}}
     with pytest.raises(InfeasibleError, match="infer: no assignment fits"):
         allocate(*parts, **options)
-    plan = search(*parts, levers=["recompute"], trials=8, **options)
+    plan = search(*parts, levers=["recompute"], **options)
     assert plan["infer"].predicted.memory_bytes <= 0.8 * whole and plan.levers["infer"].recomputed
     assert plan.levers.without["recompute"].reason == "nothing fits in memory"
     with pytest.raises(InfeasibleError, match="infer: no assignment fits"):
-        search(*parts, levers=["buckets"], trials=2, **options)
+        search(*parts, levers=["buckets"], **options)
 
 
 def test_without_a_target_that_can_be_reached_the_step_is_named():
     with pytest.raises(InfeasibleError, match="no plan reaches a step of 1e-05 s"):
-        search(*PARTS, levers=["share"], other=OTHER, trials=3, target_s=1e-5)
+        search(*PARTS, levers=["share"], other=OTHER, target_s=1e-5)
 
 
 def test_a_second_capture_of_another_model_is_refused_before_the_search():
     for other, why in ((encoder(3, rows=16), "not of the same operators"), (GRAPH, "both captures .* have")):
         with pytest.raises(MismatchError, match=why):
-            search(*PARTS, levers=["share"], other=Recapture(other, {}), trials=2, **FAST)
+            search(*PARTS, levers=["share"], other=Recapture(other, {}), **FAST)
 
 
 def test_inputs_of_a_second_capture_may_have_other_names():
@@ -274,142 +272,14 @@ def test_inputs_of_a_second_capture_may_have_other_names():
         ops=tuple(replace(op, inputs=theirs(op.inputs), kept=theirs(op.kept)) for op in SMALLER.ops),
     )
     assert names and renamed.hash == SMALLER.hash
-    expected = search(*PARTS, levers=["share"], other=Recapture(SMALLER, {}), trials=4, **FAST)
-    found = search(*PARTS, levers=["share"], other=Recapture(renamed, {}), trials=4, **FAST)
+    expected = search(*PARTS, levers=["share"], other=Recapture(SMALLER, {}), **FAST)
+    found = search(*PARTS, levers=["share"], other=Recapture(renamed, {}), **FAST)
     assert found.levers == expected.levers and found.step_s == expected.step_s
-
-
-def test_a_search_goes_on_where_it_stopped_and_solves_nothing_twice(tmp_path, monkeypatch):
-    kept = tmp_path / "trials.log"
-    judged, evaluate = [], Search.evaluate
-    monkeypatch.setattr(Search, "evaluate", lambda self, point: judged.append(point) or evaluate(self, point))
-    lines = []
-    options = {"other": OTHER, "storage": kept, "progress": lines.append, **FAST}
-    first = search(*PARTS, trials=5, **options)
-    begun = len(judged)
-    again = search(*PARTS, trials=5, **options)
-    assert again == first and len(judged) - begun == 1 + len(first.levers.without)
-    assert lines == [f"trial {k} of 5" for k in (1, 2, 3, 4, 5)]
-    more = search(*PARTS, trials=9, **options)
-    assert more.added_variance <= first.added_variance and lines[5:] == [
-        f"trial {k} of 9" for k in (6, 7, 8, 9)
-    ]
-    # Another problem in the same file is another search.
-    other = search(*PARTS, other=OTHER, trials=2, storage=kept, slack=0.1)
-    assert other.target_s < first.target_s
-
-
-def test_without_a_file_of_trials_equal_settings_are_solved_once(monkeypatch):
-    judged, evaluate = [], Search.evaluate
-    monkeypatch.setattr(Search, "evaluate", lambda self, point: judged.append(point) or evaluate(self, point))
-    search(*PARTS, levers=["buckets"], trials=8, **FAST)
-    caps = [setting.bucket_cap_bytes for setting in judged]
-    trials, final = caps[:-1], caps[-1]
-    assert len(trials) == len(set(trials)) and final in trials
-
-
-def test_the_same_seed_finds_the_same_plan():
-    one, two = (search(*PARTS, other=OTHER, trials=6, seed=3, **FAST) for _ in range(2))
-    assert one == two
-
-
-WORKER = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import test_lever_search as own
-from qsync.allocator.levers.search import Search
-evaluate = Search.evaluate
-def slowly(self, setting):
-    with open(sys.argv[5], "a") as judged:
-        print("judging", file=judged)
-    time.sleep(float(sys.argv[4]))
-    return evaluate(self, setting)
-Search.evaluate = slowly
-own.search(*own.PARTS, other=own.OTHER, trials=int(sys.argv[3]), storage=sys.argv[2], seed=1, **own.FAST)
-"""
-
-
-def test_several_processes_share_a_search_and_one_that_is_killed_costs_one_trial(tmp_path):
-    kept, script = tmp_path / "trials.log", tmp_path / "worker.py"
-    script.write_text(WORKER)
-
-    def worker(sleep_s: float, judged: Path) -> Program:
-        arguments = [str(Path(__file__).parent), str(kept), "8", str(sleep_s), str(judged)]
-        return Program(script, environment(tmp_path), *arguments)
-
-    killed, judged = worker(60.0, tmp_path / "killed"), [tmp_path / name for name in ("one", "two")]
-    until = time.monotonic() + 60.0
-    while not (tmp_path / "killed").exists():
-        assert killed.process.is_alive() and time.monotonic() < until
-        time.sleep(0.02)
-    killed.kill()
-    ended = [one.ended() for one in [worker(0.0, path) for path in judged]]
-    assert [code for code, _ in ended] == [0, 0], ended
-    counts = [len(path.read_text().splitlines()) for path in judged]
-    assert min(counts) >= 1 and sum(counts) <= 8 + 2 * 6  # each also tells what levers bought
-    plan = search(*PARTS, other=OTHER, trials=8, storage=kept, seed=1, **FAST)
-    assert checked(plan)
-    # What was killed was the trial without levers; the plan is no worse than that one all the same.
-    assert plan.added_variance <= allocate(*PARTS, **FAST).added_variance
-
-
-@given(
-    counts=st.lists(st.integers(1, 6), min_size=2, max_size=4),
-    parts=st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4),
-)
-def test_shares_keep_the_batch_and_stay_within_what_was_profiled(counts, parts):
-    counts = [1, *counts]
-    cluster = cluster_of({f"class{i}": count for i, count in enumerate(counts)})
-    one = profile_of(GRAPH, "any")
-    profiles = {c.name: replace(one, device_class=c.name) for c in cluster.classes}
-    space = Space(GRAPH, profiles, cluster, ["share"], Recapture(SMALLER, {}))
-    drawn = iter(parts)
-    shares = space._shared(lambda name, low, high: next(drawn))
-    assert sum(c.count * shares[c.name] for c in cluster.classes) == 32 * cluster.num_ranks
-    assert all(8 <= share <= 128 for share in shares.values())
-
-
-def test_the_first_shares_are_equal_then_half_way_to_equal_times_then_there():
-    """infer is three times slower; what does not scale with it is left out."""
-    profiles = {name: replace(profile, outside=Cost(0.0)) for name, profile in PROFILES.items()}
-    space = Space(GRAPH, profiles, CLUSTER, ["share"], OTHER)
-    found = []
-    for start in space.starts():
-        setting = space.suggest(SimpleNamespace(suggest_float=lambda name, *_, start=start: start[name]))
-        found.append((setting.levers["train"].samples, setting.levers["infer"].samples))
-    assert found == [(32, 32), (40, 24), (48, 16)]
-
-
-def test_above_a_base_the_first_shares_are_by_speed_in_the_base():
-    """infer is three times slower in FP32, and in BF16 as fast as train: shares are equal there."""
-    train, slow = PROFILES["train"], PROFILES["infer"]
-    ops = {
-        op: {mode: cost if mode == "fp32" else train.ops[op][mode] for mode, cost in modes.items()}
-        for op, modes in slow.ops.items()
-    }
-    profiles = {"train": train, "infer": replace(slow, ops=ops, cast_fit=train.cast_fit)}
-    profiles = {name: replace(profile, outside=Cost(0.0), host_s=0.0) for name, profile in profiles.items()}
-
-    def first_shares(base):
-        space = Space(GRAPH, profiles, CLUSTER, ["share"], OTHER, base)
-        *_, last = space.starts()
-        setting = space.suggest(SimpleNamespace(suggest_float=lambda name, *_: last[name]))
-        return setting.levers["train"].samples
-
-    assert first_shares(None) > 40 and abs(first_shares("bf16") - 32) <= 2
-
-
-def test_bucket_caps_double_from_1_mib_up_to_one_bucket_for_all():
-    offered = []
-    trial = SimpleNamespace(suggest_categorical=lambda name, choices: offered.append((name, choices)))
-    Space(mlp(3, width=512), {}, CLUSTER, ["buckets"]).suggest(trial)  # gradients of 3 MiB and some KiB
-    assert offered == [("bucket cap", [None, 2**20, 2**21, 2**22])]
 
 
 def test_a_plan_with_levers_is_doubted_and_kept_as_any_other(tmp_path):
     basis = Basis(GRAPH, CLUSTER, PROFILES, SENSITIVITY)
-    plan = planning.plan(*PARTS, levers=["buckets", "recompute"], trials=3, **FAST)
+    plan = planning.plan(*PARTS, levers=["buckets", "recompute"], **FAST)
     plan = save_with_warnings(tmp_path, plan, basis, None)
     assert Plan.load(tmp_path / "plan.json") == plan
     levers = Levers({"infer": ClassLevers(recomputed=("layer.0",))})
@@ -429,7 +299,5 @@ def test_searches_that_cannot_be_are_refused_with_what_to_do():
         search(*PARTS, levers=["accumulate"])
     with pytest.raises(FormatError, match="the bucket cap is given, and to be searched too"):
         search(*PARTS, levers=["buckets"], bucket_cap_bytes=2**20)
-    with pytest.raises(FormatError, match="at least 1 trial, found 0"):
-        search(*PARTS, levers=["buckets"], trials=0)
     with pytest.raises(FormatError, match="levers are for several ranks"):
         search(GRAPH, PROFILES, SENSITIVITY, cluster_of({"infer": 1}), levers=["buckets"])

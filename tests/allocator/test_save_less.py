@@ -23,7 +23,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan, explain, find_warnings, search, shadow_prices
-from qsync.allocator.levers.save_less_steps import save_less_steps
+from qsync.allocator.block_levers import block_levers
 from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.device_class_model import ClassModel
@@ -207,21 +207,26 @@ def test_brute_force_finds_nothing_better_where_some_save_less(graph, budget):
 # --- The lever ---
 
 
-def test_blocks_save_less_one_after_another():
-    assert save_less_steps(GRAPH, PROFILES["infer"]) == ((), ("layer.0.*",), ("*",))
-    assert save_less_steps(mlp(2), profile_of(mlp(2), saving=1.2)) == ((), ("*",))
-    assert save_less_steps(GRAPH, profile_of(GRAPH)) == ((),)
+def less_of(graph, profile):
+    """By block: the patterns of what saves less there."""
+    return {block.path: block.patterns for block in block_levers(graph, profile, ["save_less"])}
+
+
+def test_blocks_save_less_one_by_one_where_that_was_timed():
+    assert less_of(GRAPH, PROFILES["infer"]) == {f"layer.{k}": (f"layer.{k}.*",) for k in (0, 1)}
+    assert less_of(mlp(2), profile_of(mlp(2), saving=1.2)) == {"": ("*",)}
+    assert less_of(GRAPH, profile_of(GRAPH)) == {}
     ops = dict(PROFILES["infer"].ops)
     ops["layer.1.gelu"] = {
         mode: cost for mode, cost in ops["layer.1.gelu"].items() if mode.split()[-1] in ("fp32", "fused")
     }
     rest = ("layer.1.drop1", "layer.1.norm1", "layer.1.drop2", "layer.1.norm2")
-    found = save_less_steps(GRAPH, replace(PROFILES["infer"], ops=ops))
-    assert found == ((), ("layer.0.*",), ("layer.0.*", *rest))
+    found = less_of(GRAPH, replace(PROFILES["infer"], ops=ops))
+    assert found == {"layer.0": ("layer.0.*",), "layer.1": rest}
     # Nor does a gelu whose product was never timed without it in its epilogue.
     ops = dict(PROFILES["infer"].ops)
     ops["layer.1.fc1"] = {mode: cost for mode, cost in ops["layer.1.fc1"].items() if mode != "int8"}
-    assert save_less_steps(GRAPH, replace(PROFILES["infer"], ops=ops))[-1] == found[-1]
+    assert less_of(GRAPH, replace(PROFILES["infer"], ops=ops)) == found
 
 
 def test_forms_that_have_no_time_are_refused_before_anything_is_solved():
@@ -241,7 +246,7 @@ def test_forms_that_have_no_time_are_refused_before_anything_is_solved():
 def test_saving_less_is_preferred_to_lower_precision_where_memory_binds_and_the_target_has_room():
     budgets = {"infer": int(0.9 * peak_of(PARTS))}
     plain = allocate(*PARTS, target_s=1.0, budgets=budgets)
-    plan = search(*PARTS, levers=["save_less"], trials=5, target_s=1.0, budgets=budgets)
+    plan = search(*PARTS, levers=["save_less"], target_s=1.0, budgets=budgets)
     assert plan.added_variance == 0.0 < plain.added_variance and plan["infer"].saving_less
     assert check_plan(GRAPH, plan, PROFILES, SENSITIVITY, CLUSTER).ok
     without = plan.levers.without["save_less"]
@@ -252,47 +257,21 @@ def test_saving_less_is_preferred_to_lower_precision_where_memory_binds_and_the_
     with pytest.raises(InfeasibleError):
         allocate(*PARTS, target_s=1.0, budgets=budgets, pins={"*": "fp32"})
     pinned = {"target_s": 1.0, "budgets": budgets, "pins": {"*": "fp32"}}
-    plan = search(*PARTS, levers=["save_less"], trials=3, **pinned)
+    plan = search(*PARTS, levers=["save_less"], **pinned)
     assert plan.levers.without["save_less"].reason == "nothing fits in memory"
 
 
 def test_saving_less_is_never_picked_where_nothing_is_gained():
-    assert search(*PARTS, levers=["save_less"], trials=4, slack=0.1).levers is None
-    off = search(*PARTS, levers=["buckets"], trials=2, slack=0.1)
+    assert search(*PARTS, levers=["save_less"], slack=0.1).levers is None
+    off = search(*PARTS, levers=["buckets"], slack=0.1)
     assert not any(entry.saving_less for entry in off.classes.values())
-
-
-def test_brute_force_over_precisions_and_what_saves_less_finds_nothing_better():
-    graph = chain("gelu", 4, rows=512)
-    parts = (graph, pair(graph, 1.5, saving=1.5), sensitivity_of(graph), CLUSTER)
-    budgets = {"infer": int(0.8 * peak_of(parts))}
-    options = {"budgets": budgets, "target_s": 1.06 * allocate(*parts).target_s}
-    plan = search(*parts, levers=["save_less"], trials=12, gap=0.0, **options)
-    steps, found = save_less_steps(graph, parts[1]["infer"]), {}
-    assert len(steps) == 5
-    for less in steps:
-        part = make_problem(*parts, Constraints(budgets=budgets, saving_less={"infer": less})).classes[
-            "infer"
-        ]
-        for chosen in itertools.product(*part.choices.values()):
-            assignment = dict(zip(part.choices, chosen, strict=True))
-            entry = replace(plan["infer"], assignment=assignment, saving_less=less)
-            timeline = replay(
-                graph, replace(plan, classes={**plan.classes, "infer": entry}), parts[1], CLUSTER
-            )
-            holds = timeline.step_s <= options["target_s"] * (1 + 1e-9)
-            if holds and timeline["infer"].memory_bytes <= budgets["infer"]:
-                variance = sum(part.variance[op][p] for op, p in assignment.items())
-                found[less] = min(variance, found.get(less, float("inf")))
-    assert plan.added_variance == pytest.approx(min(found.values()), rel=1e-6)
-    assert min(found.values()) < found.get((), float("inf"))
 
 
 def test_without_times_of_it_the_lever_is_left_out_and_the_plan_says_so():
     profiles = pair(GRAPH)
     parts = (GRAPH, profiles, SENSITIVITY, CLUSTER)
     smaller = encoder(2, width=16, rows=128)
-    plan = search(*parts, other=Recapture(smaller, {}), trials=2, slack=0.1)
+    plan = search(*parts, other=Recapture(smaller, {}), slack=0.1)
     assert "profile with save_less=True" in plan.levers.untried["save_less"]
     assert Levers.from_json(plan.levers.to_json()) == plan.levers
     assert any(line.startswith("save_less was not tried: no profile has") for line in lever_lines(plan))
