@@ -2,6 +2,7 @@
 
 `planner`             from records to a plan: `allocate`
 `problem`             what may be chosen, and the variance that each choice adds
+`block_levers`        what blocks may do to take less memory
 `op_groups`           operators that run alike, or share a cast
 `search_state`        the assignment of every class during a search
 `solvers/`            fastest start, the exact solver, recovery

@@ -16,6 +16,7 @@ from qsync.records.base import base_of, base_of_graph, base_on, bases_of, is_bel
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import unsupported_by_shape
+from qsync.records.levers import RECOMPUTE, SAVE_LESS
 from qsync.records.plans import check_saving
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.save_less import ops_that_save_less
@@ -34,8 +35,8 @@ class Constraints:
     `bucket_cap_bytes` is DDP's cap, None for its defaults. `saving_less` maps classes to patterns of
     following operators that save less for backward (`Plan.save_less`), at the time and memory of profile and
     memory model. `block_levers` ("recompute", "save_less") may be chosen for any block of a class that lacks
-    memory (`qsync.allocator.block_levers`). `base` is the highest precision of the operators that torch.autocast lowers
-    (qsync.records.base); None means the type in which the model was loaded.
+    memory (`qsync.allocator.block_levers`). `base` is the highest precision of the operators that
+    torch.autocast lowers (qsync.records.base); None means the type in which the model was loaded.
     """
 
     budgets: Mapping[str, int] | None = None
@@ -73,6 +74,13 @@ class Constraints:
                 f"together must be a list of lists of patterns, found {shortened(self.together)}; give that"
             )
         check_bucket_cap(self.bucket_cap_bytes)
+        known = isinstance(self.block_levers, (list, tuple)) and {RECOMPUTE, SAVE_LESS}.issuperset(
+            self.block_levers
+        )
+        if not known:
+            raise FormatError(
+                f"block_levers must be of 'recompute' and 'save_less', found {shortened(self.block_levers)}"
+            )
 
 
 def check_bucket_cap(cap: object) -> None:

@@ -49,7 +49,7 @@ def plan(
             fraction of the least step), `budgets` (class -> bytes), `pins` (pattern -> precision),
             `lower_all`, `margin`, `together`, `saving_less` (class -> patterns), `base` ("fp32", "tf32",
             "bf16" or "fp16"), `bucket_cap_bytes`, `gap` and `time_limit_s`. With `levers` also those of
-            `qsync.allocator.search`: `other`, `trials`, `storage`, `seed` and `progress`.
+            `qsync.allocator.search`: `other`, `least_samples` and `progress`.
 
     Returns:
         The plan, with predictions for every class, and a lower bound on the variance of any plan.

@@ -61,8 +61,8 @@ class ClassModel:
     `chosen[op][p]` is 1 if `op` runs in `p`. `forward_s[i]` and `backward_s[i]` are the seconds of operator i
     with its casts, as in `ClassCosts`. `weight` scales the variances of the choices to costs of the program.
     A choice whose cost exceeds `most` is left out. `captured` is the graph of which `part.graph` is a pass.
-    `levers[k][lever]` is 1 if block k has this lever. `carried[value]` maps the types that may carry a value to
-    their variables (`Wiring` number).
+    `levers[k][lever]` is 1 if block k has this lever. `carried[value]` maps the types that may carry a value
+    (`Wiring` number) to their variables.
     """
 
     def __init__(self, captured: OpGraph, part: ClassProblem, weight: float, most: float) -> None:
@@ -309,8 +309,8 @@ class ClassModel:
                 if saves_less:
                     by = is_saved if len(set(FORMS[op.kind])) > 1 else ZERO
                 for flag, binary_so in self._split(binary_there, by):
-                    computed, saved = flag and not saves_less, flag and saves_less
-                    form = rule.run_form_of(op, None, computed, saves_less, lambda saved=saved: saved)  # type: ignore[misc]
+                    is_computed, saved = flag and not saves_less, flag and saves_less
+                    form = rule.run_form_of(op, None, is_computed, saves_less, lambda saved=saved: saved)  # type: ignore[misc]
                     yield Alternative(mode, output, form, taken, binary_so)
 
     def _is_saved(self, value: int) -> Sum:

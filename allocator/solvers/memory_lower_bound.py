@@ -99,9 +99,9 @@ class _Saved:
         at = moment.op
         self._last = len(graph.ops) if at is None else at
         # The block whose tensors are there again; in its first forward a recomputed block saves none.
-        is_first = at is None or (moment.is_forward and moment.again is None)
-        self._own = None if is_first else linear.block[at]
-        # By storage (value, type): its bytes; and by operator the variable that is 1 if the operator saves it.
+        is_first = moment.is_forward and moment.again is None
+        self._own = None if at is None or is_first else linear.block[at]
+        # By storage (value, type): its bytes; by operator the variable that is 1 if the operator saves it.
         self._size: dict[tuple[str, str], int] = {}
         self._savers: dict[tuple[str, str], dict[int, Sum]] = {}
         self._held: dict[tuple[str, str], list[Sum]] = {}  # and those that are 1 if a block holds it
@@ -240,7 +240,7 @@ class _Around:
         types = [list(self._linear.carried[self._linear.wiring.offset + maker]) for maker in makers]
         for alternative in self._linear.alternatives[i]:
             found = []
-            for order, *carried in itertools.product(self._linear.orders, *types):
+            for order, carried in itertools.product(self._linear.orders, itertools.product(*types)):
                 self._runs.clear()
                 for maker, output in zip(makers, carried, strict=True):
                     self._runs[maker] = Run(known.ops[maker].name, "", (), output)
@@ -276,9 +276,9 @@ class _Around:
         yield from zip(binaries[axis], least[axis].tolist(), strict=True)
         known = np.expand_dims(least[axis], tuple({*range(len(shape))} - {axis}))
         more = np.argwhere(table > known).tolist()
-        for chosen in more if len(more) <= _MOST_EXCEEDING else ():
-            together = [of[k] for of, k in zip(binaries, chosen, strict=True)]
-            excess = int(table[tuple(chosen)] - least[axis][chosen[axis]])
+        for kinds_of in more if len(more) <= _MOST_EXCEEDING else ():
+            together = [of[k] for of, k in zip(binaries, kinds_of, strict=True)]
+            excess = int(table[tuple(kinds_of)] - least[axis][kinds_of[axis]])
             yield self._linear.program.at_least_all(together), excess
 
     def _run(self, i: int, alternative: Alternative, channels_last: bool) -> None:
@@ -327,7 +327,7 @@ class _Around:
 
 
 class MemoryRows:
-    """The rows that keep a class within its budget: of the loss, and of the moments where solutions exceed it.
+    """The rows that keep a class within its budget: at the loss, and where solutions exceeded it.
 
     A row that misses a solution beyond the budget is corrected by what it misses there. It is then accurate
     near this solution, and no bound any more.
@@ -346,7 +346,7 @@ class MemoryRows:
         return [row for moment in self._of for row in self._rows_of(moment)]
 
     def tighten(self, point: FloatArray, exceeding: ClassState) -> bool:
-        """Exclude a solution whose replay exceeds the budget; return whether the rows exclude no other one."""
+        """Exclude a solution whose replay exceeds the budget; return whether no other one is excluded."""
         when, peak = exceeding.bytes_at()
         moment = Moment.of(when, layout(exceeding.part.graph), self._linear.block)
         if moment not in self._of:
@@ -374,7 +374,7 @@ class MemoryRows:
         self._of[moment], self._missed[moment] = found, 0.0
 
     def _rows_of(self, moment: Moment) -> Iterator[tuple[Sum, float, float]]:
-        """Yield a moment's rows: with the margin of steps without recomputation, and with it if there is any."""
+        """Yield a moment's rows: with the margin without recomputation, and with that of any."""
         device, budget = self._part.device_class.device, self._part.budget_bytes
         most = self._of[moment].constant + sum(max(0.0, c) for c in self._of[moment].terms.values())
         for again in (False, True) if self._any_again.terms else (False,):

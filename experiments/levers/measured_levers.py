@@ -21,7 +21,7 @@ from rich.table import Table
 
 from qsync import Plan
 from qsync.allocator import allocate, search
-from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
+from qsync.allocator.block_levers import block_levers
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
@@ -51,7 +51,7 @@ def main(
     fresh: Fresh = False,
 ) -> None:
     """Run the plans, store the measurements, and print the table of docs/results/levers.md."""
-    config = {"model": "gpt", "turns": 2, "trials": 30, "weak_share": 0.5, "tight": tight}
+    config = {"model": "gpt", "turns": 2, "weak_share": 0.5, "tight": tight}
     experiment = Experiment("levers", out, settings=config, fresh=fresh)
     name = "tight" if tight else "levers"
     rows = experiment.piece(name, lambda: run_on_ranks(measure, config, command="levers", timeout_s=600.0))
@@ -80,16 +80,16 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     share, rank = place.measured_share(), dist.get_rank()
     name = WEAK if rank else FAST
     model, batch, loss_fn = parts_of(config["model"], rank)
-    loss, trials = loss_of(loss_fn), config["trials"]
+    loss = loss_of(loss_fn)
     own = job.detect_rank(model, share, name)
     whole = _basis(job.TrainingStep(model, batch, loss), own, save_less=config["tight"])
     if config["tight"]:
-        plans = plans_of_first_rank(lambda: _tight_plans(whole, trials))
+        plans = plans_of_first_rank(lambda: _tight_plans(whole))
     else:
         smaller = tuple(t[: len(t) // 2] for t in batch)
         half = _basis(job.TrainingStep(model, smaller, loss), own)
         other = Recapture(half.graph, half.profiles)
-        plans = plans_of_first_rank(lambda: _plans(whole, other, trials))
+        plans = plans_of_first_rank(lambda: _plans(whole, other))
     times: dict[str, list[float]] = {title: [] for title in plans}
     peaks: dict[str, list[int]] = {}
     for _ in range(config["turns"]):
@@ -117,7 +117,7 @@ def _basis(step: job.TrainingStep, rank: job.Rank, save_less: bool = False) -> B
     return form_basis(step, rank, graph, job.form_cluster(rank), options)[0]
 
 
-def _plans(basis: Basis, other: Recapture, trials: int) -> dict[str, Plan]:
+def _plans(basis: Basis, other: Recapture) -> dict[str, Plan]:
     """Return plans in FP32 with one lever each, then plans of precisions without and with levers."""
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
     captured, slow = basis.graph.batch_shapes[0][0], 1e3  # a target this long is always reached
@@ -137,12 +137,12 @@ def _plans(basis: Basis, other: Recapture, trials: int) -> dict[str, Plan]:
         "FP32, two blocks recomputed on the weak rank": fp32({WEAK: ClassLevers(recomputed=some)}),
         "precisions alone": allocate(*parts, target_s=target_s),
         "searched levers and precisions": search(
-            *parts, levers=["share", "buckets"], other=other, trials=trials, target_s=target_s
+            *parts, levers=["share", "buckets"], other=other, target_s=target_s
         ),
     }  # fmt: skip
 
 
-def _tight_plans(basis: Basis, trials: int) -> dict[str, Plan]:
+def _tight_plans(basis: Basis) -> dict[str, Plan]:
     """Return plans for a weak rank with little memory.
 
     Two are in FP32: as torch saves, and with two blocks saving less. Two have less memory than FP32 can do
@@ -150,20 +150,21 @@ def _tight_plans(basis: Basis, trials: int) -> dict[str, Plan]:
     """
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
 
-    def fp32(patterns: Patterns) -> Plan:
+    def fp32(num_blocks: int) -> Plan:
+        patterns = [pattern for block in able[:num_blocks] for pattern in block.patterns]
         return allocate(*parts, pins={"*": "fp32"}, target_s=1e3, saving_less={WEAK: patterns})
 
-    every = {patterns: fp32(patterns) for patterns in save_less_steps(basis.graph, basis.profiles[WEAK])}
-    needed = min(predicted_bytes(plan, WEAK) for plan in every.values())
-    whole, *_ = every.values()
+    able = block_levers(basis.graph, basis.profiles[WEAK], ["save_less"])
+    every = [fp32(num_blocks) for num_blocks in range(len(able) + 1)]
+    needed, whole = min(predicted_bytes(plan, WEAK) for plan in every), every[0]
     options: dict[str, Any] = {
         "target_s": (1 + TIGHT_SLACK) * (whole.step_s or 0.0), "budgets": {WEAK: int(TIGHT * needed)},
     }  # fmt: skip
     return {
         "FP32": whole,
-        "FP32, two blocks saving less on the weak rank": list(every.values())[2],
+        "FP32, two blocks saving less on the weak rank": every[2],
         "precisions alone": allocate(*parts, **options),
-        "precisions, saving less searched": search(*parts, levers=["save_less"], trials=trials, **options),
+        "precisions, saving less searched": search(*parts, levers=["save_less"], **options),
     }
 
 

@@ -140,7 +140,8 @@ def _as_json(found: Fit) -> dict[str, Any]:
     def of(way: Way) -> dict[str, Any]:
         return {
             "passes": way.levers.passes, "recomputed": list(way.levers.recomputed),
-            "saving_less": list(way.saving_less), "lowered": way.num_lowered, "peak_bytes": way.peak_bytes, "step_s": way.step_s,
+            "saving_less": list(way.saving_less),
+            "lowered": way.num_lowered, "peak_bytes": way.peak_bytes, "step_s": way.step_s,
             "added_variance": way.added_variance,
         }  # fmt: skip
 

@@ -14,7 +14,6 @@ from qsync.commands import pareto as pareto_plans
 from qsync.commands import tables
 from qsync.commands.cards import judge_cards
 from qsync.commands.options import (
-    MAX_SEED,
     Cards,
     CardsLength,
     CardsModel,
@@ -36,8 +35,6 @@ from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 
-_NUM_TRIALS = 40  # trials of a lever search
-
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
@@ -47,16 +44,6 @@ class _Goal:
     slack: float | None
     max_variance: float | None
     num_points: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _LeverSearch:
-    """Options of the search over levers; `levers` None: no search."""
-
-    levers: str | None
-    trials: int
-    storage: Path | None
-    seed: int
 
 
 def plan(
@@ -117,17 +104,6 @@ def plan(
             show_default="none",
         ),
     ] = None,
-    trials: Annotated[
-        int | None,
-        typer.Option(help="Trials of levers, of all processes together.", show_default=str(_NUM_TRIALS)),
-    ] = None,
-    storage: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep trials here: to go on later, and for several processes.", show_default="nowhere"
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search for levers.")] = 0,
     cards: Cards = None,
     link: Annotated[str, typer.Option(help="With --cards: the bandwidth between hosts.")] = "25Gb",
     model: CardsModel = None,
@@ -151,11 +127,6 @@ def plan(
     from qsync.replayer import Recapture
 
     goal = _Goal(target_step, slack, max_variance, pareto)
-    if levers is None and (trials is not None or storage is not None):
-        raise QSyncError(
-            "--trials and --storage have no effect without --levers; add --levers, or leave them out"
-        )
-    search = _LeverSearch(levers, _NUM_TRIALS if trials is None else trials, storage, seed)
     options: dict[str, Any] = {
         "budgets": budgets_of(memory), "pins": pairs_of(pin, "--pin", "PATTERN=PRECISION"),
         "lower_all": lower_all, "margin": margin, "base": base,
@@ -163,9 +134,8 @@ def plan(
         "gap": gap, "time_limit_s": time_limit,
         "bucket_cap_bytes": _bucket_cap_bytes(bucket_cap_mb), "saving_less": patterns_of(save_less),
     }  # fmt: skip
-    _check_goal(goal, search)
-    written = {"--out": out if pareto is None else None, "--storage": storage}
-    check_outputs(written, folder, cluster)
+    _check_goal(goal, levers)
+    check_outputs({"--out": out if pareto is None else None}, folder, cluster)
     basis = load_basis(folder, cluster, force=force)
     if goal.num_points is not None:
         into = pareto_plans.folder_for(out)
@@ -175,7 +145,7 @@ def plan(
         pareto_plans.write(plans, into, as_json)
         return
     measured = basis
-    basis, chosen = _choose(basis, goal, search, folder, options)
+    basis, chosen = _choose(basis, goal, levers, folder, options)
     verdict = find_verdict(measured, chosen, Recapture.load(folder), options)
     _check_by_replay(basis, chosen)
     found = find_warnings(basis.graph, chosen, basis.profiles, basis.cluster, options["budgets"])
@@ -200,7 +170,7 @@ def _bucket_cap_bytes(megabytes: float | None) -> int | None:
     return int(megabytes * 2**20)
 
 
-def _check_goal(goal: _Goal, search: _LeverSearch) -> None:
+def _check_goal(goal: _Goal, levers: str | None) -> None:
     """Raise QSyncError for an impossible target, and for options that contradict each other."""
     if goal.target_s is not None and not goal.target_s > 0:
         raise QSyncError(f"--target-step must be positive, found {goal.target_s}; give seconds")
@@ -213,21 +183,21 @@ def _check_goal(goal: _Goal, search: _LeverSearch) -> None:
         raise QSyncError(
             "--pareto plans for several step times; leave out --target-step, --slack and --max-variance"
         )
-    if goal.num_points is not None and search.levers is not None:
+    if goal.num_points is not None and levers is not None:
         raise QSyncError("--pareto does not work with levers; leave out --levers")
-    if goal.max_variance is not None and search.levers is not None:
+    if goal.max_variance is not None and levers is not None:
         raise QSyncError("--max-variance does not work with levers; leave out --levers")
 
 
 def _choose(
-    basis: Basis, goal: _Goal, search: _LeverSearch, folder: Path, options: Mapping[str, Any]
+    basis: Basis, goal: _Goal, levers: str | None, folder: Path, options: Mapping[str, Any]
 ) -> tuple[Basis, Plan]:
     """Return the plan that reaches the goal, and its basis under the plan's levers."""
     from qsync.allocator import allocate, fastest_within
 
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
-    if search.levers is not None:
-        return _search_levers(basis, goal, search, folder, options)
+    if levers is not None:
+        return _search_levers(basis, goal, levers, folder, options)
     if goal.max_variance is None:
         return basis, allocate(*parts, target_s=goal.target_s, slack=goal.slack, **options)
     with working("planning") as progress:
@@ -235,19 +205,18 @@ def _choose(
 
 
 def _search_levers(
-    basis: Basis, goal: _Goal, search: _LeverSearch, folder: Path, options: Mapping[str, Any]
+    basis: Basis, goal: _Goal, levers: str, folder: Path, options: Mapping[str, Any]
 ) -> tuple[Basis, Plan]:
     from qsync.allocator import search as search_levers
     from qsync.commands.loading import under_levers
     from qsync.replayer import Recapture
 
     other = Recapture.load(folder)
-    named = [name.strip() for name in (search.levers or "").split(",") if name.strip()]
+    named = [name.strip() for name in levers.split(",") if name.strip()]
     with working("searching levers") as progress:
         chosen = search_levers(
             basis.graph, basis.profiles, basis.sensitivity, basis.cluster, levers=named, other=other,
-            trials=search.trials, storage=search.storage, seed=search.seed, progress=progress,
-            target_s=goal.target_s, slack=goal.slack, **options,
+            progress=progress, target_s=goal.target_s, slack=goal.slack, **options,
         )  # fmt: skip
     return under_levers(basis, chosen.levers, other), chosen
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
-from hypothesis import given
-from hypothesis import strategies as st
-from two_ranks import Program, environment
+from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync import planning
 from qsync.allocator import allocate, check_plan, search, uniform
@@ -23,7 +17,6 @@ from qsync.operators.precision import Precision
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.records.profiles import Cost
 from qsync.replayer import Recapture, profiles_under_levers
 
 GRAPH, SMALLER = encoder(2, rows=32), encoder(2, rows=16)

@@ -255,7 +255,7 @@ def test_plan_lets_operators_save_less_as_told_or_as_a_search_finds_best(qsync, 
     assert qsync("explain", folder / "plan.json")[0] == 0
     needed = allocate(graph, profiles, sensitivity_of(graph), cluster_of(), target_s=1.0)["infer"]
     options = ("--memory", f"infer={int(0.9 * needed.predicted.memory_bytes)}", "--target-step", 1)
-    found = ("--levers", "save_less", "--trials", 3, "--out", folder / "found.json")
+    found = ("--levers", "save_less", "--out", folder / "found.json")
     code, out, _ = qsync("plan", folder, *options, *found)
     assert code == 0 and "without save_less it would take" in out
     assert Plan.load(folder / "found.json")["infer"].saving_less == ("layer.0.*",)
@@ -275,23 +275,19 @@ def test_plan_lets_operators_save_less_as_told_or_as_a_search_finds_best(qsync, 
     assert "with save_less=True" in refused("plan", folder, "--save-less", "infer=*")
 
 
-def test_plan_searches_levers_keeps_its_trials_and_says_what_each_bought(qsync, refused, folder):
+def test_plan_searches_levers_and_says_what_each_bought(qsync, refused, folder):
     encoder(2, rows=16).save(folder / "other" / "graph.json")
-    options = ("--slack", 0.3, "--storage", folder / "trials.log", "--trials", 6)
+    options = ("--slack", 0.3)
     code, out, err = qsync(
         "plan", folder, "--levers", "share, buckets", *options, "--out", folder / "plan.json"
     )
     assert code == 0, err
     assert "train takes" in out and "infer (proportional)" in out and "without share it would take" in out
-    assert (folder / "trials.log").is_file()
     plan = Plan.load(folder / "plan.json")
     assert "share" in plan.levers.without and "recompute" not in plan.levers.used
     assert qsync("replay", folder / "plan.json")[0] == qsync("explain", folder / "plan.json")[0] == 0
     assert "unknown lever 'shares'" in refused("plan", folder, "--levers", "shares")
     assert "leave out --levers" in refused("plan", folder, "--levers", "share", "--pareto", 3)
-    (folder / "trials.log").write_text("not trials\n")
-    assert "trials.log holds no trials" in refused("plan", folder, "--levers", "buckets", *options)
-    assert "nowhere" in refused("plan", folder, "--levers", "buckets", "--storage", "nowhere/trials.log")
     (folder / "other" / "graph.json").unlink()
     assert "capture it (and profile it) once more" in refused("plan", folder, "--levers", "share")
 
@@ -562,8 +558,6 @@ def test_a_pareto_that_makes_no_sense_writes_nothing(refused, folder):
     assert "at least 2 points" in refused("plan", folder, "--pareto", "1")
     assert "at most 1000, found 100000" in refused("plan", folder, "--pareto", "100000")
     assert "leave out" in refused("plan", folder, "--pareto", "4", "--slack", "0.1")
-    assert "add --levers" in refused("plan", folder, "--trials", 3)
-    assert "add --levers" in refused("plan", folder, "--storage", folder / "trials.log")
 
 
 def test_operators_pinned_to_fp32_stay_there(qsync, refused, folder):

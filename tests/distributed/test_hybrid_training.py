@@ -144,7 +144,7 @@ full, less = (
 )
 say(f"less: {less < full}")
 model = qsync.hybrid(
-    net, wide, loss_fn, cache_dir=cache, device_class=name, levers=["save_less"], trials=3,
+    net, wide, loss_fn, cache_dir=cache, device_class=name, levers=["save_less"],
     budgets={"weak": (full + less) // 2}, pins={"*": "fp32"}, target_s=10.0,
     make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), precisions=["fp32"],
 )
@@ -191,7 +191,7 @@ for start in ("first", "second"):
     half = batch(size=128, width=512)[0] if start == "first" else {"x": batch(size=128, width=512)[0]}
     other = Recapture(qsync.capture(make(width=512), half), {})
     model = qsync.hybrid(
-        make(width=512), large, **options, levers=["share"], other=other, trials=6, target_s=0.8 * step[0]
+        make(width=512), large, **options, levers=["share"], other=other, target_s=0.8 * step[0]
     )
     predicted = drift_monitor.monitors.get(model)
     plans = {file: qsync.Plan.load(file) for file in Path(cache).glob("*/plan.json")}
