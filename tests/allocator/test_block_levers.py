@@ -172,11 +172,11 @@ def test_brute_force_over_precisions_and_all_levers_finds_nothing_better(memory,
 
 def test_without_enumeration_a_tight_budget_has_a_tight_bound(monkeypatch):
     monkeypatch.setattr(milp, "MAX_REPLAYED", 0)
-    graph = encoder(3, rows=64)
+    graph = encoder(3, rows=128)
     profiles = {n: profile_of(graph, n, slow=s, saving=1.3) for n, s in (("train", 1.0), ("infer", 1.3))}
     parts = (graph, profiles, sensitivity_of(graph), cluster_of())
     whole = allocate(*parts, pins={"*": "fp32"}, target_s=10.0)
-    budgets = {"infer": int(0.7 * whole["infer"].predicted.memory_bytes)}
+    budgets = {"infer": int(0.85 * whole["infer"].predicted.memory_bytes)}
     plan = allocate(*parts, budgets=budgets, target_s=whole.step_s, block_levers=LEVERS)
     alone = allocate(*parts, budgets=budgets, target_s=whole.step_s)
     assert plan.added_variance < 0.5 * alone.added_variance and plan.gap < 0.01

@@ -41,8 +41,8 @@ def test_a_folder_s_classes_are_told_what_fits(folder):
     needed = found["classes"]["infer"]["base"]["peak_bytes"]
     text = printed(folder, "--memory", f"infer={int(0.75 * needed)}")
     assert "infer (" in text and "does not fit, by " in text
-    assert "blocks recomputed" in text
-    assert "passes of" in printed(folder, "--memory", f"infer={int(0.5 * needed)}")
+    assert "2 passes of 128" in text
+    assert "blocks recomputed" in printed(folder, "--memory", f"infer={int(0.5 * needed)}")
     found = json.loads(printed(folder, "--memory", f"infer={int(0.75 * needed)}", "--json"))["classes"]
     assert found["train"]["fits"] and not found["infer"]["fits"]
     assert all(way["peak_bytes"] <= 0.75 * needed for way in found["infer"]["ways"])
