@@ -111,7 +111,11 @@ def recomputing(graph: OpGraph, profile: Profile, paths: Sequence[str], device: 
         return profile_under(graph, profile, levers, None, device)
     levers = replace(profile.setting.levers, recomputed=tuple(paths))
     at = mark_recomputed(profile.setting.one_pass[0], paths)
-    found = _in_passes(profile.setting.one_pass[1], at, levers.passes, device)
+    found = replace(
+        _in_passes(profile.setting.one_pass[1], at, levers.passes, device),
+        optimizer_s=profile.optimizer_s,  # of a divided state, as its exchange and workspace
+        optimizer_workspace_bytes=profile.optimizer_workspace_bytes,
+    )
     setting = replace(profile.setting, graph=with_other_passes(at, levers.passes), levers=levers)
     return replace(found, setting=setting)
 

@@ -93,19 +93,27 @@ def _of_ranks(
     held = {name: state[name] for name in fullest}
     share = max(sum(sizes[name] for name in own) for own in ranks) / sum(sizes.values())
     largest = max((sizes[name] for own in ranks for name in own), default=0) / max(sizes.values())
-    launches, samples = profile.launches, samples_of(graph)
-    setting = profile.setting or CarriedTo(graph, samples, graph.shapes_hash, samples, ClassLevers())
-    return replace(
-        profile,
-        optimizer_bytes=profile.optimizer_bytes - sum(state.values()) + sum(held.values()),
-        optimizer_workspace_bytes=round(
-            profile.optimizer_workspace_bytes * (largest if device == "cpu" else share)
-        ),
-        optimizer_s=profile.optimizer_s * share,
-        launches=launches and replace(launches, optimizer_s=launches.optimizer_s * share),
-        state_bytes=held,
-        setting=replace(setting, levers=replace(setting.levers, state_part=part)),
+    samples = samples_of(graph)
+    setting = profile.setting or CarriedTo(
+        graph, samples, graph.shapes_hash, samples, ClassLevers(), (graph, profile)
     )
+
+    def divided(one: Profile) -> Profile:
+        return replace(
+            one,
+            optimizer_bytes=one.optimizer_bytes - sum(state.values()) + sum(held.values()),
+            optimizer_workspace_bytes=round(
+                one.optimizer_workspace_bytes * (largest if device == "cpu" else share)
+            ),
+            optimizer_s=one.optimizer_s * share,
+            launches=one.launches and replace(one.launches, optimizer_s=one.launches.optimizer_s * share),
+            state_bytes=held,
+        )
+
+    at, one_pass = setting.one_pass
+    levers = replace(setting.levers, state_part=part)
+    setting = replace(setting, levers=levers, one_pass=(at, divided(one_pass)))
+    return replace(divided(profile), setting=setting)
 
 
 def _state(graph: OpGraph, profile: Profile) -> dict[str, int]:
