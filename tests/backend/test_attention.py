@@ -6,18 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_calls import agreement_db, assert_parity, call, outcome, sample
-from models import build, step
-from observing import decibels, watched
-from priced_nodes import priced
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-import qsync
 from qsync.backend import reference_kernel, select
 from qsync.backend.kernels.attention import attention_int8, attention_strategy
-from qsync.lowering.lowered_graph import Run
 from qsync.operators.precision import Precision
-from qsync.runtime.planned_forward import program_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
@@ -180,57 +174,3 @@ def test_frozen_operands_get_no_gradient():
 
 
 # --- In models ---
-
-
-class Decoder(nn.Module):
-    """Causal attention with a learned bias, whose result goes on as a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.bias = nn.Parameter(torch.randn(4, 5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.view(*x.shape[:2], 4, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, self.bias)
-        y = y + F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(x.shape)).square().mean()
-
-
-def test_what_runs_is_what_was_priced_and_close_to_fp32():
-    model, x = Decoder(), sample(2, 5, 16)
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        model(x).backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    expected = gradients()
-    graph = qsync.capture(model, x)
-    assignment = {op.name: Precision.INT8 for op in graph.adjustable if op.kind == "attention"}
-    assert len(assignment) == 2
-    for chosen in (assignment, {op.name: Precision.INT8 for op in graph.adjustable}):
-        watcher = watched(model, chosen)
-        got = gradients()
-        assert tuple(watcher.nodes) == priced(graph, chosen)
-        assert not watcher.wrong
-        assert decibels(got, expected) > 25
-
-
-def test_a_bert_trains_in_int8():
-    plain, batch = build("bert")
-    model, _ = build("bert")
-    loss, expected = step(plain, batch)
-    qsync.wrap(model, "int8", strict=True)
-    found, got = step(model, batch)
-    runs = [node for part in program_of(model).lowered for node in part.nodes if isinstance(node, Run)]
-    assert [run.mode for run in runs if "attention" in run.op.rpartition(".")[2]] == ["int8"] * 2
-    assert float(found) == pytest.approx(float(loss), rel=0.02)
-    assert decibels(got, expected) > 15
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for seed in range(20):
-        losses.append(float(step(model, batch, seed)[0]))
-        optimizer.step()
-    assert losses[-1] < 0.7 * losses[0]

@@ -3,62 +3,22 @@ models."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from kernel_calls import LEAST_DB, agreement_db, assert_parity, call, outcome, sample
-from models import build, step
-from observing import decibels, watched
-from priced_nodes import priced
+from kernel_calls import assert_parity, call, outcome, sample
 
-import qsync
 from qsync.backend import decode, encode, select
 from qsync.backend.encoding import memory_order
-from qsync.lowering.lowered_graph import Run
-from qsync.operators.declaration import Role
-from qsync.operators.precision import Precision
-from qsync.runtime.planned_forward import program_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
 )
-
-SHAPES = {
-    "matrices": ((13, 37), (37, 11)),
-    "a batch": ((4, 7, 5), (4, 5, 3)),
-    "heads": ((2, 3, 9, 16), (2, 3, 16, 9)),
-    "squares": ((2, 3, 16, 16), (2, 3, 16, 16)),  # scales of columns are as many as rows
-    "one square B": ((8, 16), (16, 16)),
-    "one B for all": ((2, 3, 7, 5), (5, 4)),
-    "one A for all": ((7, 5), (3, 5, 4)),
-    "broadcast": ((2, 1, 7, 5), (3, 5, 4)),
-    "broadcast both": ((2, 1, 1, 5), (1, 3, 5, 1)),
-    "vector times matrix": ((5,), (5, 4)),
-    "vector times matrices": ((5,), (3, 5, 4)),
-    "matrix times vector": ((6, 5), (5,)),
-    "matrices times vector": ((3, 6, 5), (5,)),
-    "vectors": ((9,), (9,)),
-    "no rows": ((2, 0, 5), (2, 5, 3)),
-    "no matrices": ((0, 4, 5), (0, 5, 3)),
-    "ones": ((2, 1, 1), (2, 1, 1)),
-}
 
 
 def laid_out(shape: tuple[int, ...], order: tuple[int, ...], seed: int) -> torch.Tensor:
     """A tensor of this shape whose dimensions lie in memory in this order."""
     stored = sample(*(shape[d] for d in order), seed=seed)
     return stored.permute([order.index(d) for d in range(len(shape))])
-
-
-@pytest.mark.parametrize("out_type", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_and_broadcasting(name, out_type):
-    a, b = SHAPES[name]
-    bounds = LEAST_DB["int8"] if out_type == "fp32" else (45, 40)
-    tensors = [sample(*a), sample(*b, seed=1)]
-    y, *_ = assert_parity("matmul", "int8", torch.matmul, tensors, bounds, out_type=out_type)
-    assert y.shape == torch.matmul(*tensors).shape
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17])
@@ -82,15 +42,6 @@ def test_operands_are_encoded_in_the_order_in_which_they_lie(order):
         assert ((decode(found) - x).abs() <= expected * 0.501).all()
     assert_parity("matmul", "int8", torch.matmul, [a, b])
     assert_parity("matmul", "int8", torch.matmul, [a[:, ::2, 1:], b[:, ::2, :, ::2]])
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1e4, 1e18])
-def test_magnitudes_differ_between_matrices(scale):
-    a, b = sample(3, 6, 8), sample(3, 8, 5, seed=1)
-    a[1] *= scale
-    y, *_ = assert_parity("matmul", "int8", torch.matmul, [a, b])
-    exact = a @ b
-    assert all(agreement_db(y[i], exact[i]) > 35 for i in range(3))
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)])
@@ -126,72 +77,3 @@ def test_the_backward_of_devices_without_bf16_is_in_fp32(monkeypatch):
 
 
 # --- In models ---
-
-
-class Attention(torch.nn.Module):
-    """Attention written out, with a mask that reaches over heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.view(*x.shape[:2], 4, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        weights = torch.softmax(q @ k.transpose(-1, -2) * 0.5, -1)
-        return self.out((weights @ v).transpose(1, 2).reshape(x.shape)).square().mean()
-
-
-class Powers(torch.nn.Module):
-    """A product of one value with itself, and one with a view of itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ x).sum() + (x @ x.transpose(0, 1)).sum()
-
-
-def test_what_runs_is_what_was_priced_and_close_to_fp32():
-    model, x = Attention(), sample(2, 5, 16)
-    graph = qsync.capture(model, x)
-    products = [op.name for op in graph.adjustable if op.kind == "matmul"]
-    assert len(products) == 2
-    expected = {name: g.clone() for name, g in gradients_of(model, x).items()}
-    for assignment in (dict.fromkeys(products, Precision.INT8), {products[1]: Precision.INT8}):
-        watcher = watched(model, assignment)
-        got = gradients_of(model, x)
-        assert tuple(watcher.nodes) == priced(graph, assignment)
-        assert not watcher.wrong
-        assert decibels(got, expected) > 25
-
-
-def gradients_of(model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(x).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def test_one_value_in_both_places_stays_in_fp32():
-    x = sample(4, 4)
-    graph = qsync.capture(Powers(), x)
-    assert [op.role for op in graph.ops if op.kind == "matmul"] == [Role.FIXED, Role.ADJUSTABLE]
-
-
-def test_a_bert_with_written_out_attention_trains_in_int8():
-    plain, batch = build("bert", dropout=0.0, attn_implementation="eager")
-    model, _ = build("bert", dropout=0.0, attn_implementation="eager")
-    loss, expected = step(plain, batch)
-    qsync.wrap(model, "int8", strict=True)
-    found, got = step(model, batch)
-    assert float(found) == pytest.approx(float(loss), rel=0.02)
-    assert decibels(got, expected) > 15
-    runs = {
-        run.op: run.mode for part in program_of(model).lowered for run in part.nodes if isinstance(run, Run)
-    }
-    assert [mode for op, mode in runs.items() if "matmul" in op] == ["int8"] * 4
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, model)]
-    losses: list[list[float]] = [[], []]
-    for _ in range(20):
-        for run, optimizer, one in zip(losses, optimizers, (plain, model), strict=True):
-            run.append(float(step(one, batch)[0]))
-            optimizer.step()
-    assert losses[1][-1] < 0.5 * losses[1][0]
-    assert math.isclose(losses[0][-1], losses[1][-1], abs_tol=0.1)

@@ -12,8 +12,7 @@ import math
 
 import pytest
 import torch
-from kernel_calls import agreement_db, arguments_of, outcome, sample
-from torch.nn import functional as F
+from kernel_calls import TARGETS, agreement_db, arguments_of, outcome, sample
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync.backend import Operand, encode, reference_kernel
@@ -27,49 +26,6 @@ CPU = torch.device("cpu")
 cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def look_up(table, places, **options):
-    return F.embedding(places.to(table.device), table, **options)
-
-
-def contract(left, right, equation):
-    return torch.einsum(equation, left, right)
-
-
-def transposed(input, *rest, **options):
-    """The transposed convolution of as many dimensions as the input has."""
-    return (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[input.ndim - 3](
-        input, *rest, **options
-    )
-
-
-def multiply_groups(rows, weights, offs):
-    """The rows of each group by its weight."""
-    groups = rows.tensor_split(offs[:-1].tolist())
-    return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
-
-
-def recur(sequences, *weights):
-    """One LSTM layer from zero states."""
-    state = sequences.new_zeros(1, len(sequences), weights[1].shape[1])
-    return torch.lstm(sequences, (state, state), weights, len(weights) > 2, 1, 0.0, True, False, True)[0]
-
-
-TARGETS = {
-    "linear": F.linear,
-    "addmm": torch.addmm,
-    "conv2d": torch.conv2d,
-    "conv1d": torch.conv1d,
-    "conv3d": torch.conv3d,
-    "conv_transpose": transposed,
-    "matmul": torch.matmul,
-    "baddbmm": torch.baddbmm,
-    "attention": F.scaled_dot_product_attention,
-    "embedding": look_up,
-    "einsum": contract,
-    "grouped_mm": multiply_groups,
-    "bilinear": F.bilinear,
-    "rnn": recur,
-}
 # Of the operands, as the target takes them, and its options.
 SHAPES = {
     "linear": {
@@ -149,7 +105,15 @@ SHAPES = {
         "one row": ([(2, 1, 5), (2, 5, 3)], {}),
         "no rows": ([(2, 0, 5), (2, 5, 3)], {}),
         "no matrices": ([(0, 4, 5), (0, 5, 3)], {}),
-        "vector": ([(5,), (3, 5, 4)], {}),
+        "squares": ([(2, 3, 16, 16), (2, 3, 16, 16)], {}),  # scales of columns are as many as rows
+        "one square B": ([(8, 16), (16, 16)], {}),
+        "one A for all": ([(7, 5), (3, 5, 4)], {}),
+        "broadcast both": ([(2, 1, 1, 5), (1, 3, 5, 1)], {}),
+        "vector times matrix": ([(5,), (5, 4)], {}),
+        "vector times matrices": ([(5,), (3, 5, 4)], {}),
+        "matrix times vector": ([(6, 5), (5,)], {}),
+        "matrices times vector": ([(3, 6, 5), (5,)], {}),
+        "vectors": ([(9,), (9,)], {}),
     },
     "attention": {
         "heads": ([(2, 3, 9, 8)] * 3, {}),

@@ -9,13 +9,13 @@ import math
 
 import pytest
 import torch
-from kernel_calls import agreement_db, assert_parity, call, outcome, sample
+from kernel_calls import agreement_db, call, outcome, sample
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from qsync.backend import Operand, encode, reference_kernel, select
 from qsync.backend.devices.onednn import sums_int8_exactly
-from qsync.backend.int8_products import LONGEST_INT32_SUM, _int_mm_cuda, int8_sums
+from qsync.backend.int8_products import _int_mm_cuda, int8_sums
 from qsync.backend.kernels.convolution import conv_products, convolution_bf16
 from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
 from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
@@ -50,17 +50,6 @@ def test_an_expanded_gradient(kind, precision):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_the_same_inputs_give_the_same_bits():
-    tensors = linear_tensors((32, 64), 48, "linear")
-    for precision in CPU:
-        kernel = select("cpu").kernel("linear", precision)
-        torch.manual_seed(7)
-        first = outcome(kernel, "linear", precision, F.linear, tensors)
-        torch.manual_seed(7)
-        again = outcome(kernel, "linear", precision, F.linear, tensors)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), precision
-
-
 @pytest.mark.parametrize("rows", [0, 1, 2, 17])
 def test_integer_products_of_any_shape_and_stride(rows):
     """Exhaustive, because `torch._int_mm` leaves its result unwritten for some strides."""
@@ -81,24 +70,6 @@ def test_integer_products_of_any_shape_and_stride(rows):
                     assert torch.equal(int8_sums(a, b), a.int() @ b.int())
 
 
-def test_long_inner_dimensions_do_not_overflow():
-    inner = LONGEST_INT32_SUM + 4097
-    a = torch.full((2, inner), 127, dtype=torch.int8)
-    product = int8_sums(a, a.t())
-    assert torch.equal(product, torch.full((2, 2), 127.0**2 * inner))
-    assert product.dtype is torch.float32
-
-
-@pytest.mark.parametrize("kind", ["linear", "addmm"])
-@pytest.mark.parametrize("precision", ["int8", "int8_all"])
-def test_an_int8_layer_saves_its_codes_and_scales_and_nothing_else(kind, precision):
-    tensors = [t.requires_grad_() for t in linear_tensors((32, 64), 48, kind)]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
-        call(select("cpu").kernel(kind, precision), kind, precision, TARGETS[kind], tensors)
-    assert sum(saved) == 32 * 64 + 4 * 32 + 48 * 64 + 4 * 48
-
-
 def test_the_values_are_not_kept_alive():
     x = sample(16, 32).requires_grad_()
     w = sample(8, 32, seed=1).requires_grad_()
@@ -113,7 +84,7 @@ def test_the_values_are_not_kept_alive():
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8_all", "fp16"])
-@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (0, 1), (0, 1, 2)])
 def test_frozen_inputs_get_no_gradient_and_save_nothing_for_it(precision, frozen):
     tensors = linear_tensors((32, 64), 48, "linear")
     everything = outcome(select("cpu").kernel("linear", precision), "linear", precision, F.linear, tensors)
@@ -134,31 +105,10 @@ def test_frozen_inputs_get_no_gradient_and_save_nothing_for_it(precision, frozen
             assert torch.equal(leaf.grad, everything[1 + i])
 
 
-def test_no_grad_records_nothing():
-    tensors = [t.requires_grad_() for t in linear_tensors((4, 8), 3, "linear")]
-    for precision in ("int8", "int8_all", "fp16"):
-        with torch.no_grad():
-            y = call(select("cpu").kernel("linear", precision), "linear", precision, F.linear, tensors)
-        assert y.grad_fn is None
-
-
 def test_addmm_with_other_factors_is_refused():
     tensors = linear_tensors((6, 8), 4, "addmm")
     with pytest.raises(UnsupportedError, match="alpha=2"):
         call(select("cpu").kernel("addmm", "int8"), "addmm", "int8", torch.addmm, tensors, alpha=2)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("out_type", ["fp32", "bf16"])
-def test_conv2d_int8_returns_channels_last_of_any_input(channels_last, out_type):
-    x, w = sample(2, 8, 6, 6), sample(4, 8, 3, 3, seed=1)
-    if channels_last:
-        x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
-    y, dx, dw = assert_parity("conv2d", "int8", torch.conv2d, [x, w], (45, 40), out_type=out_type)
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    assert dx.shape == x.shape
-    assert dw.shape == w.shape
-    assert dw.stride() == w.stride()  # DDP reduces gradients in their parameters' strides
 
 
 def test_conv2d_int8_saves_its_codes_and_scales_and_packs_its_weight_once():
@@ -189,17 +139,6 @@ def test_an_int8_convolution_without_a_batch_is_refused():
     kernel = select("cpu").kernel("conv2d", "int8")
     with pytest.raises(UnsupportedError, match="batch"):
         call(kernel, "conv2d", "int8", torch.conv2d, [sample(3, 5, 5), sample(4, 3, 3, 3)])
-
-
-@pytest.mark.parametrize("magnitude", [1e-7, 1e-20, 1e-37, 1e20])
-def test_fp16_gradients_of_any_magnitude_survive(magnitude):
-    tensors = linear_tensors((16, 32), 8, "linear")
-    gradient = sample(16, 8, seed=9)
-    kernel = select("cpu").kernel("linear", "fp16")
-    expected = outcome(kernel, "linear", "fp16", F.linear, tensors, gradient=gradient)
-    got = outcome(kernel, "linear", "fp16", F.linear, tensors, gradient=gradient * magnitude)
-    for a, b in zip(got[1:], expected[1:], strict=True):
-        assert agreement_db(a.double() / magnitude, b) > 55
 
 
 @pytest.mark.parametrize("kind", ["linear", "addmm"])
@@ -291,15 +230,6 @@ def test_a_device_that_multiplies_fp16_only(monkeypatch, kind, magnitude):
     expected = outcome(plain, kind, "int8", TARGETS[kind], tensors, gradient=gradient)
     for a, b in zip(got[1:], expected[1:], strict=True):
         assert agreement_db(a / magnitude, b / magnitude) > 45
-
-
-def test_frozen_and_repeated_backward_of_int8():
-    x, w = sample(8, 16).requires_grad_(), sample(4, 16, seed=1).requires_grad_()
-    y = call(select("cpu").kernel("linear", "int8"), "linear", "int8", F.linear, [x, w])
-    y.sum().backward(retain_graph=True)
-    once = w.grad.clone()
-    y.sum().backward()
-    assert torch.equal(w.grad, 2 * once)
 
 
 WINDOWED = [  # images, weight, stride, padding, dilation: all where the weight outweighs the images

@@ -4,45 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_calls import TARGETS, arguments_of, outcome, sample
 from torch.nn import functional as F
 
 from qsync.backend import Operand, decode, encode, reference_kernel
 from qsync.backend.reference_kernels import round_mantissa
-from qsync.operators.precision import MANTISSA_BITS, Precision, is_encoded
-from qsync.operators.registry import PRECISIONS_BY_KIND, operand_type
+from qsync.operators.precision import MANTISSA_BITS, Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
 
-
-def contract(left, right):
-    return torch.einsum("bij,bjk->bik", left, right)
-
-
-def multiply_groups(rows, weights):
-    return torch.cat(
-        [group @ weight for group, weight in zip(rows.chunk(len(weights)), weights, strict=True)]
-    )
-
-
-def recur(x, *weights):
-    """One LSTM layer."""
-    state = x.new_zeros(1, len(x), weights[1].shape[1])
-    return torch.lstm(x, (state, state), weights, True, 1, 0.0, True, False, True)[0]
-
-
+# Kind -> the shapes of its operands, and its options.
 CALLS = {
-    "linear": (F.linear, [(5, 7), (3, 7), (3,)], {}),
-    "addmm": (torch.addmm, [(3,), (5, 7), (7, 3)], {}),
-    "conv2d": (torch.conv2d, [(2, 3, 6, 6), (4, 3, 3, 3), (4,)], {"padding": 1}),
-    "conv1d": (torch.conv1d, [(2, 3, 9), (4, 3, 3), (4,)], {"padding": 1}),
-    "conv3d": (torch.conv3d, [(2, 3, 3, 4, 4), (4, 3, 2, 3, 3), (4,)], {"padding": 1}),
-    "conv_transpose": (F.conv_transpose2d, [(2, 3, 4, 5), (3, 4, 3, 3), (4,)], {"stride": 2}),
-    "matmul": (torch.matmul, [(2, 5, 7), (2, 7, 3)], {}),
-    "baddbmm": (torch.baddbmm, [(2, 1, 3), (2, 5, 7), (2, 7, 3)], {"alpha": 0.5}),
-    "attention": (F.scaled_dot_product_attention, [(1, 2, 5, 4)] * 3, {}),
-    "embedding": (lambda table: F.embedding(torch.arange(12).view(3, 4) % 5, table), [(7, 9)], {}),
-    "einsum": (contract, [(2, 5, 7), (2, 7, 3)], {}),
-    "grouped_mm": (multiply_groups, [(6, 7), (3, 7, 4)], {}),
-    "bilinear": (F.bilinear, [(5, 7), (5, 4), (3, 7, 4), (3,)], {}),
-    "rnn": (recur, [(2, 5, 3), (16, 3), (16, 4), (16,), (16,)], {}),
+    "linear": ([(5, 7), (3, 7), (3,)], {}),
+    "addmm": ([(3,), (5, 7), (7, 3)], {}),
+    "conv2d": ([(2, 3, 6, 6), (4, 3, 3, 3), (4,)], {"padding": 1}),
+    "conv1d": ([(2, 3, 9), (4, 3, 3), (4,)], {"padding": 1}),
+    "conv3d": ([(2, 3, 3, 4, 4), (4, 3, 2, 3, 3), (4,)], {"padding": 1}),
+    "conv_transpose": ([(2, 3, 4, 5), (3, 4, 3, 3), (4,)], {"stride": 2}),
+    "matmul": ([(2, 5, 7), (2, 7, 3)], {}),
+    "baddbmm": ([(2, 1, 3), (2, 5, 7), (2, 7, 3)], {"alpha": 0.5}),
+    "attention": ([(1, 2, 5, 4)] * 3, {}),
+    "embedding": ([(7, 9)], {"places": torch.arange(12).view(3, 4) % 5}),
+    "einsum": ([(2, 5, 7), (2, 7, 3)], {"equation": "bij,bjk->bik"}),
+    "grouped_mm": ([(6, 7), (3, 7, 4)], {"offs": torch.tensor([2, 4, 6])}),
+    "bilinear": ([(5, 7), (5, 4), (3, 7, 4), (3,)], {}),
+    "rnn": ([(2, 5, 3), (16, 3), (16, 4), (16,), (16,)], {}),
 }
 # Relative error, root mean square, of result and gradients against FP32 for operands of normal distribution.
 LARGEST_ERROR = {
@@ -57,58 +42,44 @@ LARGEST_ERROR = {
 }
 
 
-def run(kind, precision, tensors, options, target):
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    arguments = []
-    for i, leaf in enumerate(leaves):
-        type_name = operand_type(kind, i, precision)
-        arguments.append(Operand(leaf, encode(leaf, type_name)) if is_encoded(type_name) else leaf)
-    y = reference_kernel(kind, precision)(target, "fp32", *arguments, **options)
-    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
-    return gradient, (y.detach(), *torch.autograd.grad(y, leaves, gradient))
-
-
 def tensors_of(kind):
-    return [
-        torch.randn(shape, generator=torch.Generator().manual_seed(i))
-        for i, shape in enumerate(CALLS[kind][1])
-    ]
+    return [sample(*shape, seed=i) for i, shape in enumerate(CALLS[kind][0])]
+
+
+def run(kind, precision):
+    """Result and gradients of the reference."""
+    torch.manual_seed(0)
+    kernel, (_, options) = reference_kernel(kind, precision), CALLS[kind]
+    return outcome(kernel, kind, precision, TARGETS[kind], tensors_of(kind), **options)
 
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_fp32_gradients_are_those_of_finite_differences(kind):
-    target, _, options = CALLS[kind]
-    tensors = tensors_of(kind)
-    gradient, (_, *gradients) = run(kind, Precision.FP32, tensors, options, target)
+    target, (_, options), tensors = TARGETS[kind], CALLS[kind], tensors_of(kind)
+    y, *gradients = run(kind, Precision.FP32)
+    gradient = sample(*y.shape, seed=9).double()  # as `outcome` sends it
     for i, tensor in enumerate(tensors):
-        direction = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7)).double()
+        direction = sample(*tensor.shape, seed=7).double()
         ends = []
         for step in (1e-5, -1e-5):
             moved = [t.double() + step * direction if j == i else t.double() for j, t in enumerate(tensors)]
-            ends.append((target(*moved, **options) * gradient.double()).sum().item())
+            ends.append((target(*moved, **options) * gradient).sum().item())
         slope = (ends[0] - ends[1]) / 2e-5
         assert (gradients[i].double() * direction).sum().item() == pytest.approx(slope, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "precision"), [(k, p) for k, ps in PRECISIONS_BY_KIND.items() for p in ps])
 def test_every_precision_approximates_fp32(kind, precision):
-    target, _, options = CALLS[kind]
-    torch.manual_seed(0)
-    _, exact = run(kind, Precision.FP32, tensors_of(kind), options, target)
-    _, got = run(kind, precision, tensors_of(kind), options, target)
-    for a, b in zip(got, exact, strict=True):
+    for a, b in zip(run(kind, precision), run(kind, Precision.FP32), strict=True):
         assert ((a - b).norm() / b.norm()).item() <= LARGEST_ERROR[precision]
 
 
 @pytest.mark.parametrize("kind", [k for k, ps in PRECISIONS_BY_KIND.items() if Precision.INT8 in ps])
 def test_the_gradient_is_that_of_fp32_at_the_decoded_operands(kind):
     """Straight through: where BF16 holds the gradient exactly, nothing but the operands is rounded."""
-    target, _, options = CALLS[kind]
+    target, (_, options) = TARGETS[kind], CALLS[kind]
     leaves = [t.requires_grad_() for t in tensors_of(kind)]
-    types = [operand_type(kind, i, Precision.INT8) for i in range(len(leaves))]
-    operands = [
-        Operand(t, encode(t, name)) if is_encoded(name) else t for t, name in zip(leaves, types, strict=True)
-    ]
+    operands = arguments_of(kind, Precision.INT8, leaves)
     y = reference_kernel(kind, Precision.INT8)(target, "fp32", *operands, **options)
     got = torch.autograd.grad(y, leaves, torch.full_like(y, 0.5))
     decoded = [

@@ -304,13 +304,6 @@ def test_the_interval_is_as_wide_as_the_profile_is_uncertain(measured):
     assert Timeline.from_json(unsure.to_json()) == unsure
 
 
-def test_optimizer_state_is_counted():
-    model = nn.Linear(16, 16)
-    made = qsync.profile(model, torch.randn(4, 16), lambda m, b: m(b).sum(), precisions=["fp32"], rounds=1)
-    parameters = sum(p.numel() for p in model.parameters())
-    assert made.optimizer_bytes == 2 * 4 * parameters + 2 * 4  # two moments, and a step count per tensor
-
-
 def test_an_emulated_share_stretches_cpu_time():
     clock = ShareClock(0.25)
     assert clock.seconds(1.0, 2.0) == 4.0

@@ -357,22 +357,6 @@ def test_a_number_that_changes_within_the_step_gives_the_graph_that_is_planned_f
     assert found.graph_hash == qsync.capture(model, batch).hash
 
 
-def test_nan_in_the_gradient_names_the_operator_that_it_reaches_first():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return (model(batch) * 0.0).sqrt().sum()
-
-    with pytest.raises(CalibrationError, match="^the gradient that reaches 2 is NaN or Inf; check the loss"):
-        qsync.sensitivity(model, [torch.randn(8, 4)], loss)
-
-
-def test_a_gradient_of_zero_is_an_error():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(CalibrationError, match="^the gradient is zero everywhere, from 2 on; pass batches"):
-        qsync.sensitivity(model, [torch.randn(8, 4)], lambda model, batch: (model(batch) * 0).sum())
-
-
 def test_a_gradient_that_dies_within_the_model_is_an_error_that_says_where():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     model[2].requires_grad_(False)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from graphs import CPU_PRECISIONS, assignments_for, cluster_of, encoder, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync.errors import MismatchError
 from qsync.operators.precision import Precision
 from qsync.replayer import peaks, replay
 
@@ -42,8 +40,3 @@ def test_what_is_saved_is_told_by_the_precision_that_saves_it():
     assert {peak.budget_bytes for peak in found.values()} == {10**6}
     alone = peaks(GRAPH, {"train": {}}, PROFILES, cluster_of({"train": 1}))["train"]
     assert "gradients" in alone.parts
-
-
-def test_a_class_without_a_profile_is_refused():
-    with pytest.raises(MismatchError, match="no profile of device class 'infer'"):
-        peaks(GRAPH, {"train": {}, "infer": {}}, {"train": PROFILES["train"]}, cluster_of())

@@ -219,39 +219,3 @@ def test_a_model_wrapped_past_the_recompile_limit_is_traced():
     low = qsync.wrap(copy.deepcopy(model), "int8", strict=True)
     x = torch.randn(4, 16)
     assert not torch.equal(low(x), model(x)) and program_of(low).assignment() == {"fc": INT8}
-
-
-class Branching(nn.Module):
-    """A model that asks for the value of a tensor in its middle."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last, self.weight = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        x = self.first(x)
-        if x.sum() > 0:
-            x = -x
-        return self.last(F.linear(x, self.weight))
-
-
-class Looping(Branching):
-    """The same in a loop, whose frame torch gives up."""
-
-    def forward(self, x):
-        for layer in (self.first, self.last):
-            if x.sum() > 0:
-                x = -x
-            x = layer(F.linear(x, self.weight))
-        return x
-
-
-def test_what_stands_around_a_branch_is_lowered_and_what_is_not_is_said(capsys):
-    x = torch.randn(4, 8)
-    qsync.wrap(Branching(), "int8", strict=True)(x)
-    assert "qsync: Branching: 3 of 3 products in int8; see" in capsys.readouterr().err
-    model = qsync.wrap(Looping(), "int8", strict=True)
-    model(x)
-    assert "2 of 2 products in int8" in capsys.readouterr().err
-    given_up = "of code that torch.compile gives up only layers are lowered: Data"
-    assert given_up in str(qsync.coverage(model))

@@ -22,6 +22,7 @@ from traced_models import Applied, Broken, Checkpointed, X
 
 import qsync
 from qsync import backend
+from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.operators.precision import Precision
@@ -276,15 +277,6 @@ def test_following_operators_run_in_the_type_they_are_given(name):
     assert nodes == priced(planned_forward.program_of(model).graph, assignment)
 
 
-@pytest.mark.parametrize("precision", [p for p in TRIED if p is not Precision.FP32])
-def test_types_wider_than_their_neighbours_meet_in_the_wider(precision):
-    model = Applied(lambda m, x: m.fc2(x) + x)
-    watcher = watched(model, {"fc1": precision})
-    nodes = run(model, watcher, X)
-    modes = {node.op: node.mode for node in nodes if isinstance(node, Run)}
-    assert modes["add"] == "fp32" and modes["fc1"] == precision and not watcher.wrong
-
-
 # --- Numbers ---
 
 # Least signal to noise of all gradients together, in dB: what a uniform choice costs on these models, with
@@ -293,7 +285,7 @@ LEAST_DB = {"bf16": 30.0, "fp16": 50.0, "int8": 22.0, "int8_all": 15.0}
 
 
 @pytest.mark.parametrize("precision", LEAST_DB)
-@pytest.mark.parametrize("family", ["bert", "llama", "vit", "mlp"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
 def test_low_precision_is_near_full_precision_and_not_equal(wrapped, family, precision):
     plain, batch = build(family)
     expected_loss, expected = step(plain, batch)
@@ -304,15 +296,6 @@ def test_low_precision_is_near_full_precision_and_not_equal(wrapped, family, pre
     assert abs(loss - expected_loss) < 0.02 * expected_loss
     assert LEAST_DB[precision] < decibels(gradients, expected) < 100
     assert all(gradient.dtype is torch.float32 for gradient in gradients.values())
-
-
-def test_low_precision_resnets_learn_the_same():
-    """Batch statistics of a few pixels amplify rounding, so more of them are given here."""
-    model, batch = build("resnet", batch_size=32)
-    _, expected = step(model, batch)
-    for precision, least_db in (("bf16", 20.0), ("int8", 12.0), ("int8_all", 8.0)):
-        qsync.wrap(model, precision, strict=True)
-        assert least_db < decibels(step(model, batch)[1], expected) < 100
 
 
 # --- The pass itself ---
@@ -342,23 +325,6 @@ def test_an_fp32_program_is_the_traced_code():
     assert calls[0] == calls[1]
 
 
-def test_one_value_is_cast_once_for_all_who_take_it():
-    model, batch = build("bert")
-    names = [f"bert.encoder.layer.0.attention.self.{name}" for name in ("query", "key", "value")]
-    watcher = watched(model, dict.fromkeys(names, Precision.INT8))
-    step(model, batch)
-    casts = [node for node in watcher.nodes if isinstance(node, Cast) and not node.of_parameter]
-    assert [(cast.value, cast.target) for cast in casts] == [("bert.embeddings.dropout", "int8_row")]
-
-
-def test_watching_does_not_change_the_numbers():
-    model, batch = build("mlp")
-    watched(model, {"fc1": Precision.BF16})
-    seen, _ = step(model, batch)
-    qsync.runtime.planned_forward.attach(model, choosers.following({"fc1": Precision.BF16}))
-    assert torch.equal(step(model, batch)[0], seen)
-
-
 def test_a_new_assignment_does_not_trace_again():
     model, batch = build("mlp")
     program = planned_forward.attach(model, lambda graph: {})
@@ -374,23 +340,6 @@ def test_a_new_assignment_does_not_trace_again():
 # --- Checkpointing ---
 
 
-def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that one forward keeps for backward, parameters not counted."""
-    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in storages:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(x)
-    loss.backward()
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 def test_checkpoints_save_memory_and_run_again_in_backward(precision):
     x = torch.randn(64, 8)
@@ -398,7 +347,10 @@ def test_checkpoints_save_memory_and_run_again_in_backward(precision):
         qsync.wrap(Checkpointed(enabled=False), precision, strict=True),
         qsync.wrap(Checkpointed(), precision, strict=True),
     )
-    assert saved_bytes(saving, x) < 0.5 * saved_bytes(plain, x)
+    for model in (plain, saving):
+        model(x).backward()
+    less, all_of_it = (saved_bytes(lambda: model(x), model.parameters()) for model in (saving, plain))  # noqa: B023
+    assert less < 0.5 * all_of_it
     for one, two in zip(plain.parameters(), saving.parameters(), strict=True):
         assert torch.equal(one.grad, two.grad)
     watcher = watched(saving, {"layers.0.0": Precision(precision)})
@@ -425,15 +377,6 @@ def test_dropout_inside_a_checkpoint_is_the_same_the_second_time():
         model(x).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
-
-
-def test_backward_of_the_users_own_functions_is_used():
-    for body in (lambda m, x: Doubled.apply(m.fc2(x)), lambda m, x: m.fc2(x) * CONSTANT):
-        gradients = []
-        for model in (Applied(body), qsync.wrap(Applied(body), "fp32", bitwise=True)):
-            model(X).backward()
-            gradients.append([p.grad for p in model.parameters()])
-        assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
 
 
 # --- What a product computes in its epilogue ---
@@ -716,13 +659,6 @@ def assert_runs_like_torch(plain: nn.Module, x: torch.Tensor, precision: str, to
 
 
 CLOSE = [("fp32", 0.0), ("bf16", 0.05)]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
-def test_a_view_may_name_its_size(precision):
-    assert_runs_like_torch(
-        Applied(lambda m, x: x.view(size=(2, -1, 8))), X, precision, 0.0 if precision == "fp32" else 0.1
-    )
 
 
 class Normed(nn.Module):

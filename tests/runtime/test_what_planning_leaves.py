@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,34 +41,6 @@ def test_gradients_of_a_loss_with_weights_of_its_own(gradient):
     else:
         assert torch.equal(head.weight.grad, gradient)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_random_states():
-    """Python's, NumPy's and torch's: a run whose plan is cached draws the same."""
-
-    def loss_fn(model, batch):
-        return model(batch).mean() * (random.random() + np.random.rand() + torch.rand(()).item())
-
-    def drawn():
-        return random.random(), np.random.rand(), torch.rand(()).item()
-
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    expected = drawn()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    qsync.profile(network_kept := nn.Linear(16, 8), torch.randn(4, 16, generator=torch.Generator()), loss_fn,
-                  precisions=["fp32"], seconds=0.2)  # fmt: skip
-    assert network_kept.weight.grad is None
-    assert drawn()[:2] == expected[:2]
-
-
-def test_the_order_of_a_shuffling_loader():
-    generator = torch.Generator().manual_seed(3)
-    loader = torch.utils.data.DataLoader(torch.randn(32, 16), batch_size=8, shuffle=True, generator=generator)
-    before = generator.get_state()
-    planned(network(), torch.randn(8, 16), lambda m, b: m(b).square().mean(), loader=loader)
-    assert torch.equal(generator.get_state(), before)
 
 
 SIZES = [(24, 8), (8, 24), (8, 8)]

@@ -5,10 +5,57 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.nn import functional as F
 
 from qsync.backend import Operand, encode, reference_kernel, select
 from qsync.operators.precision import Precision, is_encoded
 from qsync.operators.registry import operand_type
+
+
+def look_up(table, places, **options):
+    return F.embedding(places.to(table.device), table, **options)
+
+
+def contract(left, right, equation):
+    return torch.einsum(equation, left, right)
+
+
+def transposed(input, *rest, **options):
+    """The transposed convolution of as many dimensions as the input has."""
+    return (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[input.ndim - 3](
+        input, *rest, **options
+    )
+
+
+def multiply_groups(rows, weights, offs):
+    """The rows of each group by its weight."""
+    groups = rows.tensor_split(offs[:-1].tolist())
+    return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
+
+
+def recur(sequences, *weights):
+    """One LSTM layer from zero states."""
+    state = sequences.new_zeros(1, len(sequences), weights[1].shape[1])
+    return torch.lstm(sequences, (state, state), weights, len(weights) > 2, 1, 0.0, True, False, True)[0]
+
+
+# A call of every kind of product, operands first.
+TARGETS = {
+    "linear": F.linear,
+    "addmm": torch.addmm,
+    "conv2d": torch.conv2d,
+    "conv1d": torch.conv1d,
+    "conv3d": torch.conv3d,
+    "conv_transpose": transposed,
+    "matmul": torch.matmul,
+    "baddbmm": torch.baddbmm,
+    "attention": F.scaled_dot_product_attention,
+    "embedding": look_up,
+    "einsum": contract,
+    "grouped_mm": multiply_groups,
+    "bilinear": F.bilinear,
+    "rnn": recur,
+}
 
 
 def sample(*shape, seed=0, scale=1.0):

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ResNet, build, graph_of, mlp, step
+from models import ResNet, build, graph_of, step
 from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
-from traced_models import Applied, Broken, Checkpointed, X
+from traced_models import Applied, Checkpointed, X
 
 import qsync
 from qsync import api
@@ -67,6 +67,7 @@ def test_bert_is_one_segment_with_operators_named_by_module_path():
             op = ops[at + name]
             assert (op.kind, op.role, op.dtype, op.shape) == ("linear", Role.ADJUSTABLE, "fp32", (2, 8, 32))
             assert op.inputs[1:] == (f"{at}{name}.weight", f"{at}{name}.bias")
+            assert layer or op.inputs[0] == "bert.embeddings.dropout"
             assert op.flops == 2 * (2 * 8) * 32 * 32
         assert ops[at + "intermediate.dense"].flops == 2 * (2 * 8) * 32 * 64
         assert ops[at + "attention.self.attention"].role is Role.ADJUSTABLE
@@ -78,19 +79,10 @@ def test_bert_is_one_segment_with_operators_named_by_module_path():
     assert ops["cross_entropy"].role is Role.FIXED
 
 
-def test_queries_keys_and_values_read_one_value():
-    ops = ops_of(graph_of("bert"))
-    read = {
-        ops[f"bert.encoder.layer.0.attention.self.{name}"].inputs[0] for name in ("query", "key", "value")
-    }
-    assert read == {"bert.embeddings.dropout"}
-
-
 def test_all_parameters_are_inputs_with_their_shapes():
     for family in ("bert", "llama", "vit", "resnet"):
-        model, batch = build(family)
-        found = {value.name: value.shape for value in qsync.capture(model, batch).parameters}
-        expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        found = {value.name: value.shape for value in graph_of(family).parameters}
+        expected = {name: tuple(p.shape) for name, p in build(family)[0].named_parameters()}
         assert found.items() <= expected.items()
         assert set(expected) - set(found) <= {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
 
@@ -387,21 +379,14 @@ def test_the_hash_is_of_the_model_and_not_of_the_batch_or_mode():
     assert len(hashes) == 3
 
 
-def test_the_meta_device_gives_the_same_graph():
-    for family in ("bert", "llama"):
-        model, batch = build(family)
-        on_cpu = graph_of(family)
-        on_meta = qsync.capture(model.to("meta"), {name: tensor.to("meta") for name, tensor in batch.items()})
-        assert on_meta.hash == on_cpu.hash and on_meta.shapes_hash == on_cpu.shapes_hash
-
-
-def test_the_meta_device_gives_the_same_graph_of_a_model_that_fills_a_cache():
-    """As Hugging Face models do by default: a fresh cache begins with `torch.tensor([], device=...)`."""
-    model, batch = build("llama")
-    model.config.use_cache = True
+@pytest.mark.parametrize(("family", "fills_a_cache"), [("bert", False), ("llama", True)])
+def test_the_meta_device_gives_the_same_graph(family, fills_a_cache):
+    """Hugging Face models fill a cache by default: a fresh one begins with `torch.tensor([], device=...)`."""
+    model, batch = build(family)
+    model.config.use_cache = fills_a_cache
     on_cpu = qsync.capture(model, batch)
     on_meta = qsync.capture(model.to("meta"), {name: tensor.to("meta") for name, tensor in batch.items()})
-    assert any(op.kind == "cat" for op in on_cpu.ops)
+    assert any(op.kind == "cat" for op in on_cpu.ops) or not fills_a_cache
     assert on_meta.hash == on_cpu.hash and on_meta.shapes_hash == on_cpu.shapes_hash
 
 
@@ -424,15 +409,15 @@ print(json.dumps([len(graph.adjustable), num_parameters, graph.num_segments, sec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_layers", [4, pytest.param(80, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("num_layers", [1, pytest.param(80, marks=pytest.mark.deep)])
 def test_a_model_that_is_larger_than_memory_is_captured_within_2_gib(num_layers):
-    """Llama of 70 billion parameters, and its first layers, of 22 GB."""
+    """Llama of 70 billion parameters, and its first layer, of 12 GB."""
     command = [sys.executable, "-c", LARGE, str(num_layers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     num_ops, num_parameters, num_segments, seconds, peak_bytes = json.loads(done.stdout.splitlines()[-1])
     print(f"measured: {seconds:.1f} s, peak {peak_bytes / 2**30:.2f} GiB, {num_ops} adjustable operators")
-    assert num_parameters > (70e9 if num_layers == 80 else 5.5e9)
+    assert num_parameters > (70e9 if num_layers == 80 else 2.9e9)
     assert num_ops == num_layers * 8 + 2 and num_segments == 1
     assert peak_bytes < 2 * 2**30
 
@@ -469,38 +454,31 @@ def test_readers_of_the_old_name_see_the_write():
     assert_bitwise(body)
 
 
-def test_a_write_through_a_view_stays_and_pins_what_shares_its_storage():
-    def body(m, x):
-        y = x * 2
-        y.view(-1)[:8].mul_(3)
-        return y
+def through_a_view(m, x):
+    y = x * 2
+    y.view(-1)[:8].mul_(3)
+    return y
 
+
+def through_a_detached_name(m, x):
+    """detach is no view to the eye, but shares storage."""
+    y = x * 2
+    y.detach().add_(1)
+    return y
+
+
+def by_setitem(m, x):
+    y = x * 2
+    y[:, 0] = 0.5
+    return y
+
+
+@pytest.mark.parametrize("body", [through_a_view, through_a_detached_name, by_setitem])
+def test_a_write_that_has_no_other_form_stays_and_pins_what_shares_its_storage(body):
     ops = captured(body)
     assert ops["mul"].role is Role.FIXED
     # What reads the storage after the write is fixed as well: a cast made before the write would miss it.
     assert ops["fc2"].role is Role.FIXED and ops["fc1"].role is Role.ADJUSTABLE
-    assert_bitwise(body)
-
-
-def test_a_write_through_a_detached_name_stays():
-    """detach is no view to the eye, but shares storage."""
-
-    def body(m, x):
-        y = x * 2
-        y.detach().add_(1)
-        return y
-
-    assert captured(body)["mul"].role is Role.FIXED
-    assert_bitwise(body)
-
-
-def test_setitem_stays_and_pins():
-    def body(m, x):
-        y = x.clone()
-        y[:, 0] = 0.5
-        return y
-
-    assert captured(body)["clone"].role is Role.FIXED
     assert_bitwise(body)
 
 
@@ -769,12 +747,6 @@ def test_attention_under_a_mask_from_the_batch_stays_in_fp32():
     assert qsync.wrap(Masked(), "bf16", strict=True)(X, least).isfinite()
 
 
-def test_norms_computed_by_the_model_are_operands():
-    ops = captured(lambda m, x: F.layer_norm(x, (8,), weight=m.fc2(x)[0]))
-    assert "fc2" in str(ops["layer_norm"].inputs) or len(ops["layer_norm"].inputs) == 2
-    qsync.wrap(Applied(lambda m, x: F.layer_norm(x, (8,), weight=m.fc2(x)[0])), "bf16", strict=True)(X)
-
-
 # --- Sharing and breaks ---
 
 
@@ -803,16 +775,6 @@ def test_reading_a_number_in_forward_breaks_the_graph_and_loses_nothing(body, ca
     assert graph.num_segments > 1
     assert [op.name for op in graph.adjustable] == ["fc1", "fc2"]
     assert_bitwise(body)
-
-
-def test_segments_that_run_again_are_listed_each_time_and_fixed():
-    graph = qsync.capture(Broken(), X)
-    names = [op.name for op in graph.ops]
-    assert len(set(names)) == len(names)
-    assert sum(op.kind == "linear" for op in graph.ops) == 6
-    assert "layers.0.a" in names and "layers.0.b" in names
-    once = {op.name for op in graph.adjustable}
-    assert all(names.count(name) == 1 and not any(n.endswith(f":{name}") for n in names) for name in once)
 
 
 # --- Models that cannot be traced, batches that cannot be used ---
@@ -1024,57 +986,6 @@ def test_capture_leaves_buffers_gradients_and_random_state():
     assert "forward" not in vars(model) and model.training
 
 
-class Averaging(nn.Module):
-    """A model that puts another tensor in the place of its buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.fc(x)
-        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
-        return y - self.mean
-
-
-def test_what_runs_a_model_leaves_the_buffers_that_forward_replaces():
-    model, x = Averaging(), torch.randn(3, 4)
-    buffer = model.mean
-    qsync.capture(model, x)
-    qsync.sensitivity(model, [x], lambda model, x: model(x).square().mean(), precisions=["bf16"])
-    qsync.profile(model, x, lambda model, x: model(x).square().mean(), precisions=["fp32"], rounds=1)
-    assert model.mean is buffer and not buffer.any()
-
-
-class Momentum(nn.Module):
-    """A frozen copy of a layer that follows it, written in place or put in its place (as MoCo's)."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.query, self.key, self.in_place = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), in_place
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
-                if self.in_place:
-                    key.mul_(0.5).add_(query, alpha=0.5)
-                else:
-                    key.data = 0.5 * key.data + 0.5 * query.data
-        return self.query(x) - self.key(x)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_what_runs_a_model_leaves_the_frozen_parameters_that_forward_writes(in_place):
-    model, x = Momentum(in_place), torch.randn(3, 4)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    places = [parameter.data_ptr() for parameter in model.parameters()]
-    qsync.profile(model, x, lambda model, x: model(x).square().mean(), precisions=["fp32"], rounds=1)
-    qsync.sensitivity(model, [x], lambda model, x: model(x).square().mean(), precisions=["bf16"])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert [parameter.data_ptr() for parameter in model.parameters()] == places
-
-
 class OwnLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1088,14 +999,6 @@ def test_a_model_s_own_loss_leaves_no_gradient_outside_of_it():
     prompt = torch.randn(3, 4, requires_grad=True)
     qsync.sensitivity(OwnLoss(), [{"prompt": prompt}], precisions=["bf16"])
     assert prompt.grad is None
-
-
-def test_capture_does_not_change_how_the_model_runs():
-    plain, batch = mlp()
-    model, _ = mlp()
-    model.load_state_dict(plain.state_dict())
-    qsync.capture(model, batch)
-    assert torch.equal(step(plain, batch)[0], step(model, batch)[0])
 
 
 def test_a_wrapped_model_is_captured_as_it_was():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from graphs import Builder, assignments_for, cluster_of, encoder, graphs, mlp, precisions_for, profile_of
+from graphs import Builder, assignments_for, encoder, graphs, mlp, precisions_for, profile_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.operators.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer import ClassCosts, all_reduce_s, buckets, cast_cost, run_cost
+from qsync.replayer import ClassCosts, buckets, cast_cost, run_cost
 from qsync.replayer.communication import ready_positions
 
 GRAPH = mlp(2)
@@ -246,10 +246,6 @@ def test_buckets_are_those_of_torch(cap, in_bf16):
     theirs = [tuple(names[i] for i in group) for group in indices]
     # Those that are not full at the end come in any order.
     assert found[:full] == theirs[:full] and sorted(found) == sorted(theirs)
-
-
-def test_all_reduce_is_latency_and_bytes():
-    assert all_reduce_s(cluster_of().link, 10**10) == pytest.approx(1.00001)
 
 
 def test_a_product_beside_one_of_another_precision_costs_the_switch():
