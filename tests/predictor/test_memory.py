@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import asdict, replace
 
 import pytest
 from graphs import Builder, assignments_for, encoder, graphs
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from kept_for_backward import bytes_of_copies, saved_by_torch
 
 from qsync.backend.kernels.convolution.conv_strategy import windows_bytes
 from qsync.lowering.incremental import lower
@@ -17,7 +15,6 @@ from qsync.lowering.lowered_graph import Run
 from qsync.lowering.vectorized import Tabulated
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
-from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
 from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
 from qsync.predictor.memory.workspaces.op_context import OpContext
@@ -450,126 +447,6 @@ def test_the_parts_sum_to_the_peak_and_adding_ranks_or_state_never_lowers_it(gra
     assert min(parts.values()) >= 0
     assert peak_memory(lowered).peak_bytes == memory.peak_bytes - 100
     assert peak_memory(lowered, optimizer_bytes=100, num_ranks=2).peak_bytes >= memory.peak_bytes
-
-
-def transformer(written_out: bool = False):
-    import torch
-    from torch.nn import functional
-
-    class Block(torch.nn.Module):
-        def __init__(self, width: int = 64, heads: int = 4) -> None:
-            super().__init__()
-            self.heads = heads
-            self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
-            self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-            self.fc1, self.fc2 = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-            self.drop = torch.nn.Dropout(0.1)
-
-        def forward(self, x):
-            batch, length, width = x.shape
-            split = [
-                y.view(batch, length, self.heads, -1).transpose(1, 2)
-                for y in self.qkv(self.norm1(x)).chunk(3, -1)
-            ]
-            if written_out:
-                q, k, v = split
-                y = functional.softmax(q @ k.transpose(-1, -2), -1) @ v
-            else:
-                y = functional.scaled_dot_product_attention(*split, is_causal=True)
-            x = x + self.drop(self.out(y.transpose(1, 2).reshape(batch, length, width)))
-            return x + self.drop(self.fc2(functional.gelu(self.fc1(self.norm2(x)))))
-
-    class Transformer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = torch.nn.Embedding(256, 64), torch.nn.Linear(64, 256)
-            self.blocks = torch.nn.ModuleList([Block(), Block()])
-
-        def forward(self, tokens):
-            x = self.embedding(tokens)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    return Transformer(), torch.randint(0, 256, (4, 32))
-
-
-def written_out():
-    return transformer(True)
-
-
-def convolutional():
-    import torch
-    from torch.nn import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential
-
-    first = (Conv2d(3, 16, 3, padding=1), BatchNorm2d(16), ReLU(), MaxPool2d(2))
-    second = (Conv2d(16, 16, 3), BatchNorm2d(16), ReLU(), AdaptiveAvgPool2d(1), Flatten(), Linear(16, 10))
-    return Sequential(*first, *second), torch.randn(8, 3, 16, 16)
-
-
-def gated():
-    """Convolutions of signals, a product of two of them, and a sum of products as torch.addmm."""
-    import torch
-
-    class Gated(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.signal, self.gate = (torch.nn.Conv1d(4, 8, 3, padding=1) for _ in range(2))
-            self.weight, self.bias = (
-                torch.nn.Parameter(torch.randn(8, 16)),
-                torch.nn.Parameter(torch.zeros(16)),
-            )
-
-        def forward(self, x):
-            y = self.signal(x) * torch.sigmoid(self.gate(x))
-            return torch.addmm(self.bias, y.transpose(1, 2).reshape(-1, 8), self.weight)
-
-    return Gated(), torch.randn(8, 4, 32)
-
-
-def partly_frozen():
-    """Convolutions, of which the middle ones train nothing: torch saves what they read all the same."""
-    import torch
-
-    class Shifted(torch.nn.Module):
-        def forward(self, x):
-            return x + 1.0  # whose result backward does not need
-
-    layers = [torch.nn.Conv2d(4, 4, 3, padding=1)]
-    for _ in range(3):
-        layers += [Shifted(), torch.nn.Conv2d(4, 4, 3, padding=1)]
-    for layer in layers[2:5]:
-        layer.requires_grad_(False)
-    return torch.nn.Sequential(*layers), torch.randn(2, 4, 8, 8)
-
-
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "cast in every pass"])
-@pytest.mark.parametrize("build", [transformer, written_out, convolutional, gated, partly_frozen])
-def test_it_is_what_autograd_keeps_to_the_byte(build, kept, monkeypatch):
-    """With the copies of the weights, which live until the optimizer changes them if they are kept."""
-    pytest.importorskip("torch")
-    import qsync
-    from qsync.runtime import choosers, planned_forward
-
-    for module in ("backend.selection.kernel_selection", "predictor.memory.lifetimes"):
-        monkeypatch.setattr(f"qsync.{module}.keeps_weight_casts", lambda device: kept)
-    if not kept:  # as on GPUs, where oneDNN packs nothing
-        monkeypatch.setattr("qsync.predictor.memory.lifetimes.packed_bytes", lambda *shapes: 0)
-    model, batch = build()
-    graph, found = qsync.capture(model, batch), {}
-    qsync.wrap(model, "fp32", strict=True)(batch)
-    for precision, less in itertools.product((Precision.FP32, BF16, INT8), (False, True)):
-        chosen = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
-        lowered = lower(graph, chosen, saving_less=ops_that_save_less(graph, ["*"]) if less else ())
-        saving = choosers.saving(["*"] if less else [])
-        planned_forward.program_of(model).choose(choosers.uniform(precision), saving_less=saving)
-        model(batch)  # compiled here, so that only the step is seen below
-        predicted = sum(peak_memory(lowered).saved_by.values()) + bytes_of_copies(lowered) * kept
-        found[precision, less] = (predicted, saved_by_torch(model, batch))
-    assert not {case: sizes for case, sizes in found.items() if sizes[0] != sizes[1]}
-
-
-# --- The bar: what an INT8 product keeps ---
 
 
 @pytest.mark.parametrize(
