@@ -27,8 +27,10 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found - expected).norm() / expected.norm()).detach())
 
 
-@pytest.mark.parametrize("activated", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int8_all"])
+@pytest.mark.parametrize(
+    ("precision", "activated"),
+    [("fp32", False), ("bf16", False), ("int8", False), ("int8", True), ("int8_all", True)],
+)
 @pytest.mark.parametrize(
     ("rows", "shape"),
     [((8,), (8, 64)), ((8,), (1, 64)), ((8,), (8, 1)), ((8,), (1,)),

@@ -15,7 +15,6 @@ import pytest
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import allocate
-from qsync.commands import main
 from qsync.commands.loading import under_levers
 from qsync.records.cluster import Cluster, Link
 from qsync.records.json_files import write_json
@@ -609,12 +608,7 @@ def test_a_demo_that_is_told_to_end_leaves_no_temporary_folder(tmp_path):
     assert not list(temporary.glob("tmp*"))
 
 
-def test_a_program_ends_though_a_library_caught_its_exit():
-    code = """
-import os, signal, time
-from qsync import exit_signals
-exit_signals._AGAIN_S = 0.2
-exit_signals.exit_on_signals()
+CAUGHT = """
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
@@ -622,23 +616,21 @@ except BaseException:
     pass
 time.sleep(60)
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=50)
-    assert done.returncode == 128 + signal.SIGTERM
-
-
-def test_a_program_that_is_slow_to_end_has_the_code_of_its_signal():
-    code = """
-import os, signal, time
-from qsync import exit_signals
+SLOW = """
 class Slow:
     def __del__(self, sleep=time.sleep):
         sleep(0.6)
 slow = Slow()
-exit_signals._AGAIN_S = 0.2
-exit_signals.exit_on_signals()
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=50)
+
+
+@pytest.mark.parametrize("code", [CAUGHT, SLOW], ids=["a library catches its exit", "it is slow to end"])
+def test_a_program_that_is_told_to_end_has_the_code_of_its_signal(code):
+    begin = "import os, signal, time\nfrom qsync import exit_signals\nexit_signals._AGAIN_S = 0.2\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{begin}exit_signals.exit_on_signals()\n{code}"], timeout=50, check=False
+    )
     assert done.returncode == 128 + signal.SIGTERM
 
 
@@ -658,20 +650,6 @@ def test_planning_imports_no_torch(folder):
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-
-
-def test_importing_a_command_imports_no_torch():
-    """device_report measures kernels: `qsync doctor` imports it when it runs."""
-    files = Path(main.__file__).parent.glob("*.py")
-    modules = [
-        f"qsync.commands.{path.stem}" for path in files if path.stem not in ("__init__", "device_report")
-    ]
-    code = (
-        f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
-        "assert not {'torch', 'scipy', 'matplotlib'} & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and len(modules) > 10, done.stderr
 
 
 def test_python_runs_the_package_as_the_command():
@@ -734,26 +712,12 @@ def test_replay_plays_random_failures_by_their_seed(qsync, planned):
 
 def test_churn_that_cannot_be_played_is_one_sentence(refused, planned, tmp_path):
     trace = tmp_path / "trace.csv"
-    for text, message in (
-        ("", "line 1"), ("time_s,event,card\n", "ends at 0 s"), ("time_s,event,card\nsoon,end,\n", "line 2"),
-        ("time_s,event,card\n1,kill,gpu:0\n", "no card 'gpu:0'"),
-        ("time_s,event,card\n1,kill,infer:3\n", "no card 'infer:3'"),
-        ("time_s,event,card\n1,melt,infer:0\n", "no event 'melt'"),
-        ("time_s,event,card\n2,kill,infer:0\n1,join,infer:0\n", "sort the events"),
-        ("time_s,event,card\n1,kill,infer:0\n2,kill,infer:0\n", "infer:0 has left before"),
-        ("time_s,event,card\n1,join,infer:0\n", "infer:0 has joined before"),
-    ):  # fmt: skip
-        trace.write_text(text)
-        assert message in refused("replay", planned, "--churn", trace)
+    trace.write_text("time_s,event,card\n1,kill,infer:3\n")
     for churn, message in (
-        (tmp_path / "none.csv", "give a CSV file"), ("mtbf=0", "above 0"), ("mtbf=often", "at least 0"),
+        (trace, "no card 'infer:3'"), (tmp_path / "none.csv", "give a CSV file"), ("mtbf=0", "above 0"),
         ("mtbf=1,classes=gpu", "device class 'gpu'"), (tmp_path, "cannot read"),
     ):  # fmt: skip
         assert message in refused("replay", planned, "--churn", churn)
     assert "did you mean start?" in refused("replay", planned, "--churn", "mtbf=1", "--churn-costs", "stat=1")
     assert "add --churn with a trace" in refused("replay", planned, "--churn-costs", "start=1")
     assert "leave out" in refused("replay", planned, "--churn", "mtbf=1", "--steps", "3")
-    cluster = json.loads((planned.parent / "cluster.json").read_text())
-    cluster["classes"][1]["count"] = 10_000
-    (planned.parent / "cluster.json").write_text(json.dumps(cluster))
-    assert "1 to 10000 ranks, found 10001" in refused("replay", planned, "--churn", "mtbf=100")
