@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 from qsync.operators.declaration import Role
 from qsync.operators.registry import declared
@@ -28,7 +29,7 @@ class Layout:
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.root = _storage_roots(graph, self.dtype)
         self.users = self._list_users()
-        self.product, self.followers = self._list_followers()
+        self.product = self._list_products()
         # Value computed by an earlier traced graph -> position of the operator before which it enters.
         self.entered = {v.name: self._entry(v.name) for v in graph.inputs if v.passed_on}
         self.loss_inside = any(declared(op.kind).is_loss for op in graph.ops)
@@ -51,16 +52,11 @@ class Layout:
             for name, entry in self.entered.items()
         )
 
-    def _list_followers(self) -> tuple[list[int], dict[int, list[int]]]:
-        """Return each operator's last product up to it (else the first), and the inverse map."""
-        product, followers = [], dict[int, list[int]]()
-        products = [i for i, op in enumerate(self.ops) if op.role is Role.ADJUSTABLE]
-        last = products[0] if products else 0
-        for i, op in enumerate(self.ops):
-            last = i if op.role is Role.ADJUSTABLE else last
-            product.append(last)
-            followers.setdefault(last, []).append(i)
-        return product, followers
+    def _list_products(self) -> list[int]:
+        """Return each operator's last product up to it (else the first)."""
+        products = [i if op.role is Role.ADJUSTABLE else -1 for i, op in enumerate(self.ops)]
+        first = next((i for i in products if i >= 0), 0)
+        return [max(first, last) for last in accumulate(products, max)]
 
     def _list_users(self) -> dict[str, list[int]]:
         """List by storage the operators that compute or read it, views included, in order."""

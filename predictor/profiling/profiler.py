@@ -41,7 +41,6 @@ from qsync.predictor.profiling.step_statistics import (
     noise,
     timer_seconds,
 )
-from qsync.records.graph import OpGraph
 from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
@@ -485,7 +484,8 @@ class Profiler:
         self._wait = Wait(wait_s, self._reduced_s - last.at_s if self._arriving_last else 0.0)
 
     def _choose(self, choice: RoundStep, observer: NodeTimer | None) -> None:
-        self._runner.choose(choice.choose, observer, _all_that_can if choice.saves_less else None)
+        saving = (lambda graph: ops_that_save_less(graph, ["*"])) if choice.saves_less else None
+        self._runner.choose(choice.choose, observer, saving)
 
     def _optimizer_step(self) -> None:
         """Run an optimizer step; raise CalibrationError if it fails (closure, sparse gradients)."""
@@ -536,10 +536,6 @@ def _without_collection() -> Iterator[None]:
 def _waiting_clock(clock: Clock) -> Clock:
     """Return the clock for loader waits: wall time if the clock counts CPU time of a whole core."""
     return WallClock() if isinstance(clock, ShareClock) and clock.share == 1.0 else clock
-
-
-def _all_that_can(graph: OpGraph) -> tuple[str, ...]:
-    return ops_that_save_less(graph, ["*"])
 
 
 def _time_bucket_copy(parameters: Sequence[torch.nn.Parameter], clock: Clock) -> float:

@@ -135,8 +135,10 @@ def _counted(node: torch.fx.Node) -> Counted | None:
 
     # A checkpoint around the model has hooks that count saved tensors. These hooks shield the checkpoint's.
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    # torch's anomaly mode keeps tensors alive and checks fake tensors for NaN.
+    plain = torch.autograd.set_detect_anomaly(False)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), _without_anomalies(), FakeTensorMode(), saving:
+        with torch.inference_mode(False), torch.enable_grad(), plain, FakeTensorMode(), saving:
             results = list(filter(_is_tensor, tree_leaves(_run(node, stand_in))))
             trained = list(filter(_is_trained, results))
             workspace_bytes = _backward_bytes(trained, tree_leaves(stand_ins)) if trained else 0
@@ -158,11 +160,6 @@ def _counted(node: torch.fx.Node) -> Counted | None:
         workspace_bytes=workspace_bytes,
         is_view=own in places,
     )  # fmt: skip
-
-
-def _without_anomalies() -> torch.autograd.set_detect_anomaly:
-    """Suspend torch's anomaly mode, which keeps tensors alive and checks fake tensors for NaN."""
-    return torch.autograd.set_detect_anomaly(False)
 
 
 def _backward_bytes(results: list[torch.Tensor], operands: list[Any]) -> int:

@@ -43,7 +43,8 @@ class SharedGraph(Generic[T]):
 
     def of(self, inputs: Sequence[Any]) -> T:
         """Return the result of `read` for the parameters among the inputs of a call."""
-        if len(self._of_names) == 1 and all(map(_refers_to, self._last, self._parameters(inputs))):
+        pairs = zip(self._last, self._parameters(inputs), strict=True)
+        if len(self._of_names) == 1 and all(last() is parameter for last, parameter in pairs):
             return self._first
         names = self._names_of(inputs)
         if None in names:
@@ -72,7 +73,3 @@ class SharedGraph(Generic[T]):
             value if id(value) in own else placeholder.meta.get("example_value")
             for value, placeholder in zip(inputs, placeholders, strict=True)
         ]
-
-
-def _refers_to(reference: weakref.ref[torch.nn.Parameter], parameter: torch.nn.Parameter) -> bool:
-    return reference() is parameter

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     untrained = _without_gradients(graph)
     written: set[torch.fx.Node] = set()
     for node in list(graph.nodes):
-        targets = [target for target in written_by(node) if _holds_floats(target)]
+        targets = [t for t in written_by(node) if any(v.is_floating_point() for v in _tensors(t))]
         if not targets:
             continue
         target = targets[0]
@@ -45,11 +44,12 @@ def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         outside = any(other.op in ("placeholder", "get_attr") for other in sharers)
         others = [other for other in sharers if other is not target]
         read_later = any(position[user] > position[node] for other in others for user in other.users)
-        detaches = node in untrained and any(map(_requires_grad, storage[target]))
+        detaches = node in untrained and any(v.requires_grad for n in storage[target] for v in _tensors(n))
         if outside or read_later or detaches or not _keeps_type(node, targets) or not _rewrite(node):
             written.update(*(storage[target] for target in targets))
         else:
-            target.replace_all_uses_with(node, delete_user_cb=partial(_is_after, position, node))
+            after = {user for user in target.users if position[user] > position[node]}
+            target.replace_all_uses_with(node, delete_user_cb=after.__contains__)
     return written
 
 
@@ -69,10 +69,6 @@ def _without_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         elif not trains:
             untrained.add(node)
     return untrained
-
-
-def _is_after(position: dict[torch.fx.Node, int], node: torch.fx.Node, user: torch.fx.Node) -> bool:
-    return position[user] > position[node]
 
 
 def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -203,11 +199,6 @@ def _is_float(node: torch.fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _holds_floats(node: torch.fx.Node) -> bool:
+def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
     values = tree_leaves(node.meta.get("example_value"))
-    return any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
-
-
-def _requires_grad(node: torch.fx.Node) -> bool:
-    values = tree_leaves(node.meta.get("example_value"))
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -98,14 +98,10 @@ def graph_breaks() -> dict[str, int]:
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
-def _breaks_since(breaks: dict[str, int]) -> list[str]:
-    return [reason for reason, count in graph_breaks().items() if count > breaks.get(reason, 0)]
-
-
 @untraced(_ASKS)
 def why_broken(breaks: dict[str, int]) -> str:
     """Return the reason of the tracer's stops since `breaks`; empty if it did not stop."""
-    new = _breaks_since(breaks)
+    new = [reason for reason, count in graph_breaks().items() if count > breaks.get(reason, 0)]
     return _reason("\n".join(new)) if new else ""
 
 
