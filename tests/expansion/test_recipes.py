@@ -61,12 +61,22 @@ def test_a_recipe_of_one_s_own_is_about_15_lines(depth):
     lossless(Encoder(), ENCODER.to(width=24, layers=3, hidden=50), tokens(), depth=depth)
 
 
+class ChannelsFirst(nn.LayerNorm):
+    """A subclass that computes something else: rows are (B, C), images (B, C, H, W), weights count from 1."""
+
+    def forward(self, x):
+        moved = x.movedim(1, -1)
+        return F.layer_norm(moved, self.normalized_shape, self.weight + 1, self.bias, self.eps).movedim(-1, 1)
+
+
 NORMS = {
     "without bias": lambda width: nn.LayerNorm(width, bias=False),
     "RMS": nn.RMSNorm,
     "RMS, eps of the type": lambda width: nn.RMSNorm(width, eps=None),
     "an RMS of somebody's own": Eps,
     "a layer norm of somebody's own": lambda width: Eps(width, centred=True),
+    "one that multiplies by 1 + weight": lambda width: Eps(width, offset=1.0),
+    "one of channels in dimension 1": ChannelsFirst,
     "batch": nn.BatchNorm1d,
     "batch, without weight": lambda width: nn.BatchNorm1d(width, affine=False),
 }

@@ -43,9 +43,14 @@ class Fixed(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, None, 1e-5)
 
 
+class Squared(Eps):
+    def forward(self, x):
+        return super().forward(x) * self.weight
+
+
 OTHER_NORMS = {
     "GroupNorm": (lambda width: nn.GroupNorm(4, width), "norm is a GroupNorm"),
-    "a weight short of one": (lambda width: Eps(width, offset=1.0), "folding 1 \\+ weight"),
+    "a weight that is squared": (Squared, "affine function of its weight"),
     "no weight": (
         lambda width: nn.LayerNorm(width, elementwise_affine=False),
         "norm .*elementwise_affine=True",

@@ -47,7 +47,8 @@ class Axis:
 class TensorMap:
     """How `name` of the grown model is made from `source` of the small one.
 
-    `axes` holds one entry per dimension; None leaves a dimension as it is. `factor` multiplies the result.
+    `axes` holds one entry per dimension; None leaves a dimension as it is. `factor` multiplies the result,
+    `added` is added to it: for a norm that multiplies by its weight plus a constant.
     `noise` is the standard deviation of the noise that makes copies differ, `rest_noise` that of the noise
     in a rest that reads zeros. `noise_dim` is the written axis whose copies differ, in a new block that is
     silent; None for the axis that is read. `output_init` is "zero" or "cancel" for an output layer of a new
@@ -60,6 +61,7 @@ class TensorMap:
     source_shape: tuple[int, ...]
     axes: tuple[Axis | None, ...]
     factor: float = 1.0
+    added: float = 0.0
     noise: float = 0.0
     rest_noise: float = 0.0
     noise_dim: int | None = None
@@ -98,12 +100,13 @@ class TensorMap:
             if axis is not None and not axis.is_read:
                 made = _written(made, dim, axis.growth)
         if self.output_init == "zero":
-            return torch.zeros(self.shape, dtype=source.dtype, device=source.device)
+            return torch.full(self.shape, self.added, dtype=source.dtype, device=source.device)
         for dim, axis in enumerate(self.axes):
             if axis is not None and axis.is_read:
                 shares = along(axis.shares if self.output_init != "cancel" else 0 * axis.shares, dim, made)
                 made = made.index_select(dim, axis.growth.index.clamp(min=0).to(made.device)) * shares
         made = made * self.factor if self.factor != 1.0 else made
+        made = made + self.added if self.added else made
         if self.noise or self.rest_noise:
             made = made + self._noise_values(seed).to(made)
         return made

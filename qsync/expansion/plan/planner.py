@@ -317,7 +317,8 @@ class _Planner:
         """Return the map of a norm's weight or bias.
 
         gamma* = sqrt(s) [gamma x k, zeta], beta* = [beta x k, 0] (LEMON, section 3.2), with s the factor of
-        the variance. Both are divided where a tied head reads the norm.
+        the variance. Both are divided where a tied head reads the norm. A norm that multiplies by gamma + c
+        gets (gamma + c)* - c.
         """
         if t.norm == module_kinds.BATCH or made.axes[0] is None:
             return made
@@ -326,7 +327,9 @@ class _Planner:
         if t.kind == "bias":
             return replace(made, factor=1.0 / divided)
         axis = replace(made.axes[0], growth=replace(growth, rest=FREE))
-        return replace(made, axes=(axis,), factor=math.sqrt(_variance_ratio(growth)) / divided)
+        factor = math.sqrt(_variance_ratio(growth)) / divided
+        added = (factor - 1.0) * module_kinds.weight_offset(t.module)
+        return replace(made, axes=(axis,), factor=factor, added=added)
 
     def _product_map(self, t: Tensor, made: TensorMap) -> TensorMap:
         """Return the map of a product's weight or bias.

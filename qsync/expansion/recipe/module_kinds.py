@@ -44,7 +44,7 @@ def norm_kind(module: torch.nn.Module, path: str) -> str | None:
     """Return LAYER, RMS or BATCH for a norm, None for another module.
 
     BATCH stands for every norm that acts on one channel at a time. An unknown class is run on random rows in
-    FP64: the RMSNorm of one model family multiplies by its weight, that of another by 1 + weight.
+    FP64: one may multiply by its weight, another by 1 + weight (`weight_offset`).
 
     Raises:
         UnsupportedError: The module is a norm of another kind.
@@ -63,24 +63,31 @@ def norm_kind(module: torch.nn.Module, path: str) -> str | None:
                 f"{path} normalizes over {weight.ndim} axes at once, for which no lossless expansion is "
                 f"known; keep them fixed with the line `{path}  _ -> _`"
             )
-        return LAYER if isinstance(module, torch.nn.LayerNorm) else RMS
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps_name(module) is None:
+    elif not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps_name(module) is None:
         return None
-    kind = _kind_by_trial(module, eps_of(module))
+    kind, _ = _tried(module)
     if kind is None:
         raise UnsupportedError(
             f"{path} ({type(module).__name__}) computes neither a layer norm nor an RMS norm of its rows, "
-            "times its weight; replace it by one that does (folding 1 + weight into its weight), or keep "
-            f"its input fixed with the line `{path}  _ -> _`"
+            "times an affine function of its weight; replace it by one that does, or keep its input fixed "
+            f"with the line `{path}  _ -> _`"
         )
     return kind
 
 
-def _kind_by_trial(module: torch.nn.Module, eps: float) -> str | None:
-    """Return the kind of norm that a module computes on random rows, or None.
+def weight_offset(module: torch.nn.Module) -> float:
+    """Return c of a norm that multiplies by its weight plus c, up to a factor; 0 for most."""
+    return _tried(module)[1]
 
-    The rows are as wide as the module's weight. Weight and bias are random as well.
+
+def _tried(module: torch.nn.Module) -> tuple[str | None, float]:
+    """Return the kind of norm that a module computes on random rows, and its `weight_offset`.
+
+    The rows are as wide as the module's weight; a module may take channels in dimension 1. Weight and bias
+    are random. With weight 0 and 1 the module shows the affine function of its weight.
     """
+    if type(module) in (torch.nn.LayerNorm, torch.nn.RMSNorm):
+        return (LAYER if type(module) is torch.nn.LayerNorm else RMS), 0.0
     draws = torch.Generator().manual_seed(0)
     is_empty = any(value.is_meta for value in module.parameters())
     own = (copy.deepcopy(module).to_empty(device="cpu") if is_empty else copy.deepcopy(module).cpu()).double()
@@ -88,17 +95,26 @@ def _kind_by_trial(module: torch.nn.Module, eps: float) -> str | None:
         value.data = torch.randn(value.shape, generator=draws, dtype=torch.float64)
     weight, bias = own.get_parameter("weight"), getattr(own, "bias", None)
     x = torch.randn(5, len(weight), generator=draws, dtype=torch.float64)
-    centred = x - x.mean(-1, keepdim=True)
     added = bias if isinstance(bias, torch.Tensor) else 0.0
+
+    def run(values: torch.Tensor | float) -> torch.Tensor:
+        weight.data = torch.ones_like(weight) * values
+        try:
+            return own(x).double() - added
+        except Exception:  # a module that does not accept rows may raise anything
+            return own(x[:, :, None, None]).double()[:, :, 0, 0] - added
+
     try:
         with torch.no_grad():
-            found = own(x)
-    except Exception:  # a module that does not accept rows may raise anything
-        return None
-    for kind, rows in ((RMS, x), (LAYER, centred)):
-        wanted = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + added
+            first, second, found = run(0.0), run(1.0), run(drawn := weight.detach().clone())
+    except Exception:
+        return None, 0.0
+    for kind, rows in ((RMS, x), (LAYER, x - x.mean(-1, keepdim=True))):
+        normed = rows * (rows.square().mean(-1, keepdim=True) + eps_of(module)).rsqrt()
+        at_zero, slope = (float((one / normed).median()) for one in (first, second - first))
+        wanted = normed * (at_zero + slope * drawn)
         # Unknown classes may compute in FP32 inside.
-        is_alike = isinstance(found, torch.Tensor) and found.shape == wanted.shape
-        if is_alike and torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5):
-            return kind
-    return None
+        is_alike = slope and found.shape == wanted.shape
+        if is_alike and torch.allclose(found, wanted, rtol=1e-5, atol=1e-5):
+            return kind, round(at_zero / slope, 4)
+    return None, 0.0
