@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expanding import images, made, recipe, tokens
 from torch import nn
 from user_models import NET, RESIDUALS, ROWS, STREAMS, Eps, Net, Residuals, Streams, lossless, with_lines

@@ -94,6 +94,7 @@ def _tried(module: torch.nn.Module) -> tuple[str | None, float]:
     for value in own.parameters():
         value.data = torch.randn(value.shape, generator=draws, dtype=torch.float64)
     weight, bias = own.get_parameter("weight"), getattr(own, "bias", None)
+    drawn = weight.detach().clone()
     x = torch.randn(5, len(weight), generator=draws, dtype=torch.float64)
     added = bias if isinstance(bias, torch.Tensor) else 0.0
 
@@ -106,7 +107,7 @@ def _tried(module: torch.nn.Module) -> tuple[str | None, float]:
 
     try:
         with torch.no_grad():
-            first, second, found = run(0.0), run(1.0), run(drawn := weight.detach().clone())
+            first, second, found = run(0.0), run(1.0), run(drawn)
     except Exception:
         return None, 0.0
     for kind, rows in ((RMS, x), (LAYER, x - x.mean(-1, keepdim=True))):
