@@ -138,7 +138,15 @@ class _Float32AsFloat64(TorchFunctionMode):
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args, kwargs = tree_map(lambda v: torch.float64 if v is torch.float32 else v, (args, kwargs or {}))
+        if func is torch._grouped_mm:
+            return _plain_grouped_mm(*args, kwargs["offs"])
         return func(*args, **kwargs)
+
+
+def _plain_grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Multiply each group of rows (T, K) by its own matrix (E, K, N): torch has no kernel in FP64."""
+    parts = rows.tensor_split(offs.cpu().long())[: len(matrices)]
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
 
 
 @contextmanager

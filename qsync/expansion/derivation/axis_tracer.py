@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qsync.errors import TracingError
@@ -30,7 +30,7 @@ from qsync.expansion.derivation.axis_unification import (
     size_of,
     unify,
 )
-from qsync.expansion.derivation.op_rules import Call, Rule, constant, pointwise, reduction
+from qsync.expansion.derivation.op_rules import Call, Rule, constant, move_rows, pointwise, reduction
 from qsync.expansion.derivation.recorder import Frame, Recorder
 from qsync.expansion.derivation.trace_records import Event, Norm, Value
 from qsync.tracing.held_state import undisturbed
@@ -70,7 +70,8 @@ class _AxisTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if rule is None:
                 raise UnificationError
-            found = rule(self.recorder, call)
+            with _disable_current_modes():  # numbers of rows are real
+                found = move_rows(self.recorder, call, rule(self.recorder, call))
             for tensor, value in zip(outs, found, strict=True):
                 if [size_of(one) for one in value.axes] != list(tensor.shape):
                     raise UnificationError
@@ -120,7 +121,9 @@ class _AxisTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if earlier.path == frame.path:
                 unify(earlier.writes, written)
         self.recorder.values[tensor] = replace(value, axes=axes)
-        self.recorder.norms.append(Norm(self.recorder.clock, frame.path, known, written, _is_centred(frame)))
+        self.recorder.norms.append(
+            Norm(self.recorder.clock, frame.path, known, written, _is_centred(frame), value.writer)
+        )
 
 
 def _normalised(frame: Frame) -> Axis | None:

@@ -37,9 +37,9 @@ class Derived:
         follows: Proposed: the spaces that keep their ratio to a size.
         rotary: Whether heads are rotated by position.
         multiples: The spaces that grow only to multiples of their size.
-        heads: The number of query heads, 0 without attention.
-        kv_heads: The number of key/value heads.
-        head_dim: The width of a head, in elements.
+        fixed: The sizes that cannot grow.
+        attentions: The numbers of query heads and of key/value heads, and the width of a head in elements,
+            of each kind of attention.
         notes: Limits of lossless growth.
         open: The lines that could not be derived. The author has to write them.
         inputs: The example inputs.
@@ -53,9 +53,8 @@ class Derived:
     follows: dict[str, str] = field(default_factory=dict)
     rotary: bool = False
     multiples: tuple[str, ...] = ()
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
+    fixed: tuple[str, ...] = ()
+    attentions: tuple[tuple[int, int, int], ...] = ()
     notes: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
     inputs: Any = field(default=None, repr=False, compare=False)
@@ -93,21 +92,21 @@ class Derived:
             "residual": self.residual,
             "rotary": self.rotary,
             "multiples": self.multiples,
+            "fixed": self.fixed,
+            "inputs": self.inputs,
         }
-        if self.heads:
+        if self.attentions:
             proposed["read"] = self._heads
         return Recipe(self.model, build=build, **{**proposed, **options})
 
     def _heads(self, model: nn.Module) -> Sizes:
-        found = Findings(trace_axes(model, self.inputs, ALL_RULES))
-        return {"heads": found.heads, "kv_heads": found.kv_heads}
+        return Findings(trace_axes(model, self.inputs, ALL_RULES)).sizes
 
     def __str__(self) -> str:
         facts = [f"blocks {self.blocks or 'none'}", f"residual {', '.join(self.residual) or 'none'}"]
-        if self.heads:
-            grouped = f" on {self.kv_heads} of keys and values" if self.kv_heads != self.heads else ""
-            each = f"{self.head_dim} each{', rotary' if self.rotary else ''}"
-            facts.append(f"{self.heads} heads{grouped}, {each}")
+        for heads, kv_heads, head_dim in self.attentions:
+            grouped = f" on {kv_heads} of keys and values" if kv_heads != heads else ""
+            facts.append(f"{heads} heads{grouped}, {head_dim} each{', rotary' if self.rotary else ''}")
         facts += [
             f"{space} as wide as {size}" for space, size in self.sizes.items() if space not in self.residual
         ]
@@ -155,9 +154,8 @@ def derive_recipe(model: nn.Module, example_inputs: Any) -> Derived:
         follows=follows,
         rotary=findings.rotary,
         multiples=tuple(findings.multiples),
-        heads=findings.heads,
-        kv_heads=findings.kv_heads,
-        head_dim=findings.head_dim,
+        fixed=tuple(findings.fixed),
+        attentions=tuple(findings.shapes),
         notes=findings.fold_messages(findings.notes),
         open=findings.fold_messages(findings.open),
         inputs=example_inputs,

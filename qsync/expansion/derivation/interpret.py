@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
 from qsync.expansion.derivation.axis_tracer import RETURNED
 from qsync.expansion.derivation.axis_unification import (
     Axis,
+    Piece,
     UnificationError,
     fix_axis,
     is_known_fixed,
@@ -19,7 +24,8 @@ from qsync.expansion.derivation.axis_unification import (
 )
 from qsync.expansion.derivation.recorder import Recorder
 from qsync.expansion.derivation.table_writer import UNKNOWN, Entry, Names, Slot, block_of, blocks_pattern
-from qsync.expansion.derivation.trace_records import Attention, Norm, ParameterUse, Writer
+from qsync.expansion.derivation.trace_records import Attention, Event, Norm, ParameterUse
+from qsync.expansion.maps.space_growth import laid_out
 from qsync.expansion.recipe.recipe import FIXED
 from qsync.expansion.recipe.sizes import first_few
 
@@ -31,6 +37,8 @@ _UNSUPPORTED = {
 }
 # Events that exclude a partial rest of copies (LEMON, arXiv:2310.07999, section 3).
 _RESTRICTED = {
+    "averages": "averages over {space}, which is the same only where all coordinates have equally many "
+    "copies, so that only multiples of its size are lossless",
     "acts on": "acts on {space}, which a LayerNorm reads: a mean of copies is then another's, so that only "
     "multiples of its size are lossless",
     "moves zero": "makes something else of 0 on {space}, which a norm leaves 0 beside its copies, so that "
@@ -54,20 +62,25 @@ class Findings:
             self.notes.append(f"{self.blocks} run more than once each, so that depth cannot copy them")
             self.copied = ""
         self.multiples: dict[str, None] = {}  # spaces that grow only to multiples
-        self.heads = self.kv_heads = self.head_dim = 0
-        # Matrix -> its rows of queries, keys and values.
-        self.roles: dict[str, dict[tuple[int, int], set[str]]] = {}
+        self.shapes: list[tuple[int, int, int]] = []  # heads, key/value heads, head_dim of each attention
+        self.fixed: dict[str, None] = {}  # sizes that cannot grow
+        # Matrix -> the rows of queries, keys and values, head after head.
+        self.roles: dict[str, dict[str, tuple[int, ...]]] = {}
         self.inner: Axis = []
-        self.mixed: set[tuple[int, ...]] = set()
-        self.counts: set[int] = set()  # pieces that count heads
+        self.words: dict[tuple[int, ...], str] = {}  # pieces -> heads, kv_heads or mixed
+        self.heads: set[int] = set()  # pieces that count heads
         self._close_norms()
-        self._hold_norms()
+        for norm in self.recorder.norms:
+            if not list(self.recorder.model.get_submodule(norm.path).parameters()):
+                unify(norm.reads, norm.writes)  # exact copies keep its statistics
+                recorder.events.append(Event("averages", norm.path, "norm", [norm.reads]))
         self._read_attention()
+        self._hold_norms()
 
     @property
     def rotary(self) -> bool:
         """Return whether queries meet constants within a head, as in a rotation by position."""
-        return any(piece.all_reasons for one in self.recorder.attentions for piece in leaves(one.inner))
+        return any(piece.all_reasons for one in self.recorder.attentions for piece in leaves(one.query.inner))
 
     @property
     def parameters(self) -> list[str]:
@@ -120,54 +133,95 @@ class Findings:
 
     # -- attention --
 
+    def number(self, shape: tuple[int, int, int]) -> str:
+        """Return the number of the attentions of one shape, "" if all have it."""
+        return str(self.shapes.index(shape)) if len(self.shapes) > 1 else ""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the numbers of heads by name."""
+        found = {}
+        for shape in self.shapes:
+            number = self.number(shape)
+            found |= {f"heads{number}": shape[0], f"kv_heads{number}": shape[1]}
+        return found
+
     def _read_attention(self) -> None:
         """Read the numbers of heads, and the roles of matrix rows in attention."""
-        found = [one for one in self.recorder.attentions if self._heads_of(one) is not None]
-        for one in found:  # a second pass: splits by one attention affect others
-            self._read_heads(one, *(self._heads_of(one) or ()))
-        shapes = {(one.num_heads, one.num_kv_heads, size_of(one.inner)) for one in found}
-        if len(shapes) > 1:
-            self.open.append(
-                f"attentions have {' and '.join(map(str, sorted(shapes)))} heads, key/value heads and "
-                "coordinates each; a recipe has one number of each"
-            )
-        self.heads, self.kv_heads, self.head_dim = max(shapes, default=(0, 0, 0))
+        found = [(one, parts) for one in self.recorder.attentions if (parts := self._parts(one))]
+        self.shapes = list(dict.fromkeys(_shape_of(parts) for _, parts in found))
+        for one, parts in found:  # a second pass: splits by one attention affect others
+            self._read_heads(one, parts)
+        for one, parts in found:
+            number = self.number(_shape_of(parts))
+            try:
+                heads, groups = self._heads_of(one, parts)
+            except UnificationError:
+                continue
+            self.words[_pieces(groups)] = f"kv_heads{number}"
+            self.words[_pieces(heads)] = f"heads{number}"
+            self.heads |= {*_pieces(heads)}
+            self.words[_pieces([*heads, *one.value.inner])] = f"mixed{number}"
 
-    def _heads_of(self, one: Attention) -> list[list[Axis]] | None:
-        """Return heads and their coordinates for queries, keys and values, None if unknown."""
-        if not (one.query and one.key and one.value):
-            lacking = [name for name in ("query", "key", "value") if not getattr(one, name)]
+    def _parts(self, one: Attention) -> list[list[tuple[int, ...]]]:
+        """Return the rows of each head of queries, keys and values, empty if unknown."""
+        named = {name: getattr(one, name) for name in ("query", "key", "value")}
+        all_heads = {name: operand.heads for name, operand in named.items()}
+        if lacking := [name for name, heads in all_heads.items() if not heads]:
             self.open.append(f"{_where(one)}: no single matrix writes its {' and '.join(lacking)}")
-            return None
-        each = size_of(one.inner)
-        of_values = one.value.length // one.num_kv_heads
-        try:
-            return [
-                regroup([one.query.axis], (one.num_heads, each)),
-                regroup([one.key.axis], (one.num_kv_heads, each)),
-                regroup([one.value.axis], (one.num_kv_heads, of_values)),
-            ]
-        except UnificationError:
-            self.open.append(f"{_where(one)}: the rows of its matrices are not one head after the other")
-            return None
+            return []
+        parts = [list(dict.fromkeys(heads)) for heads in all_heads.values()]
+        per_group = max(len(parts[0]) // len(parts[1]), 1)
+        queries = [parts[0].index(head) for head in all_heads["query"]]
+        for name, own in zip(("key", "value"), parts[1:], strict=True):
+            order = [own.index(head) for head in all_heads[name]]
+            in_order = [query // per_group for query in queries]
+            if len(own) != len(parts[1]) or (len(order) == len(queries) and order != in_order):
+                self.open.append(
+                    f"{_where(one)}: its heads of queries and of keys are not tied one after the other, as "
+                    "where those that share keys lie apart"
+                )
+                return []
+        return parts
 
-    def _read_heads(self, one: Attention, of_q: list[Axis], of_k: list[Axis], of_v: list[Axis]) -> None:
-        """Read the heads of one attention."""
-        queries, groups = leaves(of_q[0]), leaves(of_k[0])
-        self.inner += [*one.inner, *of_q[1], *of_k[1]]
-        if queries[: len(groups)] != groups:
-            self.open.append(
-                f"{_where(one)}: its heads of queries and of keys are not tied one after the other, as where "
-                "a norm stands over all heads, or those that share keys lie apart"
-            )
-        self.counts |= {id(piece) for piece in [*queries, *groups]}
-        self.mixed.add(_pieces([*queries, *of_v[1]]))
-        for why in sorted({why.text for piece in queries for why in piece.all_reasons}):
-            self.open.append(f"{_where(one)}: its heads cannot grow: {why}")
-        for role in ("query", "key", "value"):
-            writer: Writer = getattr(one, role)
-            rows = self.roles.setdefault(writer.param, {})
-            rows.setdefault((writer.start, writer.length), set()).add(role)
+    def _heads_of(self, one: Attention, parts: list[list[tuple[int, ...]]]) -> tuple[Axis, Axis]:
+        """Return the pieces of an attention's heads, and of its key/value heads."""
+        heads = [piece for piece in leaves(one.query.batch) if not piece.is_known_fixed]
+        num_heads, num_kv_heads, _ = _shape_of(parts)
+        if size_of(heads) != num_heads:
+            raise UnificationError
+        groups, _ = regroup([heads], (num_kv_heads, num_heads // num_kv_heads))
+        return leaves(heads), leaves(groups)
+
+    def _read_heads(self, one: Attention, parts: list[list[tuple[int, ...]]]) -> None:
+        """Read the heads of one attention, and the rows that write them."""
+        shape = _shape_of(parts)
+        number = self.number(shape)
+        try:
+            heads, _ = self._heads_of(one, parts)
+            for norm in self.recorder.norms:
+                if {*_pieces(heads)} & {*_pieces(norm.writes)}:
+                    unify(norm.reads, norm.writes)  # a norm over all heads
+        except UnificationError:
+            self.open.append(f"{_where(one)}: its heads are not one dimension of their own")
+            return
+        inner = [*one.query.inner, *one.key.inner, *one.value.inner]
+        within = _nested(inner)
+        self.inner += inner
+        for norm in self.recorder.norms:
+            if all(_nested([piece]) & within for piece in leaves(norm.writes)):
+                self.inner += [*norm.reads, *norm.writes]
+        for why in sorted({why.text for piece in leaves(heads) for why in piece.all_reasons}):
+            self.notes.append(f"{_where(one)}: its number of heads cannot grow: {why}")
+            self.fixed[f"heads{number}"] = None
+        for name, operand, rows in zip(
+            ("query", "key", "value"), (one.query, one.key, one.value), parts, strict=True
+        ):
+            assert operand.writer is not None
+            every = self.roles.setdefault(operand.writer.param, {})
+            flat = tuple(row for head in rows for row in head)
+            if every.setdefault(f"{name}{number}", flat) != flat:
+                self.open.append(f"{operand.writer.param} writes several kinds of {name}")
 
     # -- entries --
 
@@ -189,11 +243,17 @@ class Findings:
 
     def _of_norm(self, norm: Norm) -> Iterator[Entry]:
         """Yield the entry of a norm."""
-        reads, writes = (self._slot(axis, norm.path) for axis in (norm.reads, norm.writes))
-        if list(self.recorder.model.get_submodule(norm.path).parameters()):
+        known, roles = leaves(norm.reads), self.roles.get(norm.writer.param if norm.writer else "", {})
+        if norm.writer and {*_pieces(known)} & self.heads:
+            rows = norm.writer.rows
+            own = set() if rows is None else set(rows.flatten().int().tolist())
+            reads = writes = Slot(word=next((w for w, of in roles.items() if set(of) == own), UNKNOWN))
+        else:
+            reads, writes = (self._slot(axis, norm.path) for axis in (norm.reads, norm.writes))
+        if list(self.recorder.model.get_submodule(norm.path).parameters()) or isinstance(
+            self.recorder.model.get_submodule(norm.path), (nn.LayerNorm, nn.RMSNorm)
+        ):
             yield Entry(norm.at, norm.path, "norm", (reads,), (reads if reads.word else writes,))
-        elif not reads.word:
-            self.open.append(f"{norm.path} is a norm without a weight, which no line can name; give it one")
 
     def _of_use(self, use: ParameterUse) -> Iterator[Entry]:
         """Yield the entry of a parameter use."""
@@ -210,17 +270,14 @@ class Findings:
         path = use.path if use.path in owners else next(iter(owners))
         module = self.recorder.model.get_submodule(path)
         name, own = owners[path], dict(module.named_parameters(recurse=False))
-        writes = self._written(use, path)
-        if use.kind == "product" and use.has_rows_first == (type(module).__name__ == "Conv1D"):
-            self.open.append(
-                f"{use.param} has its inputs in axis 0, which tables know of Conv1D only; transpose it"
-            )
-            writes = (Slot(word=UNKNOWN),)
-        kind = "convolution" if own[name].dim() > 2 else {"product": "linear"}.get(use.kind, use.kind)
+        writes, layout = self._written(use, path)
+        is_transposed = use.kind == "product" and not use.has_rows_first
+        is_transposed = is_transposed and type(module).__name__ != "Conv1D"
+        kind = "convolution" if isinstance(module, _ConvNd) else {"product": "linear"}.get(use.kind, use.kind)
         is_module = name == "weight" and set(own) <= {"weight", "bias"}
         where = path if is_module else f"{path}.{name}".lstrip(".")
         reads = () if use.kind == "lookup" else self._read(use.reads, path)
-        yield Entry(use.at, where, kind, reads, writes, self._tied(use, path))
+        yield Entry(use.at, where, kind, reads, writes, self._tied(use, path), layout, is_transposed)
 
     def _tied(self, use: ParameterUse, path: str) -> str:
         """Return the path of the first other module with the same weight, "" if there is none.
@@ -263,41 +320,64 @@ class Findings:
                 entry, path = next(self._of_use(same[0])), name.removesuffix(".weight")
                 yield replace(entry, at=entry.at + 1, path=path, tied=self._tied(same[0], path))
                 continue
-            slots = self._last(known, name)
-            reads = slots if all(slot.word == FIXED for slot in slots) else ()
-            yield Entry(self.recorder.first_use[known], name, "parameter", reads, slots)
+            slots, layout = self._plain(known, name)
+            reads = slots if layout == "," and all(slot.word == FIXED for slot in slots) else ()
+            yield Entry(self.recorder.first_use[known], name, "parameter", reads, slots, layout=layout)
         if unused:
             self.open.append(f"{first_few(unused)} had nothing to do on these inputs")
 
-    def _last(self, param: str, name: str) -> tuple[Slot, ...]:
-        """Return the spaces of a parameter's last dimension; a bias has those of its matrix."""
+    def _plain(self, param: str, name: str) -> tuple[tuple[Slot, ...], str]:
+        """Return the spaces of a plain parameter and their layout; a bias has those of its matrix.
+
+        A dimension that meets no other parameter stays as it is.
+        """
         *others, last = self.recorder.parameters[param].axes or [[]]
-        if any(not self._is_fixed(axis, name) for axis in others):
-            self.open.append(f"{name} grows in more than its last dimension")
-            return (Slot(word=UNKNOWN),)
         for use in self.recorder.uses:
             if use.kind == "product" and not others and leaves(use.writes) == leaves(last):
                 return self._written(use, name)
-        return self._read(last, name)
+        used = [one for use in self.recorder.uses for one in (use.reads, use.writes)]
+        met = {id(piece) for one in used for piece in leaves(one)}
+        met |= {piece for pieces in self.words for piece in pieces}
+        slots = [
+            self._slot(one, name) if met & {*_pieces(one)} else Slot(word=FIXED) for one in (*others, last)
+        ]
+        if all(slot.word == FIXED for slot in slots[:-1]):
+            return self._spread(last, name)
+        return tuple(slots), "*"
 
     # -- slots --
 
-    def _written(self, use: ParameterUse, path: str) -> tuple[Slot, ...]:
-        """Return the spaces of a matrix's rows, with attention's names where known."""
+    def _written(self, use: ParameterUse, path: str) -> tuple[tuple[Slot, ...], str]:
+        """Return the spaces of a matrix's rows, with attention's names where known, and their layout."""
         roles = self.roles.get(use.param)
-        if not roles or use.kind != "product":
-            return self._read(use.writes, path)
-        rows = sorted(roles)
-        starts = [start for start, _ in rows]
-        ends = [start + length for start, length in rows]
-        whole = starts == [0, *ends[:-1]] and ends[-1] == size_of(use.writes)
-        if not whole or any(len(roles[row]) > 1 for row in rows):
-            described = ", ".join(f"{'/'.join(sorted(roles[row]))} in [{row[0]}, {sum(row)})" for row in rows)
-            self.open.append(f"the rows of {use.param} are to attention {described}: not stacked whole")
-            return (Slot(word=UNKNOWN),)
-        if all(piece.all_reasons for one in stacked(use.writes) for piece in one):
-            return self._read(use.writes, path)
-        return tuple(Slot(word=next(iter(roles[row]))) for row in rows)
+        fixed = all(piece.all_reasons for one in stacked(use.writes) for piece in one)
+        if not roles or use.kind != "product" or fixed:
+            return self._spread(use.writes, path)
+        own = self.recorder.parameters[use.param].axes
+        num_rows = size_of(own[0] if use.has_rows_first and len(own) == 2 else use.writes)
+        named = dict(sorted(roles.items(), key=lambda item: min(item[1])))
+        number = next(iter(named)).lstrip("abcdefghijklmnopqrstuvwxyz")
+        for layout, num_rounds in (
+            (",", 1),
+            ("|", self.sizes[f"kv_heads{number}"]),
+            (":", len(roles[min(roles)])),
+        ):
+            if all(len(rows) % num_rounds == 0 for rows in named.values()):
+                laid = laid_out([torch.tensor(rows) for rows in named.values()], num_rounds)
+                if laid.tolist() == list(range(num_rows)):
+                    return tuple(Slot(word=word) for word in named), layout
+        self.open.append(
+            f"the rows of {use.param} for attention's {' and '.join(named)} lie neither one after the other, "
+            "nor by head, nor by coordinate, or are not all of its rows"
+        )
+        return (Slot(word=UNKNOWN),), ","
+
+    def _spread(self, axis: Axis, path: str) -> tuple[tuple[Slot, ...], str]:
+        """Return the spaces of a written axis, one after the other or by coordinate, and their layout."""
+        *major, minor = leaves(axis) or [Piece(1)]
+        if major and minor.parts is not None and all(size_of(part) == 1 for part in minor.parts):
+            return (self._slot(major, path),) * minor.size, ":"
+        return self._read(axis, path), ","
 
     def _read(self, axis: Axis, path: str) -> tuple[Slot, ...]:
         """Return the spaces stacked in an axis."""
@@ -309,13 +389,15 @@ class Findings:
     def _slot(self, axis: Axis, path: str) -> Slot:
         """Return one space; the pieces that grow must be the major ones."""
         known = leaves(axis)
-        if _pieces(known) in self.mixed and not all(piece.all_reasons for piece in known):
-            return Slot(word="mixed")
+        word = self.words.get(_pieces(known), "") if known else ""
+        if word and not (word[:5] == "mixed" and all(piece.all_reasons for piece in known)):
+            return Slot(word=word)
         if set(map(id, known)) <= {id(piece) for piece in leaves(self.inner)}:
             return Slot(word=FIXED)
-        if any(id(piece) in self.counts for piece in known):
+        if {*_pieces(known)} & self.heads:
             self.open.append(
-                f"a dimension of {path} ({size_of(known)}) counts heads, which tables have no word for"
+                f"a dimension of {path} ({size_of(known)}) counts heads and something else, which tables have "
+                "no word for"
             )
             return Slot(word=UNKNOWN)
         grown = [piece for piece in known if not piece.all_reasons]
@@ -387,10 +469,16 @@ class Findings:
             if found and event.kind in _UNSUPPORTED:
                 self.open.append(f"{where} {_UNSUPPORTED[event.kind].format(space=found[0])}")
             elif event.kind in _RESTRICTED:
-                fragile, message = averaged if event.kind == "acts on" else zeroed, _RESTRICTED[event.kind]
+                fragile = {"acts on": averaged, "moves zero": zeroed}.get(event.kind, {*spaces} - inner)
+                message = _RESTRICTED[event.kind]
                 limited = [spaces[id(piece)] for piece in pieces if id(piece) in spaces.keys() & fragile]
                 self.multiples |= dict.fromkeys(limited)
                 self.notes += [f"{where} {message.format(space=space)}" for space in limited[:1]]
+
+
+def _shape_of(parts: Sequence[Sequence[Sequence[int]]]) -> tuple[int, int, int]:
+    """Return the numbers of heads and of key/value heads, and the width of a head."""
+    return len(parts[0]), len(parts[1]), len(parts[0][0])
 
 
 def _where(one: Attention) -> str:
@@ -405,6 +493,12 @@ def _hold_along(one: Axis, other: Axis) -> bool:
     for reason in new:
         fix_axis(other, reason)
     return bool(new)
+
+
+def _nested(axis: Axis) -> set[int]:
+    """Return the identities of an axis's pieces and of the pieces of their parts."""
+    known = leaves(axis)
+    return {*map(id, known)}.union(*(_nested(part) for piece in known for part in piece.parts or []))
 
 
 def _pieces(axis: Axis) -> tuple[int, ...]:

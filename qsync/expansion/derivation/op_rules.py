@@ -8,11 +8,12 @@ operator without a rule is not guessed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qsync.expansion.derivation.axis_unification import (  # fmt: skip
     Axis,
@@ -28,12 +29,13 @@ from qsync.expansion.derivation.axis_unification import (  # fmt: skip
     unify,
 )
 from qsync.expansion.derivation.recorder import Recorder
-from qsync.expansion.derivation.trace_records import Value, combine_values
+from qsync.expansion.derivation.trace_records import Value, Writer, combine_values
 
 Rule = Callable[[Recorder, "Call"], list[Value]]
 RULES: dict[str, Rule] = {}
 
 PIXELS = FixedReason("it counts positions", True)
+CHOICES = FixedReason("the model chooses along it", True)
 ROWS = FixedReason("it numbers the rows of an embedding", True)
 # Elementwise operators that map the mean of copies to the mean of their results.
 LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "masked_fill", "where")
@@ -44,10 +46,15 @@ AT_ZERO = (
 )  # fmt: skip
 
 
+# Reductions that do not change where each element has as many copies.
+AVERAGES = ("mean", "var", "std", "var_mean", "amax", "amin", "max", "min")
+
+
 class Call:
     """One call of an operator: its arguments by name, its input tensors, the returned tensors."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
         self.name: str = func.overloadpacket.__name__
         self.outs = outs
         self.out = outs[0]
@@ -70,6 +77,41 @@ class Call:
         """Return a dimension argument, counted from the front."""
         tensor = self.tensors[0] if of is None else of
         return int(self.arguments[name]) % max(tensor.dim(), 1)
+
+
+# Operators that only move elements, beside views.
+_MOVES = (
+    "clone", "contiguous", "repeat", "cat", "stack", "index", "index_select", "flip",
+    "roll", "split_with_sizes", "chunk", "unsafe_split",
+)  # fmt: skip
+
+
+def move_rows(recorder: Recorder, call: Call, found: list[Value]) -> list[Value]:
+    """Apply a call to the rows behind its input's elements (`Writer`), where the result has their writer."""
+    values = {id(tensor): recorder.values.get(tensor) for tensor in call.tensors}
+    writers = {key: value.writer for key, value in values.items() if value and value.writer}
+    if not any(value.writer is writer for value in found for writer in writers.values()):
+        return found
+    moved: list[Any] = [None] * len(found)
+    try:
+        if call.name in ("view", "_unsafe_view", "reshape"):  # rows may overlap in memory
+            moved = [writers[id(call.tensors[0])].rows.reshape(call.out.shape)]
+        elif call.func.is_view or call.name in _MOVES:
+            args = tree_map_only(
+                torch.Tensor, lambda t: writers[id(t)].rows if id(t) in writers else t, call.args
+            )
+            moved = tree_leaves(call.func(*args, **call.kwargs))
+        else:  # elementwise, or along an axis that it keeps
+            moved = [
+                value.writer and value.writer.rows.expand(out.shape)
+                for value, out in zip(found, call.outs, strict=True)
+            ]
+    except Exception:  # a call that does not take row numbers may raise anything
+        pass
+    return [
+        replace(value, writer=Writer(value.writer.param, rows)) if value.writer else value
+        for value, rows in zip(found, moved, strict=True)
+    ]
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -101,7 +143,7 @@ def pointwise(recorder: Recorder, call: Call) -> list[Value]:
             recorder.event("acts on", name, [met[0]])
         if met and (name not in (*LINEAR, *AT_ZERO) or (name in ("add", "sub", "rsub") and len(met) == 1)):
             recorder.event("moves zero", name, [met[0]])
-    written, writer, met_written = combine_values(inputs)
+    written, writer, met_written = combine_values(inputs, is_product=call.name.removesuffix("_") == "mul")
     if met_written and call.name.removesuffix("_") in ("add", "sub"):
         recorder.sums.append(recorder.path)
     scores = next((value.scores for value in inputs if value.scores), None)
@@ -133,7 +175,8 @@ def reduction(recorder: Recorder, call: Call) -> list[Value]:
     dims = call.arguments.get("dim")
     dims = range(len(value.axes)) if dims is None or dims == [] else dims
     dims = {int(dim) % len(value.axes) for dim in (dims if isinstance(dims, Iterable) else [dims])}
-    recorder.event("sums over", call.name, [value.axes[dim] for dim in dims])
+    kind = "averages" if call.name in AVERAGES else "sums over"
+    recorder.event(kind, call.name, [value.axes[dim] for dim in dims])
     if call.arguments.get("keepdim"):
         axes = [[] if index in dims else one for index, one in enumerate(value.axes)]
     else:
@@ -162,6 +205,17 @@ def _copy(recorder: Recorder, call: Call) -> list[Value]:
 def _view(recorder: Recorder, call: Call) -> list[Value]:
     value = recorder.value(call.tensors[0])
     return [value.shaped(regroup(value.axes, call.out.shape))]
+
+
+@rule("roll", "as_strided")
+def _in_place(recorder: Recorder, call: Call) -> list[Value]:
+    """Keep the axes of a call that moves positions only, or nothing."""
+    value, out = recorder.value(call.tensors[0]), call.out
+    dims = call.arguments.get("dims") or range(len(value.axes)) if call.name == "roll" else ()
+    is_same = out.shape == call.tensors[0].shape and out.is_contiguous()
+    if not is_same or not all(is_known_fixed(value.axes[dim]) for dim in dims):
+        raise UnificationError
+    return [value]
 
 
 @rule("t")
@@ -222,8 +276,7 @@ def _slice_value(value: Value, dim: int, start: int, length: int) -> Value:
     one = value.axes[dim]
     axes = list(value.axes)
     axes[dim] = slice_axis(one, start, length)
-    writer = value.writer and value.writer.slice(one, start, length)
-    return Value(axes, value.param, value.written, writer, value.scores)
+    return value.shaped(axes)
 
 
 @rule("slice", "narrow")
@@ -264,11 +317,14 @@ def _chosen(recorder: Recorder, call: Call, index: int) -> Value:
     value, dim = recorder.value(call.tensors[0]), call.dim()
     axes = [*value.axes[:dim], *value.axes[dim + 1 :]]
     if is_known_fixed(value.axes[dim]):
-        return Value(axes, value.param, value.written, value.writer)
+        return value.shaped(axes)
 
     def slice_now() -> Value:
         found = _slice_value(value, dim, index, 1)
-        return found.shaped([*found.axes[:dim], *found.axes[dim + 1 :]])
+        found = found.shaped([*found.axes[:dim], *found.axes[dim + 1 :]])
+        if value.writer is None or value.writer.rows is None:
+            return found
+        return replace(found, writer=Writer(value.writer.param, value.writer.rows.select(dim, index)))
 
     return Value(axes, resolve=slice_now)
 
@@ -294,7 +350,21 @@ def _cat(recorder: Recorder, call: Call) -> list[Value]:
     axes = list(values[0].axes)
     axes[dim] = concatenate([value.axes[dim] for value in values])
     written, writer, _ = combine_values(values)
-    return [Value(axes, None, written, writer)]
+    return [Value(axes, None, written, writer, values[0].scores if is_known_fixed(axes[dim]) else None)]
+
+
+@rule("topk", "gather", "scatter", "sort")
+def _choice(recorder: Recorder, call: Call) -> list[Value]:
+    """Choose along one axis, as a router does among experts; the axis cannot grow."""
+    value, dim = recorder.value(call.tensors[0]), call.dim()
+    if call.name == "sort" and not is_known_fixed(value.axes[dim]):
+        raise UnificationError
+    for tensor in call.tensors:
+        fix_axis(recorder.value(tensor).axes[dim], CHOICES)
+    axes = [*value.axes[:dim], axis(call.out.shape[dim], [CHOICES]), *value.axes[dim + 1 :]]
+    if any(size_of(one) != size for one, size in zip(axes, call.out.shape, strict=True)):
+        raise UnificationError
+    return [Value(axes, None, value.written) for _ in call.outs]
 
 
 @rule("stack")
@@ -326,6 +396,14 @@ def _pairs(recorder: Recorder, call: Call) -> list[Value]:
 def _unpaired(recorder: Recorder, call: Call) -> list[Value]:
     value = recorder.value(call.tensors[0])
     return [value.shaped([*value.axes, axis(2)])]
+
+
+@rule("index_select")
+def _index_select(recorder: Recorder, call: Call) -> list[Value]:
+    value, dim = recorder.value(call["self"]), call.dim()
+    fix_axis(value.axes[dim], ROWS)
+    axes = [*value.axes[:dim], axis(call.out.shape[dim], [PIXELS]), *value.axes[dim + 1 :]]
+    return [Value(axes, None, value.written)]
 
 
 @rule("index")

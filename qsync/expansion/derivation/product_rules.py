@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from qsync.expansion.derivation.axis_unification import (
     Axis,
     FixedReason,
@@ -14,9 +16,10 @@ from qsync.expansion.derivation.axis_unification import (
 )
 from qsync.expansion.derivation.op_rules import PIXELS, ROWS, RULES, Call, rule
 from qsync.expansion.derivation.recorder import Recorder
-from qsync.expansion.derivation.trace_records import Attention, ParameterUse, Scores, Value, Writer
+from qsync.expansion.derivation.trace_records import Attention, Operand, ParameterUse, Scores, Value, Writer
 
 KERNEL = FixedReason("it is a kernel's", True)
+EXPERTS = FixedReason("it numbers experts", True)
 CLASSES = FixedReason("it numbers classes", True)
 
 
@@ -26,23 +29,35 @@ CLASSES = FixedReason("it numbers classes", True)
 def _product(recorder: Recorder, a: Value, b: Value, inner: tuple[Axis, Axis], axes: list[Axis]) -> Value:
     """Multiply a and b, summed over `inner`: a matrix of the model, or two values that meet."""
     unify(*inner)
-    for matrix, columns, rows in ((b, inner[1], axes[-1]), (a, inner[0], axes[-2])):
+    for matrix, columns, rows, dim in ((b, inner[1], axes[-1], -1), (a, inner[0], axes[-2], -2)):
         if matrix.param is not None:
-            first = recorder.parameters[matrix.param].axes[0]
+            own = recorder.parameters[matrix.param].axes
+            rows_first = len(own) < 2 or own[-2] is not columns
             use = ParameterUse(
-                recorder.clock, recorder.path, matrix.param, "product", columns, rows, first is rows
+                recorder.clock, recorder.path, matrix.param, "product", columns, rows, rows_first
             )
             recorder.uses.append(use)
-            return Value(axes, None, True, Writer.of(matrix.param, rows))
+            return Value(axes, None, True, _writer(matrix, columns, axes, dim))
     weights, other = (a, b) if a.scores and a.scores.is_softmaxed else (b, a)
     if weights.scores and weights.scores.is_softmaxed:
-        known = weights.scores
-        recorder.attentions.append(
-            Attention(recorder.path, known.query, known.key, other.writer, known.inner)
-        )
+        known, values = weights.scores, Operand.of(other, is_transposed=other is a)
+        recorder.attentions.append(Attention(recorder.path, known.query, known.key, values))
         return Value(axes, None, True)
     recorder.event("multiplies along", "matmul", [inner[0]])
-    return Value(axes, None, True, None, Scores(a.writer, b.writer, inner[0]))
+    return Value(axes, None, True, None, Scores(Operand.of(a), Operand.of(b, is_transposed=True)))
+
+
+def _writer(matrix: Value, columns: Axis, axes: list[Axis], dim: int) -> Writer:
+    """Return the writer of a product with a matrix, whose rows lie along `dim` of the result."""
+    assert matrix.param is not None
+    shape, size = [size_of(one) for one in axes], size_of(axes[dim])
+    number = torch.arange(size, dtype=torch.float64)
+    known = matrix.writer.rows if matrix.writer else None
+    if known is not None and known.dim() == 2:
+        at = next(i for i, one in enumerate(matrix.axes) if one is columns)
+        own = known.select(at, 0)  # a part of a matrix has other rows
+        number = own if bool(own.diff().any()) else number
+    return Writer(matrix.param, (number if dim == -1 else number[:, None]).expand(shape))
 
 
 @rule("mm", "addmm")
@@ -64,6 +79,14 @@ def _bmm(recorder: Recorder, call: Call) -> list[Value]:
     if call.name == "baddbmm":
         _onto(recorder.value(call["self"]), found.axes)
     return [found]
+
+
+@rule("_grouped_mm", "grouped_mm_fallback")
+def _grouped_mm(recorder: Recorder, call: Call) -> list[Value]:
+    """Multiply rows by the matrix of their expert: weights are (experts, K, N)."""
+    a, b = (recorder.value(tensor) for tensor in call.tensors[:2])
+    fix_axis(b.axes[0], EXPERTS)
+    return [_product(recorder, a, b, (a.axes[1], b.axes[1]), [a.axes[0], b.axes[2]])]
 
 
 @rule("linear")
@@ -95,6 +118,8 @@ def _convolution(recorder: Recorder, call: Call) -> list[Value]:
     elif size_of(columns) == 1 and size_of(rows) == size_of(x.axes[1]):
         unify(x.axes[1], rows)  # one filter per channel
         columns = rows
+        recorder.event("acts on", call.name, [rows])
+        recorder.event("moves zero", call.name, [rows])
     else:
         raise UnificationError
     if call["bias"] is not None:
@@ -105,7 +130,9 @@ def _convolution(recorder: Recorder, call: Call) -> list[Value]:
         recorder.uses.append(
             ParameterUse(recorder.clock, recorder.path, weight.param, "product", columns, rows)
         )
-        writer = Writer.of(weight.param, rows)
+        number = torch.arange(size_of(rows), dtype=torch.float64)
+        number = number.view(-1, *[1] * (call.out.dim() - 2))
+        writer = Writer(weight.param, number.expand(call.out.shape))
     return [Value(axes, None, True, writer)]
 
 
@@ -132,7 +159,7 @@ def _softmax(recorder: Recorder, call: Call) -> list[Value]:
     query, key = value.scores.query, value.scores.key
     if dim != len(value.axes) - 1:
         query, key = key, query  # softmax weights sum to 1 over the keys
-    return [Value(value.axes, None, True, None, Scores(query, key, value.scores.inner, True))]
+    return [Value(value.axes, None, True, None, Scores(query, key, True))]
 
 
 def _attention(recorder: Recorder, call: Call) -> list[Value]:
@@ -151,7 +178,7 @@ def _attention(recorder: Recorder, call: Call) -> list[Value]:
     for name in ("attn_mask", "attn_bias"):
         if call.arguments.get(name) is not None:
             _onto(recorder.value(call[name]), [*q.axes[:-1], k.axes[-2]])
-    recorder.attentions.append(Attention(recorder.path, q.writer, k.writer, v.writer, q.axes[-1]))
+    recorder.attentions.append(Attention(recorder.path, *map(Operand.of, (q, k, v))))
     mixed = Value([*q.axes[:-1], v.axes[-1]], None, True)
     rest = [Value([axis(size, [PIXELS]) for size in out.shape]) for out in call.outs[1:]]
     return [mixed, *rest]
@@ -177,6 +204,27 @@ def _norm(recorder: Recorder, call: Call) -> list[Value]:
         if call.arguments.get(name) is not None:
             _onto(recorder.value(call[name]), value.axes)
     recorder.frames[-1].normalised.append((call.name, value.axes[-dims:]))
+    means = [Value([axis(size, [PIXELS]) for size in out.shape]) for out in call.outs[1:]]
+    return [value, *means]
+
+
+@rule("native_group_norm")
+def _group_norm(recorder: Recorder, call: Call) -> list[Value]:
+    """Norm all channels and positions of a sample, or each channel by itself."""
+    value, num_groups = recorder.value(call["input"]), call["group"]
+    channels = value.axes[1]
+    if num_groups not in (1, size_of(channels)):
+        raise UnificationError
+    for name in ("weight", "bias"):
+        if call.arguments.get(name) is not None:
+            unify(recorder.value(call[name]).axes[0], channels)
+    if num_groups == 1:
+        recorder.event("averages", call.name, [channels])
+        recorder.frames[-1].normalised.append(("native_layer_norm", [channels]))
+    else:
+        recorder.uses.append(
+            ParameterUse(recorder.clock, recorder.path, "", "batch_norm", channels, channels)
+        )
     means = [Value([axis(size, [PIXELS]) for size in out.shape]) for out in call.outs[1:]]
     return [value, *means]
 

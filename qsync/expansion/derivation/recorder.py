@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qsync.expansion.derivation.axis_unification import Axis, FixedReason, axis, is_known_fixed
-from qsync.expansion.derivation.trace_records import Attention, Event, Norm, ParameterUse, Value
+from qsync.expansion.derivation.trace_records import Attention, Event, Norm, ParameterUse, Value, Writer
 
 
 @dataclass
@@ -52,7 +52,9 @@ class Recorder:
         for name, parameter in model.named_parameters():
             self.names[id(parameter)] = name
             axes = [axis(size) for size in parameter.shape]
-            self.parameters[name] = Value(axes, param=name)
+            number = torch.arange(parameter.shape[0] if parameter.dim() else 1, dtype=torch.float64)
+            rows = number.view(-1, *[1] * (parameter.dim() - 1)) if parameter.dim() else number.sum()
+            self.parameters[name] = Value(axes, param=name, writer=Writer(name, rows.expand(parameter.shape)))
             self.values[stand_ins.get(name, parameter)] = self.parameters[name]
 
     @property

@@ -10,11 +10,11 @@ from itertools import combinations
 
 from torch import nn
 
-from qsync.expansion.recipe.recipe import ATTENTION, Line
+from qsync.expansion.recipe.recipe import Line, attention_part
 
 UNKNOWN = "?"
 # Names with another meaning in recipes.
-_RESERVED_NAMES = (*ATTENTION, "tied", "width", "layers", "heads", "kv_heads", "head_dim")
+_RESERVED_NAMES = ("tied", "transposed", "width", "layers", "head_dim")
 # Module names that do not distinguish spaces.
 _GENERIC_NAMES = ("dense", "linear", "proj", "projection", "fc", "weight", "conv", "convolution")
 
@@ -41,6 +41,8 @@ class Entry:
     reads: tuple[Slot, ...]
     writes: tuple[Slot, ...]
     tied: str = ""
+    layout: str = ","
+    is_transposed: bool = False
 
 
 @dataclass(slots=True)
@@ -213,6 +215,7 @@ def _distinguish(wanted: Mapping[tuple[str, tuple[int, ...]], tuple[str, int]], 
         number, first = 2, name
         while not name.startswith("normed") and (
             name in (*names.residual, *_RESERVED_NAMES)
+            or attention_part(name)
             or names_in_use.setdefault((block, name), pieces) != pieces
         ):
             name, number = f"{first}_{number}", number + 1
@@ -248,7 +251,9 @@ def fold_lines(entries: Sequence[Entry], names: Names, parameters: Sequence[str]
         reads, writes = (
             [names.name(slot, entry.path) for slot in slots] for slots in (entry.reads, entry.writes)
         )
-        lines_by_path[entry.path] = Line(entry.path, tuple(reads), tuple(writes), entry.tied)
+        lines_by_path[entry.path] = Line(
+            entry.path, tuple(reads), tuple(writes), entry.tied, entry.layout, entry.is_transposed
+        )
     own = {name: lines_by_path.get(name) or lines_by_path.get(name.rpartition(".")[0]) for name in parameters}
     found: list[Line] = []
     for line in lines_by_path.values():
@@ -309,8 +314,6 @@ def format_table(lines: Sequence[Line]) -> str:
     """Return the table as text with aligned arrows."""
     paths = max((len(line.pattern) for line in lines), default=0)
     reads = max((len(", ".join(line.reads)) for line in lines), default=0)
-    rows = []
-    for line in lines:
-        row = f"{line.pattern:<{paths}}  {', '.join(line.reads):>{reads}} -> {', '.join(line.writes)}"
-        rows.append(row + (f"  tied {line.tied}" if line.tied else ""))
-    return "\n".join(rows)
+    return "\n".join(
+        f"{line.pattern:<{paths}}  {', '.join(line.reads):>{reads}} -> {line.written}" for line in lines
+    )

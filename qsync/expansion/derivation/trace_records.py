@@ -2,53 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from qsync.expansion.derivation.axis_unification import Axis, UnificationError, leaves, size_of, slice_axis
+import torch
+
+from qsync.expansion.derivation.axis_unification import Axis
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Rows [start, start + length) of a matrix, `axis`, that wrote a value; `whole` is all rows."""
+    """The matrix that wrote a value; `rows` holds the row behind each element, in the value's shape.
+
+    None stands for unknown rows. They are FP64, so that they can be viewed as complex numbers.
+    """
 
     param: str
-    whole: Axis
-    start: int
-    length: int
-    axis: Axis
+    rows: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Queries, keys or values: their writer (rows (..., T, D)), batch and heads, and the axis of a head."""
+
+    writer: Writer | None
+    batch: Axis
+    inner: Axis
 
     @classmethod
-    def of(cls, param: str, rows: Axis) -> Writer:
-        """Return the writer of all rows of a matrix."""
-        return cls(param, rows, 0, size_of(rows), rows)
+    def of(cls, value: Value, is_transposed: bool = False) -> Operand:
+        """Return a value (..., T, D), or (..., D, T) if transposed, as an operand."""
+        writer = value.writer
+        if writer and is_transposed and writer.rows is not None:
+            writer = Writer(writer.param, writer.rows.mT)
+        batch = [piece for one in value.axes[:-2] for piece in one]
+        return cls(writer, batch, value.axes[-2 if is_transposed else -1])
 
-    def slice(self, axis: Axis, start: int, length: int) -> Writer:
-        """Return the rows that wrote elements [start, start + length) of one axis of the value.
-
-        If that axis is not the major one of the rows, the result is all rows: each has a part of the slice.
-        """
-        mine, cut_axis = leaves(self.axis), leaves(axis)
-        if not cut_axis or mine[: len(cut_axis)] != cut_axis:
-            return self
-        inner = self.length // size_of(cut_axis)
-        try:
-            rows = slice_axis(self.axis, start * inner, length * inner)
-        except UnificationError:
-            return self
-        return Writer(self.param, self.whole, self.start + start * inner, length * inner, rows)
+    @property
+    def heads(self) -> list[tuple[int, ...]]:
+        """Return the rows of each head in each sample, empty if unknown."""
+        if self.writer is None or self.writer.rows is None or not self.writer.rows.numel():
+            return []
+        rows = self.writer.rows[..., 0, :]
+        return [tuple(map(int, row)) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Queries times keys: the writers of both, and the axis that the product sums over.
+    """Queries times keys. `is_softmaxed` states that a softmax turned the scores into weights."""
 
-    `is_softmaxed` states that a softmax turned the scores into weights.
-    """
-
-    query: Writer | None
-    key: Writer | None
-    inner: Axis
+    query: Operand
+    key: Operand
     is_softmaxed: bool = False
 
 
@@ -98,30 +102,17 @@ class Norm:
     reads: Axis
     writes: Axis
     centred: bool
+    writer: Writer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One attention: the writers of query, key and value, None where no single matrix wrote one.
-
-    `inner` is the axis along which a head's queries and keys are multiplied.
-    """
+    """One attention and its operands."""
 
     path: str
-    query: Writer | None
-    key: Writer | None
-    value: Writer | None
-    inner: Axis
-
-    @property
-    def num_heads(self) -> int:
-        """Return the number of query heads, 0 if unknown."""
-        return self.query.length // size_of(self.inner) if self.query else 0
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Return the number of key/value heads, 0 if unknown."""
-        return self.key.length // size_of(self.inner) if self.key else 0
+    query: Operand
+    key: Operand
+    value: Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,32 +125,15 @@ class Event:
     axes: list[Axis]
 
 
-def combine_values(values: Iterable[Value]) -> tuple[bool, Writer | None, bool]:
+def combine_values(values: Iterable[Value], is_product: bool = False) -> tuple[bool, Writer | None, bool]:
     """Combine the inputs of an elementwise operator.
 
-    Return whether a matrix wrote the result, the only writer if there is one, and whether two different
-    written values meet, as in a residual sum.
+    Return whether a matrix wrote the result, the first writer unless there are several matrices, and whether
+    two different written values meet, as in a residual sum.
     """
     written = [value for value in values if value.written]
+    if is_product and any(value.writer for value in written):  # a lookup may scale what a matrix wrote
+        written = [value for value in written if value.writer]
     writers = {value.writer.param if value.writer else None for value in written}
     met = len(written) > 1 and (len(writers) > 1 or None in writers)
-    if not written or met or written[0].writer is None:
-        return bool(written), None, met
-    return True, _spanning([value.writer for value in written if value.writer]), met
-
-
-def _spanning(writers: Sequence[Writer]) -> Writer:
-    """Return the rows of one matrix from the first to the last of the writers.
-
-    Halves that a rotation swapped become one range again.
-    """
-    first = writers[0]
-    start = min(writer.start for writer in writers)
-    length = max(writer.start + writer.length for writer in writers) - start
-    alike = next((writer for writer in writers if (writer.start, writer.length) == (start, length)), None)
-    if alike is not None:
-        return alike
-    try:
-        return Writer(first.param, first.whole, start, length, slice_axis(first.whole, start, length))
-    except UnificationError:
-        return Writer.of(first.param, first.whole)
+    return bool(written), written[0].writer if written and not met else None, met

@@ -114,7 +114,7 @@ def paired(small: int, large: int) -> Growth:
 
 
 def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Growth]:
-    """Return the growths of attention's spaces: query, key, value, and mixed.
+    """Return the growths of attention's spaces: query, key, value, mixed, heads and kv_heads.
 
     The output projection reads mixed. Heads are replicated whole. A key/value head is replicated with the
     query heads that attend to it (grouped queries). Copies with fewer query heads each share these out.
@@ -147,10 +147,12 @@ def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Grow
         )
     width = circular(small.width, large.width)
     queries, keys = product([*heads, width]), product([groups, width])
+    counts = {"heads": product(heads), "kv_heads": groups}
     if large.width == small.width:
-        return {"query": queries, "key": keys, "value": keys, "mixed": queries}
+        return {**counts, "query": queries, "key": keys, "value": keys, "mixed": queries}
     scale = ((large.width / small.width) ** 0.5 / width.num_copies.double()).sqrt()
     return {
+        **counts,
         "query": replace(queries, scale=scale.repeat(large.queries)),
         "key": replace(keys, scale=scale.repeat(large.groups)),
         "value": keys,
@@ -171,10 +173,20 @@ def product(growths: Sequence[Growth]) -> Growth:
     return Growth(num_small, index, product_of=tuple(growths))
 
 
-def stacked(growths: Sequence[Growth]) -> Growth:
+def laid_out(parts: Sequence[torch.Tensor], num_rounds: int) -> torch.Tensor:
+    """Lay out vectors by rounds: the first part of each, then the second part of each, and so on.
+
+    >>> laid_out([torch.tensor([0, 1]), torch.tensor([2, 3])], 2).tolist()
+    [0, 2, 1, 3]
+    """
+    return torch.cat([part.reshape(num_rounds, -1) for part in parts], 1).flatten()
+
+
+def stacked(growths: Sequence[Growth], num_rounds: tuple[int, int] = (1, 1)) -> Growth:
     """Return the growth of several spaces that are stacked in one axis.
 
-    The axis of a linear that writes query, key and value is an example.
+    The axis of a linear that writes query, key and value is an example. `num_rounds` states in how many
+    rounds the spaces lie before and after growth (`laid_out`).
 
     Raises:
         UnsupportedError: A space's rest is AVERAGE. Its mean would differ from that over the whole axis.
@@ -199,4 +211,14 @@ def stacked(growths: Sequence[Growth]) -> Growth:
         scale = torch.cat(
             [g.scale if g.scale is not None else torch.ones(g.num_large).double() for g in growths]
         )
-    return Growth(start, torch.cat(index), ZERO, scale)
+    if num_rounds == (1, 1):
+        return Growth(start, torch.cat(index), ZERO, scale)
+    places = torch.cat([torch.arange(g.num_small) for g in growths]).split([g.num_small for g in growths])
+    offsets = [sum(g.num_small for g in growths[:i]) for i in range(len(growths))]
+    row_of = laid_out(
+        [place + at for place, at in zip(places, offsets, strict=True)], num_rounds[0]
+    ).argsort()
+    one = laid_out(index, num_rounds[1])
+    if scale is not None:
+        scale = laid_out(scale.split([g.num_large for g in growths]), num_rounds[1])
+    return Growth(start, torch.where(one == REST, REST, row_of[one.clamp(min=0)]), ZERO, scale)

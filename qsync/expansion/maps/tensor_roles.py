@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.expansion.recipe import module_kinds
-from qsync.expansion.recipe.recipe import ATTENTION, FIXED, Line, Recipe, check_unwrapped
+from qsync.expansion.recipe.recipe import FIXED, Line, Recipe, attention_part, check_unwrapped
 from qsync.expansion.recipe.sizes import first_few
 
 # Suffixes that weight_norm, spectral_norm and pruning of torch give the original weight.
@@ -36,6 +37,12 @@ class Tensor:
     def path(self) -> str:
         """Return the path of the module."""
         return self.name.rpartition(".")[0]
+
+    def spaces(self, dim: int) -> tuple[str, ...]:
+        """Return the spaces stacked in an axis that is read or written."""
+        if self.roles[dim] == "reads":
+            return self.line.reads
+        return (self.line.writes[dim],) if self.line.layout == "*" else self.line.writes
 
     @property
     def kind(self) -> str:
@@ -133,11 +140,13 @@ def _check_norms(model: torch.nn.Module, recipe: Recipe, tensors: dict[str, Tens
         if path in known or not module_kinds.is_without_weight(module):
             continue
         line = recipe.line_of(f"{path}.weight")
-        if line is None or _grows(line):
+        whole = line is not None and line.reads == line.writes and {*line.reads} <= {*recipe.multiples}
+        is_plain = isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm))
+        if line is None or (_grows(line) and not (whole and is_plain)):
             raise UnsupportedError(
                 f"{path} ({type(module).__name__}) has no weight to compensate a changed variance; give it "
                 f"one (elementwise_affine=True, all ones), or the line `{path}  _ -> _` if its input does "
-                "not grow"
+                "not grow; a layer norm's or RMS norm's input may grow to `multiples` (`stream -> stream`)"
             )
 
 
@@ -146,12 +155,12 @@ def _check_written(recipe: Recipe, tensors: Collection[Tensor]) -> None:
     written = {space for t in tensors for space in t.line.writes}
     for t in tensors:
         for space in t.line.reads:
-            writer = "value" if space == "mixed" else space
+            writer = space.replace("mixed", "value") if attention_part(space) else space
             if writer not in {*written, FIXED}:
-                names = ", ".join(sorted(written - {FIXED, *ATTENTION}))
+                names = ", ".join(sorted(name for name in written - {FIXED} if not attention_part(name)))
                 raise MismatchError(
                     f"{t.path or t.name} reads {space}, which no line of the recipe {recipe.name} writes"
-                    + (" a value for" if space == "mixed" else f" (they write {names})")
+                    + (" a value for" if writer != space else f" (they write {names})")
                     + f"; correct `{t.line}`, or the line of what it reads"
                 )
         if t.line.tied and not any(t.line.is_tied_to(other.name) for other in tensors):
@@ -174,9 +183,13 @@ def _roles(
     fixed = ("",) * value.ndim
     if not _grows(line):
         return fixed
+    if line.layout == "*" and len(line.writes) == value.ndim:
+        return tuple("writes" if space != FIXED else "" for space in line.writes)
     if norm:
         return ("writes",) if value.ndim == 1 else fixed
     if isinstance(module, _ConvNd) and last in ("weight", "bias"):
+        if module.groups == value.shape[0] and line.reads == line.writes:  # one filter per channel
+            return ("writes", *fixed[1:])
         if module.groups != 1 or module.transposed:
             raise UnsupportedError(
                 f"{name} is a grouped or transposed convolution, which qsync cannot grow; keep its spaces "
@@ -189,10 +202,11 @@ def _roles(
                 f"{name} has max_norm, which its grown rows would exceed; set max_norm to None first"
             )
         return ("", "writes")
-    if type(module).__name__ == "Conv1D" and last == "weight":  # of transformers: inputs in axis 0
-        return ("reads", "writes")
-    if value.ndim == 2 and line.reads:
-        return ("writes", "reads")
+    is_own = fnmatchcase(name, line.pattern)
+    is_conv1d = type(module).__name__ == "Conv1D" and last == "weight"  # of transformers
+    if value.ndim >= 2 and line.reads and (value.ndim == 2 or line.is_transposed or is_own):
+        last_two = ("reads", "writes") if line.is_transposed or is_conv1d else ("writes", "reads")
+        return (*fixed[2:], *last_two)
     if value.ndim == 1 and line.reads and not _is_bias(module):
         raise UnsupportedError(
             f"{name} of {type(module).__name__} reads {', '.join(line.reads)} but is not a norm that qsync "

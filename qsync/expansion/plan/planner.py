@@ -17,6 +17,7 @@ from qsync.expansion.maps.space_growth import (
     Growth,
     attention,
     circular,
+    laid_out,
     padded,
     paired,
     stacked,
@@ -26,7 +27,7 @@ from qsync.expansion.maps.tensor_roles import Tensor, tensors_of
 from qsync.expansion.maps.zero_init_blocks import check_blocks, output_init_of
 from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.expansion.recipe import module_kinds
-from qsync.expansion.recipe.recipe import ATTENTION, FIXED, Recipe
+from qsync.expansion.recipe.recipe import FIXED, Line, Recipe, attention_part
 from qsync.expansion.recipe.sizes import Extent, heads, size_name, small_sizes, target_sizes
 
 DEPTHS = ("zero", "cancel")
@@ -142,11 +143,9 @@ class _Planner:
     def _extents(self) -> Iterator[Extent]:
         """Yield every axis that is read or written."""
         for t in self.tensors.values():
-            for role, length in zip(t.roles, t.value.shape, strict=True):
+            for dim, (role, length) in enumerate(zip(t.roles, t.value.shape, strict=True)):
                 if role:
-                    yield Extent(
-                        t.name, t.line.writes if role == "writes" else t.line.reads, length, role == "writes"
-                    )
+                    yield Extent(t.name, t.spaces(dim), length, role == "writes")
 
     def _size(self, space: str, sizes: Mapping[str, int]) -> int:
         """Return the size of a space."""
@@ -158,14 +157,14 @@ class _Planner:
         for t in self.tensors.values():
             if t.norm:
                 reads, writes = t.line.reads[0], t.line.writes[0]
-                if set(ATTENTION) & {reads, writes}:
-                    raise UnsupportedError(
-                        f"{t.path} normalizes {reads} to {writes}, only one of which has heads; if it "
-                        f"normalizes each head separately, write `{t.line.pattern}  _ -> _`"
-                    )
+                if part := attention_part(reads) or attention_part(writes):
+                    self._check_norm_of_heads(t, part[1])
+                    continue
                 if t.norm == module_kinds.BATCH:
                     wanted.setdefault(reads, {}).setdefault(CIRCULAR, t.path)
                     continue
+                if isinstance(t.module, torch.nn.GroupNorm):  # a mean of channels has positions of its own
+                    wanted.setdefault(reads, {}).setdefault(ZERO, t.path)
                 wanted.setdefault(reads, {}).setdefault(
                     AVERAGE if t.norm == module_kinds.LAYER else ZERO, t.path
                 )
@@ -180,6 +179,21 @@ class _Planner:
                     f"{(large // small + 1) * small}"
                 )
             self.patterns[space] = next(iter(patterns))
+
+    def _check_norm_of_heads(self, t: Tensor, number: str) -> None:
+        """Raise UnsupportedError unless a norm over all heads keeps its statistics: copies are whole."""
+        if t.line.reads != t.line.writes:
+            raise UnsupportedError(
+                f"{t.path} normalizes {t.line.reads[0]} to {t.line.writes[0]}, only one of which has heads; "
+                f"if it normalizes each head separately, write `{t.line.pattern}  _ -> _`"
+            )
+        before, after = heads(self.small, number), heads(self.large, number)
+        if after.queries % before.queries or after.groups % before.groups or after.width != before.width:
+            raise UnsupportedError(
+                f"{t.path} normalizes all heads together, so that they grow losslessly only to multiples of "
+                f"their number; give heads{number}={after.queries // before.queries * before.queries} or "
+                f"{(after.queries // before.queries + 1) * before.queries}, of equal width"
+            )
 
     def _check_multiples(self) -> None:
         """Raise UnsupportedError for a rest in a space that grows only to multiples."""
@@ -237,14 +251,14 @@ class _Planner:
 
     def _grows(self, t: Tensor) -> bool:
         """Return whether any axis of a tensor grows."""
-        spaces = [t.line.reads if role == "reads" else t.line.writes for role in t.roles if role]
-        return any(FIXED not in each for each in spaces)
+        return any(role and FIXED not in t.spaces(dim) for dim, role in enumerate(t.roles))
 
     def _growth(self, space: str, grown_block: GrownBlock | None) -> Growth:
         """Return the growth of a space; in pairs within a new block whose output cancels."""
         pairs = grown_block is not None and grown_block.is_new and self.new_blocks == "cancel"
-        if space in ATTENTION:
-            return attention(heads(self.small), heads(self.large), pairs)[space]
+        if part := attention_part(space):
+            kind, number = part
+            return attention(heads(self.small, number), heads(self.large, number), pairs)[kind]
         if space in self.batch_norm_input:
             return self._growth(self.batch_norm_input[space], grown_block)
         small, large = self._size(space, self.small), self._size(space, self.large)
@@ -260,7 +274,7 @@ class _Planner:
     def _shares(self, space: str, grown_block: GrownBlock | None, split: str) -> torch.Tensor:
         """Return the shares of a space's copies; attention's spaces have common shares."""
         block = grown_block.path if grown_block and space not in self.recipe.residual else ""
-        name = "attention" if space in ATTENTION else space
+        name = "attention" if attention_part(space) else space
         if self.divisors.get(space, 1.0) > 1:  # a tied head reads whole copies
             split = "even"
         return shares_of(self._growth(space, grown_block), split, self.seed, f"{name} {block}")
@@ -268,12 +282,13 @@ class _Planner:
     def _axis(self, t: Tensor, dim: int, grown_block: GrownBlock | None) -> Axis | None:
         """Return the map of one axis, None where it does not grow."""
         role = t.roles[dim]
-        spaces = t.line.reads if role == "reads" else t.line.writes
-        if not role or FIXED in spaces:
+        if not role or FIXED in (spaces := t.spaces(dim)):
             return None
         name = ", ".join(spaces)
         try:
-            growth = stacked([self._growth(space, grown_block) for space in spaces])
+            rounds = tuple(self._num_rounds(t.line, sizes) for sizes in (self.small, self.large))
+            growths = [self._growth(space, grown_block) for space in spaces]
+            growth = stacked(growths, rounds if role == "writes" else (1, 1))
             unit = t.value.shape[dim] // growth.num_small if role == "reads" else 1
             read = Growth(growth.num_small, growth.index, growth.rest).by_unit(unit)
         except UnsupportedError as error:
@@ -281,10 +296,17 @@ class _Planner:
         if role == "writes":
             is_mixed = any(self._mixes_gradients(space) for space in spaces)
             split = "even" if is_mixed else self.split
-            shares = torch.cat([self._shares(space, grown_block, split) for space in spaces])
+            shares = laid_out([self._shares(space, grown_block, split) for space in spaces], rounds[1])
             return Axis(name, growth, shares, is_exact=not is_mixed)
         shares = torch.cat([self._shares(space, grown_block, self.split) for space in spaces])
         return Axis(name, read, shares.repeat_interleave(unit), is_read=True)
+
+    def _num_rounds(self, line: Line, sizes: Mapping[str, int]) -> int:
+        """Return in how many rounds the written spaces of a line lie in one axis."""
+        part = attention_part(line.writes[0])
+        if line.layout == "|" and part:
+            return heads(sizes, part[1]).groups
+        return self._size(line.writes[0], sizes) if line.layout != "," else 1
 
     def _mixes_gradients(self, space: str) -> bool:
         """Return whether the gradients of a space's copies are no fixed shares of one gradient.
@@ -292,8 +314,9 @@ class _Planner:
         A norm returns one mean over all copies, whatever the shares of their readers. Copies of a key/value
         head may serve different query heads.
         """
-        if space in ("key", "value"):
-            before, after = heads(self.small), heads(self.large)
+        kind, number = attention_part(space) or ("", "")
+        if kind in ("key", "value", "kv_heads"):
+            before, after = heads(self.small, number), heads(self.large, number)
             return after.queries // after.groups < before.queries // before.groups
         over = (module_kinds.LAYER, module_kinds.RMS)
         return any(t.norm in over and t.line.reads[:1] == (space,) for t in self.tensors.values())

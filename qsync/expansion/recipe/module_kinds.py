@@ -52,6 +52,8 @@ def norm_kind(module: torch.nn.Module, path: str) -> str | None:
     if isinstance(module, (_BatchNorm, _InstanceNorm)):
         return BATCH
     weight = getattr(module, "weight", None)
+    if isinstance(module, torch.nn.GroupNorm) and module.num_groups in (1, module.num_channels):
+        return LAYER if module.num_groups == 1 else BATCH
     if isinstance(module, torch.nn.GroupNorm):
         raise UnsupportedError(
             f"{path} is a GroupNorm, for which no lossless expansion is known; keep its input fixed with "
@@ -86,8 +88,8 @@ def _tried(module: torch.nn.Module) -> tuple[str | None, float]:
     The rows are as wide as the module's weight; a module may take channels in dimension 1. Weight and bias
     are random. With weight 0 and 1 the module shows the affine function of its weight.
     """
-    if type(module) in (torch.nn.LayerNorm, torch.nn.RMSNorm):
-        return (LAYER if type(module) is torch.nn.LayerNorm else RMS), 0.0
+    if type(module) in (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm):
+        return (RMS if type(module) is torch.nn.RMSNorm else LAYER), 0.0
     draws = torch.Generator().manual_seed(0)
     is_empty = any(value.is_meta for value in module.parameters())
     own = (copy.deepcopy(module).to_empty(device="cpu") if is_empty else copy.deepcopy(module).cpu()).double()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ import torch
 from qsync.errors import FormatError, UnsupportedError, shortened
 
 FIXED = "_"  # a dimension that does not grow: vocabulary, classes, pixels
-ATTENTION = ("query", "key", "value", "mixed")
+_ATTENTION = re.compile(r"(query|key|value|mixed|heads|kv_heads)(\d*)")
+# How spaces lie: one after the other in one axis, by key/value head, by coordinate, or in one axis each.
+LAYOUTS = (",", "|", ":", "*")
 Sizes = Mapping[str, Any]  # whole numbers by name; "layers" may be a tuple, one per group of blocks
 
 
@@ -21,12 +25,18 @@ _LARGEST = 2**24  # largest size; more is a mistake
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a table: a pattern of modules, and the spaces that they read and write."""
+    """One line of a table: a pattern of modules, and the spaces that they read and write.
+
+    `layout` is one of LAYOUTS and applies to `writes`. `is_transposed` states that a matrix has its inputs
+    in the axis before its outputs.
+    """
 
     pattern: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     tied: str = ""
+    layout: str = ","
+    is_transposed: bool = False
 
     def matches(self, parameter: str) -> bool:
         """Return whether the line applies to a parameter or to its module."""
@@ -38,8 +48,13 @@ class Line:
         return bool(self.tied) and replace(self, pattern=self.tied).matches(parameter)
 
     def __str__(self) -> str:
-        arrow = f"{', '.join(self.reads)} -> {', '.join(self.writes)}".strip()
-        return f"{self.pattern}  {arrow}" + (f"  tied {self.tied}" if self.tied else "")
+        return f"{self.pattern}  {', '.join(self.reads)} -> {self.written}".replace("   ->", "  ->")
+
+    @property
+    def written(self) -> str:
+        """Return the part of the line behind the arrow."""
+        writes = f"{',' if self.layout == ',' else f' {self.layout}'} ".join(self.writes)
+        return writes + "  transposed" * self.is_transposed + (f"  tied {self.tied}" if self.tied else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +63,18 @@ class Recipe:
 
     The table has one line per kind of module, `PATTERN  reads -> writes`. The first matching line counts. The
     names of spaces are free, except for these: `_` is a dimension that does not grow; query, key, value and
-    mixed belong to attention, whose heads are replicated whole. Several spaces in a row are stacked in one
-    axis:
+    mixed belong to attention, whose heads are replicated whole; heads and kv_heads are dimensions with one
+    element per head. Attentions of different sizes have numbers: query0, heads1. Several spaces in a row are
+    stacked in one axis. Behind the arrow, `query | key | value` stands for the queries, key and value of one
+    key/value head, then of the next, `gate : up` for coordinates that alternate, and `heads * _` for the axes
+    of a plain parameter:
 
         tokens                           -> stream   # an embedding or a plain parameter: its last dimension
         blocks.*.norm1             stream -> normed  # a norm: its kind decides how the space it reads grows
         blocks.*.attention.qkv     normed -> query, key, value
         blocks.*.attention.proj     mixed -> stream
         head                        final -> _  tied tokens   # may share the weight of tokens
+        experts.up                 normed -> hidden  transposed   # inputs in the axis before outputs
 
     A parameter of a custom module is treated like that of a linear layer: a vector is added, the rows of a
     matrix are written and its columns read. A table cannot express a sum that is scaled by the width, or a
@@ -73,10 +92,12 @@ class Recipe:
         blocks: The pattern of the numbered modules that depth replicates: "blocks.*".
         residual: The spaces that all blocks add to. Any other space belongs to one block.
         rotary: Whether heads are rotated by position. Such heads cannot become wider.
+        fixed: Sizes that cannot grow, as the number of heads with a constant each (ALiBi).
         multiples: Spaces that grow only to multiples of their size, because an elementwise operator acts on
             the input of a norm or changes the zeros of its output. `derive_recipe` finds them.
         eps: The field of the model's config that holds the eps of all its norms.
         target: The requested sizes; `to` sets them.
+        inputs: A batch on which every grown model is verified. `derive_recipe` sets it.
 
     Example:
         >>> recipe = qsync.Recipe(
@@ -94,9 +115,11 @@ class Recipe:
     blocks: str = ""
     residual: tuple[str, ...] = ("stream",)
     rotary: bool = False
+    fixed: tuple[str, ...] = ()
     multiples: tuple[str, ...] = ()
     eps: str = ""
     target: Sizes = field(default_factory=dict)
+    inputs: Any = field(default=None, repr=False, compare=False)
 
     def to(self, **sizes: int | tuple[int, ...]) -> Recipe:
         """Return the recipe with target sizes added.
@@ -147,21 +170,34 @@ def _line(row: str, recipe: str) -> Line:
     """Parse one row of a table."""
     left, arrow, right = row.partition("->")
     pattern, *reads = left.replace(",", " ").split() or [""]
-    words = right.replace(",", " ").split()
-    tied = ""
-    if "tied" in words:
-        at = words.index("tied")
-        words, after = words[:at], words[at + 1 :]
-        tied = after[0] if len(after) == 1 else ""
-        arrow = arrow if tied else ""
+    right, is_tied, tied = f" {right} ".partition(" tied ")
+    tied = tied.strip()
+    arrow = "" if is_tied and len(tied.split()) != 1 else arrow
+    layout = next((sign for sign in LAYOUTS[1:] if sign in right), ",")
+    words = right.replace(layout, " ").split()
+    is_transposed = words[1:] != [] and words[-1] == "transposed"
+    words = words[: len(words) - is_transposed]
     are_names = all(name.isidentifier() and name != "tied" for name in (*reads, *words))
-    are_alike = all(len(names) == 1 or FIXED not in names for names in (reads, words))
+    are_alike = all(
+        len(names) == 1 or FIXED not in names for names in (reads, words if layout != "*" else [])
+    )
     if not (arrow and pattern and words and are_names and are_alike):
         raise FormatError(
             f"the recipe {recipe} has the line {shortened(row)}; write MODULE  READS -> WRITES, with `_` for "
             "a fixed space and `tied MODULE` at the end for a shared weight"
         )
-    return Line(pattern, tuple(reads), tuple(words), tied)
+    return Line(pattern, tuple(reads), tuple(words), tied, layout, is_transposed)
+
+
+@cache
+def attention_part(space: str) -> tuple[str, str] | None:
+    """Return the kind of a space of attention and the number of its attention; None for others.
+
+    >>> attention_part("query0"), attention_part("heads"), attention_part("stream0")
+    (('query', '0'), ('heads', ''), None)
+    """
+    found = _ATTENTION.fullmatch(space)
+    return (found[1], found[2]) if found else None
 
 
 def check_unwrapped(model: torch.nn.Module) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync.errors import MismatchError, UnsupportedError, shortened
-from qsync.expansion.recipe.recipe import ATTENTION, FIXED, Recipe
+from qsync.expansion.recipe.recipe import FIXED, Recipe, attention_part
 
 WIDTH_OF_HEADS = "head_dim"
 _COUNTS = {"query": "heads", "mixed": "heads", "key": "kv_heads", "value": "kv_heads"}
@@ -45,17 +45,18 @@ def small_sizes(
     """
     found = {name: size for name, size in known.items() if isinstance(size, int)}
     grown = [e for e in extents if FIXED not in e.spaces]
-    if any(set(e.spaces) & set(ATTENTION) for e in grown):
-        if "heads" not in found:
+    parts = {part[1]: None for e in grown for space in e.spaces if (part := attention_part(space))}
+    for number in parts:
+        heads, kv_heads = f"heads{number}", f"kv_heads{number}"
+        if heads not in found:
             raise UnsupportedError(
                 f"the recipe {recipe.name} has attention, but the number of heads is unknown: make its "
-                "`read` return "
-                '{"heads": ...} (and "kv_heads", where they are fewer)'
+                f"`read` return "
+                f'{{"{heads}": ...}} (and "{kv_heads}", where they are fewer)'
             )
-        found.setdefault("kv_heads", found["heads"])
-        if found["heads"] % found["kv_heads"]:
+        if found[heads] % found.setdefault(kv_heads, found[heads]):
             raise MismatchError(
-                f"{found['heads']} heads cannot share {found['kv_heads']} key/value heads evenly; correct "
+                f"{found[heads]} heads cannot share {found[kv_heads]} key/value heads evenly; correct "
                 "the recipe's `read`"
             )
     # Written axes first: they have the size of the space, while a reader may see a coordinate several times.
@@ -68,8 +69,10 @@ def _solve_size(recipe: Recipe, extent: Extent, found: dict[str, int], norm_inpu
     """Solve one axis for its unknown size, or check it against the known ones."""
     unit: dict[str, int] = {}  # multiplicity of each size in this axis
     for space in extent.spaces:
-        name = WIDTH_OF_HEADS if space in ATTENTION else size_name(recipe, space, norm_input)
-        unit[name] = unit.get(name, 0) + (found[_COUNTS[space]] if space in ATTENTION else 1)
+        kind, number = attention_part(space) or (space, "")
+        is_each = kind in _COUNTS
+        name = WIDTH_OF_HEADS + number if is_each else size_name(recipe, space, norm_input)
+        unit[name] = unit.get(name, 0) + (found[_COUNTS[kind] + number] if is_each else 1)
     unknown = [name for name in unit if name not in found]
     left = extent.length - sum(num * found[name] for name, num in unit.items() if name in found)
     if len(unknown) == 1 and left > 0 and left % unit[unknown[0]] == 0:
@@ -108,13 +111,15 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int], stated: Collection[st
                 f"function; give {small[name]} or more"
             )
     target = {**small, **asked}
-    if "heads" in small:
-        is_free = WIDTH_OF_HEADS in stated or WIDTH_OF_HEADS in asked
-        _default_heads(small, target, asked, recipe.sizes.get("stream", "stream"), is_free)
-        if recipe.rotary and target[WIDTH_OF_HEADS] != small[WIDTH_OF_HEADS]:
+    for number in [name.removeprefix("heads") for name in small if name.startswith("heads")]:
+        each = WIDTH_OF_HEADS + number
+        if each not in small:  # stated for an attention that does not grow
+            continue
+        _default_heads(recipe, small, target, number, each in stated or each in asked)
+        if recipe.rotary and target[each] != small[each]:
             raise UnsupportedError(
                 f"heads of {recipe.name} are rotated by position, so they cannot grow losslessly from "
-                f"{small[WIDTH_OF_HEADS]} to {target[WIDTH_OF_HEADS]}; grow heads= instead"
+                f"{small[each]} to {target[each]}; grow heads{number}= instead"
             )
     for name, lead in recipe.follows.items():
         if name in small and lead in small and name not in asked:
@@ -124,46 +129,56 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int], stated: Collection[st
                     "explicitly"
                 )
             target[name] = small[name] * target[lead] // small[lead]
+    for name in recipe.fixed:
+        if target.get(name) != small.get(name):
+            raise UnsupportedError(
+                f"{name} of {recipe.name} cannot grow losslessly from {small[name]} to {target[name]}, "
+                f"because the model computes something else for each; keep {name}={small[name]}, and give head_dim="
+            )
     return target
 
 
 def _default_heads(
-    small: Mapping[str, int], target: dict[str, int], asked: Mapping[str, int], width: str, is_free: bool
+    recipe: Recipe, small: Mapping[str, int], target: dict[str, int], number: str, is_free: bool
 ) -> None:
     """Choose heads for a grown width: more heads of the same width, unless heads are given.
 
-    With `is_free` all heads together may be wider or narrower than the width.
+    With `is_free` all heads together may be wider or narrower than the width. `number` is that of the
+    attention.
     """
-    spans = small["heads"] * small["head_dim"] == small.get(width)
-    if width in asked and spans and "heads" not in asked:
-        each = target["head_dim"]
+    heads, kv_heads, head_dim = f"heads{number}", f"kv_heads{number}", WIDTH_OF_HEADS + number
+    beside = [line.writes[0] for line in recipe.lines if f"mixed{number}" in line.reads]
+    width = next((recipe.sizes.get(space, space) for space in beside), "")
+    asked, each = recipe.target, small[head_dim]
+    spans = small[heads] * each == small.get(width)
+    if spans and target[width] > small[width] and heads not in asked and heads not in recipe.fixed:
+        each = target[head_dim]
         if target[width] % each:
             raise UnsupportedError(
-                f"{width} {target[width]} is not a multiple of the head width {each}; give heads= and "
-                f"head_dim=, or a multiple of {each}"
+                f"{width} {target[width]} is not a multiple of the head width {each}; give {heads}= and "
+                f"{head_dim}=, or a multiple of {each}"
             )
-        target["heads"] = target[width] // each
+        target[heads] = target[width] // each
     elif spans and not is_free:
-        if target[width] % target["heads"] or target[width] // target["heads"] < small["head_dim"]:
-            each = small["head_dim"]
+        if target[width] % target[heads] or target[width] // target[heads] < each:
             raise UnsupportedError(
-                f"{target['heads']} heads of at least {each} do not add up to {width} {target[width]}; give "
-                f"{width}={target['heads'] * each}, or other heads="
+                f"{target[heads]} heads of at least {each} do not add up to {width} {target[width]}; give "
+                f"{width}={target[heads] * each}, or other {heads}="
             )
-        target["head_dim"] = target[width] // target["heads"]
-    if "kv_heads" not in asked:
-        per_group = small["heads"] // small["kv_heads"]
-        if target["heads"] % per_group == 0:
-            target["kv_heads"] = target["heads"] // per_group
-    if target["heads"] < small["heads"]:
+        target[head_dim] = target[width] // target[heads]
+    if kv_heads not in asked:
+        per_group = small[heads] // small[kv_heads]
+        if target[heads] % per_group == 0:
+            target[kv_heads] = target[heads] // per_group
+    if target[heads] < small[heads]:
         raise UnsupportedError(
-            f"heads would shrink from {small['heads']} to {target['heads']}; give a smaller head_dim, or "
-            "heads="
+            f"{heads} would shrink from {small[heads]} to {target[heads]}; give a smaller {head_dim}, or "
+            f"{heads}="
         )
-    if target["heads"] % target["kv_heads"]:
+    if target[heads] % target[kv_heads]:
         raise UnsupportedError(
-            f"{target['heads']} heads cannot share {target['kv_heads']} key/value heads evenly; set "
-            "kv_heads= to a divisor of heads"
+            f"{target[heads]} heads cannot share {target[kv_heads]} key/value heads evenly; set "
+            f"{kv_heads}= to a divisor of {heads}"
         )
 
 
@@ -176,9 +191,9 @@ class Heads:
     width: int
 
 
-def heads(sizes: Mapping[str, int]) -> Heads:
-    """Return attention's part of the sizes."""
-    return Heads(sizes["heads"], sizes["kv_heads"], sizes[WIDTH_OF_HEADS])
+def heads(sizes: Mapping[str, int], number: str = "") -> Heads:
+    """Return the sizes of one attention."""
+    return Heads(sizes[f"heads{number}"], sizes[f"kv_heads{number}"], sizes[WIDTH_OF_HEADS + number])
 
 
 def first_few(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from statistics import fmean
 
 from qsync.expansion.maps.tensor_maps import Axis, TensorMap
 from qsync.expansion.plan.expansion_plan import ExpansionPlan
-from qsync.expansion.recipe.recipe import ATTENTION, FIXED
+from qsync.expansion.recipe.recipe import FIXED, attention_part
 
 # Parts of a reader's gradient: proportional to shares, and proportional to p.
 Parts = tuple[float, float]
@@ -90,7 +90,8 @@ class _Flow:
 
 def _joined(space: str) -> str:
     """Merge query, key and value with mixed, from which their gradients come."""
-    return "mixed" if space in ATTENTION else space
+    part = attention_part(space)
+    return f"mixed{part[1]}" if part else space
 
 
 def _maps_outside_new_blocks(plan: ExpansionPlan) -> Iterator[TensorMap]:
