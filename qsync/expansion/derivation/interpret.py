@@ -99,8 +99,12 @@ class Findings:
             for use in self.recorder.uses
             for axis in stacked(use.writes)
         }
-        anywhere = {pieces for _, pieces in written}
-        closed = {norm.path for norm in norms if _pieces(norm.writes) in anywhere}
+        first: dict[tuple[int, ...], int] = {}  # when a space is first written, or added to
+        for use in self.recorder.uses:
+            for axis in stacked(use.writes):
+                first.setdefault(_pieces(axis), use.at)
+        # What was written before the norm is what its own result is added to.
+        closed = {norm.path for norm in norms if first.get(_pieces(norm.writes), 0) > norm.at}
         blocks = {block_of(path, self.blocks) for path in closed}
         closed |= {
             norm.path

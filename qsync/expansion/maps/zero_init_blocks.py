@@ -32,7 +32,9 @@ def check_blocks(recipe: Recipe, tensors: Collection[Tensor], depth: Depth) -> N
                 f"{recipe.name} does not declare it residual: give residual=({space!r},)"
             )
         norms_stream = (
-            t.norm in (module_kinds.LAYER, module_kinds.RMS) and t.line.writes[0] in recipe.residual
+            t.norm in (module_kinds.LAYER, module_kinds.RMS)
+            and t.line.writes[0] in recipe.residual
+            and t.line.reads[0] in recipe.residual
         )
         if norms_stream and depth.block_of(t.name):
             raise UnsupportedError(
@@ -62,7 +64,10 @@ def _check_block(recipe: Recipe, block: str, tensors: Collection[Tensor]) -> Non
 
 def adds_to_residual(recipe: Recipe, t: Tensor) -> bool:
     """Return whether the output of a tensor's module is added to a residual stream."""
-    return t.line.writes[0] in recipe.residual and t.norm in (None, module_kinds.BATCH)
+    if t.norm in (module_kinds.LAYER, module_kinds.RMS) and t.line.reads[0] in recipe.residual:
+        return False
+    is_each = t.norm is None and t.line.reads == t.line.writes  # one filter per channel
+    return t.line.writes[0] in recipe.residual and not is_each
 
 
 def output_init_of(recipe: Recipe, t: Tensor, made: TensorMap, beside: Collection[Tensor], how: str) -> str:
@@ -80,8 +85,9 @@ def output_init_of(recipe: Recipe, t: Tensor, made: TensorMap, beside: Collectio
     writing = [
         other for other in beside if other.line.writes == t.line.writes and adds_to_residual(recipe, other)
     ]
-    batch_norms = [other for other in writing if other.norm == module_kinds.BATCH]
-    if batch_norms and (writing[0] in batch_norms or not any(b.kind == "weight" for b in batch_norms)):
+    batch_norms = [other for other in writing if other.norm]
+    comes_first = writing[0] in batch_norms and writing[0].norm == module_kinds.BATCH
+    if batch_norms and (comes_first or not any(b.kind == "weight" for b in batch_norms)):
         raise UnsupportedError(
             f"{batch_norms[0].path} cannot silence a new block, because it has no weight or comes "
             "before what the block adds; make it write another space "
@@ -89,7 +95,8 @@ def output_init_of(recipe: Recipe, t: Tensor, made: TensorMap, beside: Collectio
         )
     if batch_norms and how == "cancel":
         raise UnsupportedError(
-            f'{batch_norms[0].path} is a batch norm, which amplifies what cancels before it; use depth="zero"'
+            f'{batch_norms[0].path} is a {batch_norms[0].norm}, which amplifies what cancels before it; use '
+            'depth="zero"'
         )
     if batch_norms:
         return "zero" if t.norm and t.kind in ("weight", "bias") else ""

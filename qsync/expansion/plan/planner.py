@@ -286,7 +286,7 @@ class _Planner:
             return None
         name = ", ".join(spaces)
         try:
-            rounds = tuple(self._num_rounds(t.line, sizes) for sizes in (self.small, self.large))
+            rounds = self._num_rounds(t.line, self.small), self._num_rounds(t.line, self.large)
             growths = [self._growth(space, grown_block) for space in spaces]
             growth = stacked(growths, rounds if role == "writes" else (1, 1))
             unit = t.value.shape[dim] // growth.num_small if role == "reads" else 1
@@ -333,6 +333,8 @@ class _Planner:
                     other for other in self.tensors.values() if self.depth.block_of(other.name) == block
                 ]
                 how = output_init_of(self.recipe, t, made, beside, self.new_blocks)
+                if how == "zero" and t.norm and t.kind == "weight":
+                    made = replace(made, added=-module_kinds.weight_offset(t.module))
                 made = replace(made, is_new=True, output_init=how)
             yield self._with_noise(t, made)
 
