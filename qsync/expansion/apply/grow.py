@@ -94,7 +94,7 @@ def _built(model: torch.nn.Module, plan: ModelMap, sizes: Sizes) -> torch.nn.Mod
 
 def _sizes_text(sizes: Sizes) -> str:
     """Format the sizes of a model."""
-    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if name != "sources")
 
 
 def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) -> None:

@@ -139,7 +139,7 @@ class _Float32AsFloat64(TorchFunctionMode):
             func = torch.Tensor.double
         args, kwargs = tree_map(lambda v: torch.float64 if v is torch.float32 else v, (args, kwargs or {}))
         if func is torch._grouped_mm:
-            return _plain_grouped_mm(*args, kwargs["offs"])
+            return _plain_grouped_mm(args[0], args[1], kwargs["offs"])
         return func(*args, **kwargs)
 
 

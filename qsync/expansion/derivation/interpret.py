@@ -318,7 +318,11 @@ class Findings:
             if name in covered or name.rpartition(".")[0] in covered:
                 continue
             if known not in self.recorder.first_use:
-                unused.append(name)
+                beside = self._beside(name, parameter.shape)
+                if beside:
+                    yield Entry(self.recorder.clock, name, "parameter", (), beside)
+                else:
+                    unused.append(name)
                 continue
             if same := self._uses(known):  # another module shares it
                 entry, path = next(self._of_use(same[0])), name.removesuffix(".weight")
@@ -329,6 +333,17 @@ class Findings:
             yield Entry(self.recorder.first_use[known], name, "parameter", reads, slots, layout=layout)
         if unused:
             self.open.append(f"{first_few(unused)} had nothing to do on these inputs")
+
+    def _beside(self, name: str, shape: Sequence[int]) -> tuple[Slot, ...]:
+        """Return the spaces of an unused vector: those of a used one of its length in the same module."""
+        path, found = name.rpartition(".")[0], dict[tuple[Slot, ...], None]()
+        for other, parameter in self.recorder.model.get_submodule(path).named_parameters(recurse=False):
+            full = f"{path}.{other}".lstrip(".")
+            if shape and full in self.recorder.first_use and list(parameter.shape[-1:]) == list(shape[-1:]):
+                slots, layout = self._plain(full, full)
+                found[slots if layout == "," else ()] = None
+        is_vector = bool(shape) and shape[-1] == torch.Size(shape).numel()
+        return next(iter(found)) if is_vector and len(found) == 1 else ()
 
     def _plain(self, param: str, name: str) -> tuple[tuple[Slot, ...], str]:
         """Return the spaces of a plain parameter and their layout; a bias has those of its matrix.

@@ -88,8 +88,8 @@ _MOVES = (
 
 def move_rows(recorder: Recorder, call: Call, found: list[Value]) -> list[Value]:
     """Apply a call to the rows behind its input's elements (`Writer`), where the result has their writer."""
-    values = {id(tensor): recorder.values.get(tensor) for tensor in call.tensors}
-    writers = {key: value.writer for key, value in values.items() if value and value.writer}
+    known = [tensor for tensor in call.tensors if tensor in recorder.values]
+    writers = {id(tensor): writer for tensor in known if (writer := recorder.values[tensor].writer)}
     if not any(value.writer is writer for value in found for writer in writers.values()):
         return found
     moved: list[Any] = [None] * len(found)
@@ -102,15 +102,15 @@ def move_rows(recorder: Recorder, call: Call, found: list[Value]) -> list[Value]
             )
             moved = tree_leaves(call.func(*args, **call.kwargs))
         else:  # elementwise, or along an axis that it keeps
+            rows = [value.writer.rows if value.writer else None for value in found]
             moved = [
-                value.writer and value.writer.rows.expand(out.shape)
-                for value, out in zip(found, call.outs, strict=True)
+                None if of is None else of.expand(out.shape) for of, out in zip(rows, call.outs, strict=True)
             ]
     except Exception:  # a call that does not take row numbers may raise anything
         pass
     return [
-        replace(value, writer=Writer(value.writer.param, rows)) if value.writer else value
-        for value, rows in zip(found, moved, strict=True)
+        replace(value, writer=Writer(value.writer.param, of)) if value.writer else value
+        for value, of in zip(found, moved, strict=True)
     ]
 
 

@@ -32,6 +32,16 @@ class Depth:
         """Return the paths of all new blocks."""
         return tuple(copy.path for copies in self.grown_blocks.values() for copy in copies if copy.is_new)
 
+    @property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """Return the number of the copied block, by group and block of the grown model."""
+        found: dict[str, list[int]] = {}
+        for copies in self.grown_blocks.values():
+            for grown in copies:
+                group, _, number = grown.source.rpartition(".")
+                found.setdefault(group, []).append(int(number))
+        return tuple(map(tuple, found.values()))
+
     def block_of(self, name: str) -> str:
         """Return the path of the block that holds a parameter of the small model, or ""."""
         parts = name.split(".")

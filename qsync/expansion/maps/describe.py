@@ -19,7 +19,8 @@ def table(plan: ModelMap) -> str:
     lines = [
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
     ]
-    grown = {name: (plan.small[name], size) for name, size in plan.sizes.items() if plan.small[name] != size}
+    sizes_of = {name: size for name, size in plan.sizes.items() if name != "sources"}
+    grown = {name: (plan.small[name], size) for name, size in sizes_of.items() if plan.small[name] != size}
     sizes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in grown.items())
     head = f"{plan.recipe.name}: {sizes or 'as it is'}; {summary(plan.tensors)}; split {plan.split}"
     new = len(plan.depth.new_paths)

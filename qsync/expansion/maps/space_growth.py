@@ -213,12 +213,10 @@ def stacked(growths: Sequence[Growth], num_rounds: tuple[int, int] = (1, 1)) -> 
         )
     if num_rounds == (1, 1):
         return Growth(start, torch.cat(index), ZERO, scale)
-    places = torch.cat([torch.arange(g.num_small) for g in growths]).split([g.num_small for g in growths])
-    offsets = [sum(g.num_small for g in growths[:i]) for i in range(len(growths))]
-    row_of = laid_out(
-        [place + at for place, at in zip(places, offsets, strict=True)], num_rounds[0]
-    ).argsort()
-    one = laid_out(index, num_rounds[1])
+    starts = [sum(growth.num_small for growth in growths[:i]) for i in range(len(growths))]
+    rows = [torch.arange(g.num_small) + at for g, at in zip(growths, starts, strict=True)]
+    row_of, one = laid_out(rows, num_rounds[0]).argsort(), laid_out(index, num_rounds[1])
     if scale is not None:
-        scale = laid_out(scale.split([g.num_large for g in growths]), num_rounds[1])
+        sizes = [growth.num_large for growth in growths]
+        scale = laid_out(torch.split(scale, sizes), num_rounds[1])  # type: ignore[no-untyped-call]
     return Growth(start, torch.where(one == REST, REST, row_of[one.clamp(min=0)]), ZERO, scale)

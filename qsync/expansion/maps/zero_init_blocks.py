@@ -95,7 +95,7 @@ def output_init_of(recipe: Recipe, t: Tensor, made: TensorMap, beside: Collectio
         )
     if batch_norms and how == "cancel":
         raise UnsupportedError(
-            f'{batch_norms[0].path} is a {batch_norms[0].norm}, which amplifies what cancels before it; use '
+            f"{batch_norms[0].path} is a {batch_norms[0].norm}, which amplifies what cancels before it; use "
             'depth="zero"'
         )
     if batch_norms:

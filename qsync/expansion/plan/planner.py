@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -124,6 +125,8 @@ class _Planner:
         if self.depth.num_layers:
             sizes["layers"] = _one_or_all(self.depth.num_layers)
             small["layers"] = _one_or_all(self.depth.num_before)
+            sizes["sources"] = _one_or_all(self.depth.sources)
+            small["sources"] = _one_or_all(tuple(tuple(range(num)) for num in self.depth.num_before))
         return ExpansionPlan(
             self.recipe, maps, self._eps(), small, sizes, self.depth, self.split, self.new_blocks, self.seed
         )
@@ -426,6 +429,6 @@ def _variance_ratio(growth: Growth) -> float:
     return float(growth.is_copy.sum()) / growth.num_large
 
 
-def _one_or_all(numbers: tuple[int, ...]) -> int:
-    """Return one number for equal numbers, all numbers otherwise."""
-    return numbers[0] if len(set(numbers)) == 1 else numbers  # type: ignore[return-value]
+def _one_or_all(of_groups: tuple[Any, ...]) -> Any:
+    """Return one value if all groups have the same, all values otherwise."""
+    return of_groups[0] if len(set(of_groups)) == 1 else of_groups

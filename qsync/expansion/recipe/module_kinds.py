@@ -103,9 +103,10 @@ def _tried(module: torch.nn.Module) -> tuple[str | None, float]:
     def run(values: torch.Tensor | float) -> torch.Tensor:
         weight.data = torch.ones_like(weight) * values
         try:
-            return own(x).double() - added
+            found: torch.Tensor = own(x)
         except Exception:  # a module that does not accept rows may raise anything
-            return own(x[:, :, None, None]).double()[:, :, 0, 0] - added
+            found = own(x[:, :, None, None])[:, :, 0, 0]
+        return found.double() - added
 
     try:
         with torch.no_grad():

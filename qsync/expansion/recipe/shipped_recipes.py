@@ -31,14 +31,8 @@ def _build(fields: Mapping[str, str]) -> Callable[[Any, Sizes], torch.nn.Module]
         for name, key in fields.items():
             if name in sizes and hasattr(config, key):
                 setattr(config, key, sizes[name])
-        types = set(getattr(config, "layer_types", None) or ())
-        if len(types) > 1 and sizes["layers"] != model.config.num_hidden_layers:
-            raise UnsupportedError(
-                f"the layers of {type(model).__name__} have several kinds ({', '.join(sorted(types))}), so "
-                "depth cannot grow; grow only the width"
-            )
-        if types:
-            config.layer_types = list(types) * sizes["layers"] if len(types) == 1 else config.layer_types
+        if types := getattr(config, "layer_types", None):
+            config.layer_types = [types[number] for number in sizes["sources"]]
         # A module's own attributes count: they may have been edited.
         is_unscaled = not all(getattr(part, "scale_attn_weights", True) for part in model.modules())
         if is_unscaled and sizes["head_dim"] != model.config.n_embd // model.config.n_head:
