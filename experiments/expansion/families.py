@@ -19,9 +19,9 @@ from torch import nn
 
 import qsync
 from qsync.errors import QSyncError, shortened
+from qsync.expansion.plan.expansion_plan import ExpansionPlan
 from qsync.experiments.expansion.family_list import Family, built, config_of, families
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, bar, run_command, table_of
-from qsync.expansion.plan.expansion_plan import ExpansionPlan
 
 # Factor of the width, and further layers, in the order in which they are tried.
 GROWTHS = ((1.5, 1), (2.0, 1), (1.5, 0), (2.0, 0))
