@@ -422,8 +422,8 @@ DEPTHS = {
         "nothing in blocks.1 writes stream",
     ),
     "a norm after the sum": (
-        "inp _ -> in\nnorm in -> stream\nhead stream -> _\nblocks.*.fc stream -> h\n"
-        "blocks.*.proj h -> sum\nblocks.*.norm sum -> stream",
+        "inp _ -> stream\nnorm stream -> final\nhead final -> _\nblocks.*.fc stream -> h\n"
+        "blocks.*.proj h -> stream\nblocks.*.norm stream -> stream",
         True,
         UnsupportedError,
         "blocks.0.norm normalizes the residual stream itself",

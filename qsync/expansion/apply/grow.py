@@ -14,9 +14,8 @@ from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.recipe import Sizes
 from qsync.expansion.recipe.sizes import first_few
 
-_TOLERANCE_FP32 = (
-    2e-6  # relative: measured on some hundred models, rounding of split weights stays below 3e-7
-)
+# Relative. On some hundred models the rounding of split weights stays below 3e-7.
+_TOLERANCE_FP32 = 2e-6
 
 
 def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
@@ -62,7 +61,7 @@ def build_grown(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
             parameters.
         UnsupportedError: An edited attribute depends on the sizes that grow.
     """
-    new = _built(model, plan, plan.sizes)
+    new = _built(model, plan, plan.build_sizes)
     if type(new) is not type(model):
         raise MismatchError(
             f"the recipe {plan.recipe.name} builds a {type(new).__name__} for a {type(model).__name__}; let "
@@ -74,7 +73,7 @@ def build_grown(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
             "make new ones"
         )
     _check_shapes(plan, new)
-    carry_edits(model, _built(model, plan, plan.small), new, plan)
+    carry_edits(model, _built(model, plan, plan.small_build_sizes), new, plan)
     return new
 
 
@@ -94,7 +93,7 @@ def _built(model: torch.nn.Module, plan: ModelMap, sizes: Sizes) -> torch.nn.Mod
 
 def _sizes_text(sizes: Sizes) -> str:
     """Format the sizes of a model."""
-    return ", ".join(f"{name} {size}" for name, size in sizes.items() if name != "sources")
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) -> None:

@@ -144,7 +144,7 @@ class Findings:
     @property
     def sizes(self) -> dict[str, int]:
         """Return the numbers of heads by name."""
-        found = {}
+        found: dict[str, int] = {}
         for shape in self.shapes:
             number = self.number(shape)
             found |= {f"heads{number}": shape[0], f"kv_heads{number}": shape[1]}
@@ -415,8 +415,8 @@ class Findings:
             return Slot(word=FIXED)
         if {*_pieces(known)} & self.heads:
             self.open.append(
-                f"a dimension of {path} ({size_of(known)}) counts heads and something else, which tables have "
-                "no word for"
+                f"a dimension of {path} ({size_of(known)}) counts heads and something else, which tables "
+                "have no word for"
             )
             return Slot(word=UNKNOWN)
         grown = [piece for piece in known if not piece.all_reasons]

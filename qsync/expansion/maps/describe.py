@@ -19,8 +19,7 @@ def table(plan: ModelMap) -> str:
     lines = [
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
     ]
-    sizes_of = {name: size for name, size in plan.sizes.items() if name != "sources"}
-    grown = {name: (plan.small[name], size) for name, size in sizes_of.items() if plan.small[name] != size}
+    grown = {name: (plan.small[name], size) for name, size in plan.sizes.items() if plan.small[name] != size}
     sizes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in grown.items())
     head = f"{plan.recipe.name}: {sizes or 'as it is'}; {summary(plan.tensors)}; split {plan.split}"
     new = len(plan.depth.new_paths)
@@ -38,7 +37,7 @@ def as_json(plan: ModelMap) -> dict[str, Any]:
     return {
         "recipe": plan.recipe.name,
         "small": dict(plan.small),
-        "sizes": dict(plan.sizes),
+        "sizes": plan.build_sizes,
         "split": plan.split,
         "depth": plan.new_blocks,
         "seed": plan.seed,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,6 +33,21 @@ class ModelMap:
     split: str = "random"
     new_blocks: str = "zero"
     seed: int = 0
+
+    @property
+    def build_sizes(self) -> dict[str, Any]:
+        """Return the sizes after growth as a recipe's `build` takes them, with the blocks' sources."""
+        return self._with_sources(self.sizes, self.depth.sources)
+
+    @property
+    def small_build_sizes(self) -> dict[str, Any]:
+        """Return the sizes before growth as a recipe's `build` takes them; every block is its own source."""
+        return self._with_sources(self.small, [tuple(range(num)) for num in self.depth.num_before])
+
+    def _with_sources(self, sizes: Mapping[str, int], sources: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        if not self.depth.num_layers:
+            return dict(sizes)
+        return {**sizes, "sources": sources[0] if len(set(sources)) == 1 else tuple(sources)}
 
     def grown(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Grow a state dict of the small model: its weights, or a moving average of them.

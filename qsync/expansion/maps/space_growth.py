@@ -218,5 +218,5 @@ def stacked(growths: Sequence[Growth], num_rounds: tuple[int, int] = (1, 1)) -> 
     row_of, one = laid_out(rows, num_rounds[0]).argsort(), laid_out(index, num_rounds[1])
     if scale is not None:
         sizes = [growth.num_large for growth in growths]
-        scale = laid_out(torch.split(scale, sizes), num_rounds[1])  # type: ignore[no-untyped-call]
+        scale = laid_out(torch.split(scale, sizes), num_rounds[1])
     return Growth(start, torch.where(one == REST, REST, row_of[one.clamp(min=0)]), ZERO, scale)

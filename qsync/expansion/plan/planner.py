@@ -125,8 +125,6 @@ class _Planner:
         if self.depth.num_layers:
             sizes["layers"] = _one_or_all(self.depth.num_layers)
             small["layers"] = _one_or_all(self.depth.num_before)
-            sizes["sources"] = _one_or_all(self.depth.sources)
-            small["sources"] = _one_or_all(tuple(tuple(range(num)) for num in self.depth.num_before))
         return ExpansionPlan(
             self.recipe, maps, self._eps(), small, sizes, self.depth, self.split, self.new_blocks, self.seed
         )

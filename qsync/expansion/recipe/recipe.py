@@ -83,8 +83,8 @@ class Recipe:
     Args:
         name: The name of the family, for messages.
         table: The table.
-        build: `build(model, sizes)` returns a new model of the same class with these sizes. `sizes["sources"]`
-            holds the number of the block that each block copies, for configs that list a kind per block.
+        build: `build(model, sizes)` returns a new model of the same class with these sizes. For configs
+            that list a kind per block, `sizes["sources"]` has the number of the block that each one copies.
         read: `read(model)` returns the sizes, by name, that the shapes of the parameters do not show: heads,
             and kv_heads where they are fewer.
         sizes: The name of the size of a space, where it differs from the space: {"stream": "width"}. The

@@ -133,7 +133,8 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int], stated: Collection[st
         if target.get(name) != small.get(name):
             raise UnsupportedError(
                 f"{name} of {recipe.name} cannot grow losslessly from {small[name]} to {target[name]}, "
-                f"because the model computes something else for each; keep {name}={small[name]}, and give head_dim="
+                f"because the model computes something else for each; keep {name}={small[name]}, and give "
+                "head_dim="
             )
     return target
 
