@@ -106,6 +106,31 @@ def test_hugging_face_models_come_back_with_their_eps(tmp_path, kind):
     assert qsync.verify_expansion(model, plain, {"input_ids": TOKENS}).passed
 
 
+def test_a_constant_that_the_class_computes_from_sizes_comes_back_as_it_was(tmp_path):
+    """Gemma's scale of embeddings is the root of the width, in a buffer that no state dict holds."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    fields = {"vocab_size": 64, "num_hidden_layers": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1,
+              "eos_token_id": 2}  # fmt: skip
+
+    def build(_, sizes):
+        heads, kv_heads = sizes["heads"], sizes.get("kv_heads", sizes["heads"])
+        return GemmaForCausalLM(GemmaConfig(
+            **fields, hidden_size=sizes["width"], intermediate_size=sizes["mlp"],
+            num_attention_heads=heads, num_key_value_heads=kv_heads,
+        ))  # fmt: skip
+
+    small = build(None, {"width": 32, "mlp": 64, "heads": 4, "kv_heads": 2}).eval()
+    inputs = {"input_ids": torch.arange(3, 12)[None]}
+    plan = qsync.plan_expansion(small, qsync.derive_recipe(small, inputs).recipe(build).to(width=48))
+    qsync.save_expanded(plan.expand(small), tmp_path / "big", plan)
+    assert qsync.verify_expansion(small, qsync.load_expanded(tmp_path / "big"), inputs).passed
+    path = tmp_path / "big" / "expansion.json"
+    path.write_text(path.read_text().replace("embed_scale", "no_scale"))
+    with pytest.raises(FormatError, match="no_scale is .* no such constant; grow the model again"):
+        qsync.load_expanded(tmp_path / "big")
+
+
 @pytest.fixture
 def expand(command):
     return partial(command, "expand")

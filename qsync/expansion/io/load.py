@@ -2,15 +2,16 @@
 
 Two layouts are supported. Hugging Face's: config.json and model.safetensors, as `save_pretrained` writes
 them. Custom classes: a config.json of {"class": "package.module:Class", "arguments": {...}} beside
-model.safetensors. The folder of a grown model also holds expansion.json: the eps of its norms, and for a
-custom class the sizes for its recipe's `build`.
+model.safetensors. The folder of a grown model also holds expansion.json: the eps of its norms, constants that
+its class computes from sizes (a scale of embeddings), and for a custom class the sizes for its recipe's
+`build`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,20 @@ CONFIG, WEIGHTS, EXPANSION = "config.json", "model.safetensors", "expansion.json
 
 @dataclass(frozen=True, slots=True)
 class Growth(FileRecord):
-    """The contents of expansion.json: the eps of norms by path, and the plan of the expansion."""
+    """The contents of expansion.json: the eps of norms by path, and the plan of the expansion.
+
+    `constants` are buffers of one number that no state dict holds.
+    """
 
     FILE_KIND = "expansion"
 
     eps: Mapping[str, Any]
     plan: Mapping[str, Any]
+    constants: Mapping[str, float] = field(default_factory=dict)
 
 
 def load_expanded(folder: str | Path) -> torch.nn.Module:
-    """Load the model in a folder, grown or not, with the eps of its norms.
+    """Load the model in a folder, grown or not, with the eps of its norms and its constants.
 
     Args:
         folder: A folder with config.json and model.safetensors; see this module for the two layouts.
@@ -81,6 +86,14 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
                 "norm, or eps is not a number; grow the model again"
             )
         setattr(module, module_kinds.eps_name(module) or "eps", eps)
+    buffers = dict(model.named_buffers())
+    for name, value in growth.constants.items():
+        if name not in buffers or buffers[name].numel() != 1:
+            raise FormatError(
+                f"{folder / EXPANSION}: {shortened(name)} is {shortened(value)}, but the model has no such "
+                "constant; grow the model again"
+            )
+        buffers[name].fill_(value)
     return model
 
 

@@ -150,6 +150,12 @@ def _save(big: torch.nn.Module, into: Path, plan: ExpansionPlan, arguments: Mapp
         if path in plan.eps
         or (module_kinds.eps_name(module) and isinstance(getattr(module, "eps", None), float))
     }
+    held = big.state_dict()
+    constants = {
+        name: value.item()
+        for name, value in big.named_buffers()
+        if name not in held and value.is_floating_point() and value.numel() == 1
+    }
     if hasattr(big, "save_pretrained"):
         with quiet_transformers():
             big.save_pretrained(into)  # type: ignore[operator]
@@ -164,7 +170,7 @@ def _save(big: torch.nn.Module, into: Path, plan: ExpansionPlan, arguments: Mapp
             ) from error
         write_json(into / CONFIG, config)
         save_model(big, str(into / WEIGHTS))
-    Growth(eps, as_json(plan)).save(into / EXPANSION)
+    Growth(eps, as_json(plan), constants).save(into / EXPANSION)
 
 
 def check_free(folder: Path) -> None:
