@@ -127,7 +127,7 @@ def test_a_constant_that_the_class_computes_from_sizes_comes_back_as_it_was(tmp_
     assert qsync.verify_expansion(small, qsync.load_expanded(tmp_path / "big"), inputs).passed
     path = tmp_path / "big" / "expansion.json"
     path.write_text(path.read_text().replace("embed_scale", "no_scale"))
-    with pytest.raises(FormatError, match="no_scale is .* no such constant; grow the model again"):
+    with pytest.raises(FormatError, match="no_scale. is .* no such constant; grow the model again"):
         qsync.load_expanded(tmp_path / "big")
 
 
