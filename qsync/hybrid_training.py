@@ -171,8 +171,8 @@ def hybrid(
         check: compare the first 20 steps of training with the prediction; where a class computes more than
             3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
             number of optimizer steps. Not with a `plan` or `levers`.
-        **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`
-            and their `other`). With a `qsync.ShareSampler` the levers are "share" and "accumulate" unless
+        **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`,
+            `divide_state`, `levers` and their `other`). With a `qsync.ShareSampler` the levers are "share" and "accumulate" unless
             others are given, and "share" alone under Accelerate and with `ddp=False`; `levers=()` keeps equal
             batches. Where ranks take other numbers of samples, and no `other` is given, the batch is profiled
             with another one, too. With BatchNorm a share keeps 16 samples a pass, unless `least_samples` says

@@ -22,6 +22,7 @@ from qsync.replayer.communication import Bucket, all_reduce_s
 _SHAPES = ((512, 512), (1024, 1024))  # of probed gradients: 1 and 4 MiB in FP32
 _ROUNDS = 3
 PROBE_S = 4.0  # seconds after which no further round begins
+MOST_LOST = 0.1  # of the squared gradient: `compression="auto"` offers no kind that loses more of it
 
 
 def measure_codecs(kinds: Sequence[str], link: LinkMeasurement, rank: job.Rank) -> LinkMeasurement:
@@ -95,9 +96,11 @@ def compression_errors(
     """Return by kind the squared error of each bucket's mean gradient, the same on every rank.
 
     `gradients` are this rank's, by parameter. With error feedback the effective part counts: the squared sum
-    of the errors of several exchanges, over their number. All ranks must call it.
+    of the errors of several exchanges, over their number. Kinds that lose more than `MOST_LOST` of the whole
+    gradient's square are left out. All ranks must call it.
     """
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    whole = 0.0
     for bucket in those:
         parts = [gradients[name] for name in bucket.parameters]
         if any(part.dtype is not torch.float32 or part.is_sparse for part in parts):
@@ -108,6 +111,7 @@ def compression_errors(
         own = torch.cat([part.permute(memory_order(part)).reshape(-1) for part in parts]) / job.world_size()
         exact = own.clone()
         dist.all_reduce(exact)
+        whole += float(exact.double().square().sum())
         for kind in kinds:
             asked, sums = Compression.parse(kind), CompressedSum(None)
             times = rounds if asked.has_feedback else 1
@@ -117,5 +121,6 @@ def compression_errors(
                 sums.sum_(sent, pieces, asked)
                 lost += sent - exact
             found[kind].append(float(lost.double().square().sum()) / times)
-    first = from_rank_zero("errors of compression", lambda: found)
+    kept = {kind: errors for kind, errors in found.items() if sum(errors) <= MOST_LOST * whole}
+    first = from_rank_zero("errors of compression", lambda: kept)
     return {kind: tuple(errors) for kind, errors in first.items()}

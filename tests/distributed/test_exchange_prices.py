@@ -12,6 +12,7 @@ from pathlib import Path
 from qsync.distributed import exchange_prices, gradient_codecs
 from qsync.records.compression import Message
 from qsync.records.plan_folder import Basis
+from qsync.replayer.communication import Bucket
 
 ddp_profiling.PROFILE_S = exchange_prices.PROBE_S = 0.0
 passed = []
@@ -82,6 +83,8 @@ train(again, 2)
 passed.clear()
 train(again, 1)
 say(f"followed: {sum(one.sent_bytes(2) for one in passed if one != WEIGHTS) == counted}")
+noise, bucket = {"weight": torch.randn(64, 64)}, Bucket(("weight",), 4 * 64 * 64, 0)
+say(f"offered: {list(exchange_prices.compression_errors(noise, [bucket], ['int8', 'powersgd:2']))}")
 dist.destroy_process_group()
 """
 
@@ -97,6 +100,10 @@ def test_a_slow_link_chooses_kinds_by_measured_errors_and_a_plan_is_followed(out
     assert said(output, "effective") == ["True"] * 2 and said(output, "followed") == ["True"] * 2
     for text in said(output, "auto"):
         assert text.startswith("True ['") and "fp32" not in text, output[-6000:]
+
+
+def test_a_kind_that_loses_most_of_the_gradient_is_not_offered(output):
+    assert said(output, "offered") == ["['int8']"] * 2
 
 
 def test_predicted_bytes_are_those_that_travel_and_prices_are_measured(output):
