@@ -172,8 +172,8 @@ def hybrid(
             3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
             number of optimizer steps. Not with a `plan` or `levers`.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`,
-            `divide_state`, `levers` and their `other`). With a `qsync.ShareSampler` the levers are "share" and
-            "accumulate" unless others are given, and "share" alone under Accelerate and with `ddp=False`;
+            `divide_state`, `levers` and their `other`). With a `qsync.ShareSampler` the levers are "share"
+            and "accumulate" unless others are given, and "share" alone under Accelerate and with `ddp=False`;
             `levers=()` keeps equal batches. Where ranks take other numbers of samples, and no `other` is
             given, the batch is profiled with another one, too. With BatchNorm a share keeps 16 samples a
             pass, unless `least_samples` says otherwise. Where operators may save less, profiling takes twice
