@@ -77,6 +77,6 @@ def test_where_buffers_are_handed_out_first_all_start_with_the_last():
     solution = milp.solve(state, ["infer"], target)
     assert solution.gap <= 1e-4 and holds(state, target)
     part = milp._Class(state, "infer", target, ["infer"], state.variance)
-    found, _ = part._solved(target, 5.0, 0.0)
-    state.move("infer", found)
+    point, _ = part._solved(target, 5.0, 0.0)
+    state.move("infer", part._candidate(point)[0])
     assert holds(state, target)
