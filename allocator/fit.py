@@ -27,6 +27,7 @@ from qsync.replayer.memory_breakdown import Peak, peaks
 
 MOST_PASSES = 64
 _ANY_STEP_S = 1e6  # a target that every plan reaches, so that the least variance decides
+_LIMIT_S = 1.0  # of the solver, for each way to become faster or more exact once it fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +123,12 @@ class _Fitting:
         if self._fits(self._try(levers)):
             return True
         least_variance, with_levers = {"target_s": _ANY_STEP_S}, {"block_levers": (RECOMPUTE, SAVE_LESS)}
-        found = [
-            self._solve(levers, {**least_variance, **with_levers}),
-            self._solve(levers, least_variance),
-            self._solve(levers, {"slack": 0.0, **with_levers}),
-        ]
-        if not any(found) and self._blocks:
+        by_precisions = self._solve(levers, least_variance)
+        # All targets have one fastest start. If it does not fit, none does; if it is exact, no way is better.
+        by_levers = self._solve(levers, {"slack": 0.0, **with_levers})
+        if by_levers and self._tried[-1].added_variance > 0.0:
+            self._solve(levers, {**least_variance, **with_levers})
+        if not by_precisions and not by_levers and self._blocks:
             self._try(replace(levers, recomputed=self._blocks))
         return False
 
@@ -136,8 +137,9 @@ class _Fitting:
         basis, profiles = self._basis, {self._name: self._under(levers)}
         try:
             plan = allocate(
-                basis.graph, profiles, basis.sensitivity, self._cluster, base=self._base, **options
-            )
+                basis.graph, profiles, basis.sensitivity, self._cluster, base=self._base,
+                time_limit_s=_LIMIT_S, **options,
+            )  # fmt: skip
         except DoesNotFitError:
             return False
         self._tried.append(self._way(plan, plan.levers_of(self._name)))

@@ -175,7 +175,7 @@ def fastest_state(state: State, given: Options) -> list[str]:
     """
     lowerable = _lowerable(state, given.lower_all)
     state.late = dict.fromkeys(lowerable, given.margin)
-    fastest_starts(state, lowerable)
+    fastest_starts(state, lowerable, given.time_limit_s)
     return lowerable
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from qsync.allocator.op_groups import sibling_groups
-from qsync.allocator.search_state import State
+from qsync.allocator.search_state import ClassState, State
 from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.memory_lower_bound import MemoryRows
-from qsync.allocator.solvers.milp_expressions import Sum, total
+from qsync.allocator.solvers.milp_expressions import FloatArray, Sum, total
 from qsync.errors import DoesNotFitError
 from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import Memory
@@ -27,17 +27,18 @@ _MAX_SWEEPS = 20
 _FASTER = 0.5
 # The best uniform start's time in the program, since HiGHS has an absolute tolerance of 1e-6; seconds.
 _SCALED, _TIME_LIMIT_S = 1e4, 5.0
-# With levers of blocks: the relative gap to the least time (to which training repeats its steps), a time
-# limit, and the most solutions beyond memory.
-_LEVER_GAP, _LEVER_LIMIT_S, _MAX_ROUNDS = 1e-2, 20.0, 30
+# With levers of blocks: the relative gap to the least time until a solution fits, and then (to which training
+# repeats its steps), a time limit, and the most solutions beyond memory.
+_FIRST_GAP, _LEVER_GAP, _LEVER_LIMIT_S, _MAX_ROUNDS = 0.3, 1e-2, 20.0, 30
 # Enumeration of up to this many assignments is faster than a search.
 _MAX_ENUMERATED = 1000
 
 
-def fastest_starts(state: State, names: Sequence[str]) -> None:
+def fastest_starts(state: State, names: Sequence[str], limit_s: float = _LEVER_LIMIT_S) -> None:
     """Move classes to their fastest starts, the slowest class first, if that may shorten the step.
 
     A class stays in its best uniform assignment if that fits in memory and a faster one shortens no step.
+    Levers of blocks that fit are improved for `limit_s` at most.
 
     >>> fastest_starts(state, ["infer"])
     """
@@ -50,10 +51,10 @@ def fastest_starts(state: State, names: Sequence[str]) -> None:
         least_s = step_time(list(faster.values()), state.problem.exchange)
         name = left.pop(0)
         if least_s < state.late_step_s() * (1 - _MEANINGFUL) or not state.classes[name].fits():
-            fastest_start(state, name)
+            fastest_start(state, name, limit_s)
 
 
-def fastest_start(state: State, device_class: str) -> None:
+def fastest_start(state: State, device_class: str, limit_s: float = _LEVER_LIMIT_S) -> None:
     """Move one class to the assignment of least compute time within its memory budget.
 
     Times of operators and casts add up, so an integer program finds the least. If the profile has kernel
@@ -63,7 +64,7 @@ def fastest_start(state: State, device_class: str) -> None:
     state.move(device_class, _fastest_uniform(state, device_class))
     if not _solve(state, device_class):
         _descend(state, device_class)
-    if state.classes[device_class].fits() or _fastest_with_levers(state, device_class):
+    if state.classes[device_class].fits() or _fastest_with_levers(state, device_class, limit_s):
         return
     if not _fastest_that_fits(state, device_class):
         _fit(state, device_class)
@@ -108,10 +109,11 @@ def _solve(state: State, device_class: str) -> bool:
     return True
 
 
-def _fastest_with_levers(state: State, device_class: str) -> bool:
+def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> bool:
     """Move a class to precisions and levers of least time that fit; return whether HiGHS found any.
 
-    If none fit, leave the class with as many recomputed blocks as it has, or saving less.
+    Solutions are rough until one fits, and then improved for `limit_s` at most. If none fit, leave the class
+    with as many recomputed blocks as it has, or saving less.
     """
     plain, end = state.plain(device_class), time.perf_counter() + _LEVER_LIMIT_S
     if not plain.part.blocks:
@@ -122,18 +124,35 @@ def _fastest_with_levers(state: State, device_class: str) -> bool:
     whole = model.program.binary()  # 1, so that the gap is relative to all seconds
     model.program.row(whole, 1.0, 1.0)
     seconds.add(whole, seconds.constant)
+    best: FloatArray | None = None
+    gap, least_s = _FIRST_GAP, math.inf
     for _ in range(_MAX_ROUNDS):
         left_s = end - time.perf_counter()
-        found = model.program.solve(seconds, also=memory.rows(), gap=_LEVER_GAP, time_limit_s=left_s)
+        found = model.program.solve(seconds, also=memory.rows(), gap=gap, time_limit_s=left_s)
         if found.x is None:
             break
-        state.treat(device_class, model.treatment(found.x))
-        state.move(device_class, model.assignment(found.x))
-        if state.classes[device_class].fits():
-            return True
-        memory.tighten(found.x, state.classes[device_class])
-    state.treat(device_class, tuple(block.options[-1] for block in plain.part.blocks))
-    return False
+        one = _move_to(state, device_class, model, found.x)
+        if not one.fits():
+            memory.tighten(found.x, one)
+            continue
+        if one.own_s < least_s:
+            best, least_s = found.x, one.own_s
+        if found.mip_gap <= _LEVER_GAP:
+            break
+        if gap != _LEVER_GAP:
+            gap, end = _LEVER_GAP, min(end, time.perf_counter() + limit_s)
+    if best is None:
+        state.treat(device_class, tuple(block.options[-1] for block in plain.part.blocks))
+        return False
+    _move_to(state, device_class, model, best)
+    return True
+
+
+def _move_to(state: State, device_class: str, model: ClassModel, point: FloatArray) -> ClassState:
+    """Give a class a solution's levers and precisions; return it."""
+    state.treat(device_class, model.treatment(point))
+    state.move(device_class, model.assignment(point))
+    return state.classes[device_class]
 
 
 def _descend(state: State, device_class: str) -> None:

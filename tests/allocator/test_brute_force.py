@@ -90,7 +90,7 @@ def test_only_classes_that_lengthen_the_step_are_brought_to_their_fastest(monkey
     bring = fastest_start
     monkeypatch.setattr(
         "qsync.allocator.solvers.fastest_start.fastest_start",
-        lambda state, name: brought.append(name) or bring(state, name),
+        lambda state, name, *limit: brought.append(name) or bring(state, name, *limit),
     )
     fastest_starts(found, ["faster", "first", "second"])
     assert found.step_s() == pytest.approx(expected.step_s())

@@ -453,8 +453,8 @@ def test_bad_options_say_what_to_do(refused, folder, option, value, said):
     [
         ("plan", "--out", "graph.json"), ("plan", "--out", "profile-infer.json"),
         ("plan", "--out", "profile-new.json"), ("plan", "--out", "here.toml"), ("plan", "--out", "link.json"),
-        ("plan", "--storage", "cluster.json"), ("replay", "--trace", "plan.json"),
-        ("replay", "--trace", "sensitivity.json"), ("replay", "--picture", "plan.json"),
+        ("replay", "--trace", "plan.json"), ("replay", "--trace", "sensitivity.json"),
+        ("replay", "--picture", "plan.json"),
         ("explain", "--picture", "plan.json"), ("explain", "--allocation", "graph.json"),
     ],
 )  # fmt: skip
@@ -464,8 +464,7 @@ def test_what_a_plan_is_made_from_is_not_overwritten(qsync, refused, folder, ver
     (folder / "link.json").symlink_to(folder / "graph.json")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     of = folder if verb == "plan" else folder / "plan.json"
-    more = ("--levers", "buckets") if option == "--storage" else ()
-    sentence = refused(verb, of, "--cluster", folder / "here.toml", option, folder / name, *more)
+    sentence = refused(verb, of, "--cluster", folder / "here.toml", option, folder / name)
     assert "would overwrite a file that the plan is made from; name another file" in sentence
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
