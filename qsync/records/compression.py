@@ -126,8 +126,11 @@ def kinds_for(is_alike: bool) -> tuple[str, ...]:
     return ("bf16", "int8", "int8+feedback", *((f"powersgd:{DEFAULT_RANK}",) if is_alike else ()))
 
 
+_BY_LOSS = ("fp32", "bf16", "int8", "powersgd")  # from the least
+
+
 def kind_of(kinds: Mapping[str, str], parameters: Iterable[str]) -> Compression:
-    """Return how a bucket of parameters travels: in FP32 where their kinds differ.
+    """Return how a bucket of parameters travels: where their kinds differ, in the one that loses least.
 
     `kinds` maps parameters to kinds; "*" stands for all others, which travel in FP32 without it.
 
@@ -135,7 +138,12 @@ def kind_of(kinds: Mapping[str, str], parameters: Iterable[str]) -> Compression:
     Compression(kind='int8', rank=0, has_feedback=False)
     """
     found = {kinds.get(name, kinds.get("*", "fp32")) for name in parameters}
-    return Compression.parse(found.pop()) if len(found) == 1 else Compression()
+    each = map(Compression.parse, found)
+    return min(
+        each,
+        key=lambda own: (_BY_LOSS.index(own.kind), not own.has_feedback, -own.rank),
+        default=Compression(),
+    )
 
 
 def part_elements(size: int, num_ranks: int) -> int:

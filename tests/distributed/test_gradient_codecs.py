@@ -172,7 +172,7 @@ def test_int8_codes_are_nearest_and_take_a_byte_and_a_64th():
     assert bool((off <= step * 0.5001).all()) and float(off.max()) > 0.0
 
 
-def test_kinds_are_read_and_a_bucket_of_several_travels_in_fp32():
+def test_kinds_are_read_and_a_bucket_of_several_travels_in_the_one_that_loses_least():
     assert [str(Compression.parse(text)) for text in ("powersgd", "int8+feedback")] == [
         "powersgd:4", "int8+feedback",
     ]  # fmt: skip
@@ -180,7 +180,9 @@ def test_kinds_are_read_and_a_bucket_of_several_travels_in_fp32():
         with pytest.raises(FormatError, match="does not exist; choose"):
             Compression.parse(text)
     kinds = {"*": "int8", "head": "bf16"}
-    assert kind_of(kinds, ["a", "b"]).kind == "int8" and kind_of(kinds, ["a", "head"]).kind == "fp32"
+    assert kind_of(kinds, ["a", "b"]).kind == "int8" and kind_of(kinds, ["a", "head"]).kind == "bf16"
+    mixed = {"a": "int8", "b": "int8+feedback", "c": "powersgd:2", "d": "powersgd:4"}
+    assert kind_of(mixed, "abcd") == kind_of(mixed, "b") and kind_of(mixed, "cd") == kind_of(mixed, "d")
     assert kind_of({"head": "bf16"}, ["head"]).kind == "bf16" and kind_of({}, ["a"]).kind == "fp32"
     transposed = torch.nn.Parameter(torch.zeros(3, 5).t())
     assert shape_in_memory(transposed) == (3, 5) and shape_in_memory(torch.zeros(4, 1)) == (4, 1)
