@@ -66,7 +66,7 @@ from qsync.operators.precision import Precision
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import base_of_graph, parse_base
-from qsync.records.compression import AUTO, check_compression
+from qsync.records.compression import asked_kinds, check_compression
 from qsync.records.graph import digest
 from qsync.records.json_files import check_kind
 from qsync.records.levers import SAVE_LESS, ClassLevers
@@ -391,10 +391,9 @@ class _PlannedRank:
 
     @property
     def kinds(self) -> Mapping[str, str] | None:
-        """How gradients travel, by parameter: as asked for, else as the plan says; None: as they are."""
-        if self.compression not in (None, AUTO):
-            return {"*": self.compression}
-        return (self.plan.compression or None) if self.plan is not None else None
+        """Return the kinds in which gradients travel, as asked for, else as planned; None: as they are."""
+        planned = self.plan.compression if self.plan is not None else None
+        return asked_kinds(self.compression) or planned or None
 
     @property
     def share(self) -> ClassLevers:

@@ -43,7 +43,7 @@ from qsync.predictor.profiling.made_optimizer import MakeOptimizer
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
 from qsync.records.cluster import Cluster
-from qsync.records.compression import AUTO, kinds_for
+from qsync.records.compression import AUTO, asked_kinds, kinds_for
 from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile, Sensitivity, shown_shapes
@@ -88,11 +88,6 @@ class ProfileOptions:
     briefly: bool = False
     bitwise: bool = False
     compression: str | None = None
-
-    @property
-    def kinds(self) -> dict[str, str] | None:
-        """How steps of the job send gradients, by parameter; None: as they are, as before a choice."""
-        return {"*": self.compression} if self.compression not in (None, AUTO) else None
 
     def until_s(self, step_s: float, more: float = 0.0) -> float:
         """Return when planning shall end, if a step takes so long, with so much `more` of the time.
@@ -139,7 +134,7 @@ def form_basis(
         is_alike = len({each.hardware for each in cluster.classes}) == 1
         kinds = kinds_for(is_alike) if options.compression == AUTO else (options.compression,)
         link = measure_codecs([kind for kind in kinds if kind != "fp32"], link, rank)
-        cluster = replace(cluster, codecs=link.codecs, compression=options.kinds or {})
+        cluster = replace(cluster, codecs=link.codecs, compression=asked_kinds(options.compression) or {})
     ddp = options.ddp_options or {}
     broadcasts = ddp.get("forward_sync_buffers", ddp.get("broadcast_buffers", True))
     cluster = replace(cluster, broadcasts_buffers=bool(broadcasts), link=link.link)
@@ -309,7 +304,7 @@ class DdpProfiler:
             self.group = ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
             ddp_options["init_sync"] = False  # it would write to the model, which is put back afterwards
             self.model = data_parallel.in_ddp(self._step.model, options.bucket_cap_mb, ddp_options)
-            compress_gradients(self.model, options.kinds, self.group)
+            compress_gradients(self.model, asked_kinds(options.compression), self.group)
         if self.in_ddp:
             self._loss = replace(self._step, model=self.model).loss()
 

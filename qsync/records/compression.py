@@ -126,6 +126,11 @@ def kinds_for(is_alike: bool) -> tuple[str, ...]:
     return ("bf16", "int8", "int8+feedback", *((f"powersgd:{DEFAULT_RANK}",) if is_alike else ()))
 
 
+def asked_kinds(compression: str | None) -> dict[str, str] | None:
+    """Return the kinds by parameter that a `compression` asks for; None for none, or for the plan's."""
+    return {"*": compression} if compression is not None and compression != AUTO else None
+
+
 _BY_LOSS = ("fp32", "bf16", "int8", "powersgd")  # from the least
 
 
