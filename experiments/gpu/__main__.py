@@ -75,7 +75,7 @@ def main(
             experiment.note(figures, bars=report.bars(found), measured=measured)
     said = [*(f"Doubt: {doubt}" for doubt in figures["doubts"]), *report.failures(found)]
     experiment.finish(
-        figures, bars=report.bars(found), tables=[report.table(found)], measured=measured,
+        figures, bars=report.bars(found), tables=report.tables(found), measured=measured,
         page=Page(_PAGE, note="\n".join([report.cards(found), *said])) if publish else None,
     )  # fmt: skip
     show(*said)

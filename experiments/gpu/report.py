@@ -19,12 +19,18 @@ def bars(pieces: Pieces) -> list[Bar]:
     tests = [result for _, result in _of(pieces, "tests")]
     failed = sum(len(result["failed"]) for result in tests)
     are_all = tests and all("result" in found for key, found in pieces.items() if key.startswith("tests "))
+    families = _families(pieces)
+    of_tests = bar("tests that fail on the GPU", failed if failed or are_all else None, 0)
+    return [of_tests, *(suite.bars(families) if families else ())]
+
+
+def _families(pieces: Pieces) -> dict[str, dict[str, Any]]:
+    """Return the measurements of every model of the suite, by part."""
     families: dict[str, dict[str, Any]] = {}
     for _, result in _of(pieces, "suite"):
         for name, parts in result["families"].items():
             families.setdefault(name, {}).update(parts)
-    of_tests = bar("tests that fail on the GPU", failed if failed or are_all else None, 0)
-    return [of_tests, *(suite.bars(families) if families else ())]
+    return families
 
 
 def failure(result: Mapping[str, Any]) -> str | None:
@@ -43,9 +49,14 @@ def cards(pieces: Pieces) -> str:
     return f"{', '.join(names)}." if names else ""
 
 
-def table(pieces: Pieces) -> Table:
-    """Return a table of each piece's result."""
-    return table_of("Pieces", ("", "result"), [[key, _state(found)] for key, found in pieces.items()], left=2)
+def tables(pieces: Pieces) -> list[Table]:
+    """Return a table of whole steps, if any were measured, and one of pieces by state."""
+    states: dict[str, list[str]] = {}
+    for key, found in pieces.items():
+        states.setdefault(_state(found), []).append(key)
+    rows = [[", ".join(keys), state] for state, keys in states.items()]
+    timed = {name: parts for name, parts in _families(pieces).items() if "speed" in parts}
+    return [*([suite.table(timed, {})] if timed else []), table_of("Pieces", ("", "result"), rows, left=2)]
 
 
 def failures(pieces: Pieces) -> list[str]:

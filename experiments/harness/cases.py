@@ -55,9 +55,10 @@ class Cases(list[Case]):
 
 
 def cases_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of every case's outcome."""
-    cells = [
-        (row["group"], row["name"], row["verdict"], shortened(row["sentence"], _SHOWN, quote=False))
-        for row in rows
-    ]
+    """Return a table of outcomes; cases of one group, verdict and sentence share a row."""
+    said = [(row["group"], row["verdict"], shortened(row["sentence"], _SHOWN, quote=False)) for row in rows]
+    merged: dict[tuple[str, str, str], list[str]] = {}
+    for row, key in zip(rows, said, strict=True):
+        merged.setdefault(key, []).append(row["name"])
+    cells = [(group, "; ".join(names), verdict, text) for (group, verdict, text), names in merged.items()]
     return table_of(title, ("", "case", "", "sentence"), cells, left=4)

@@ -46,14 +46,39 @@ def bar(name: str, measured: Any, limit: Any, *, at_least: bool = False, **more:
         holds = None
     else:
         holds = bool(measured >= limit if at_least else measured <= limit)
-    return {"name": name, "measured": measured, "limit": limit, "holds": holds, **more}
+    return {
+        "name": name, "measured": measured, "limit": limit, "at_least": at_least, "holds": holds, **more
+    }  # fmt: skip
 
 
 def bars_table(bars: Sequence[Bar]) -> Table:
-    """Return a table of bars; failed ones stand out."""
-    rows = [[one["name"], *map(_shown, (one["measured"], one["limit"])), yes(one["holds"])] for one in bars]
-    missed = [number for number, one in enumerate(bars) if one["holds"] is False]
+    """Return a table of bars, failed ones first.
+
+    Bars `SUBJECT: KIND` of one kind and limit share a row, which shows the worst of them.
+    """
+    kinds: dict[tuple[str, str], list[Bar]] = {}
+    for one in bars:
+        kinds.setdefault((one["name"].rpartition(": ")[2], str(one["limit"])), []).append(one)
+    rows = sorted(map(_row, kinds.values()), key=lambda row: not row[-1].startswith(yes(False)))
+    missed = [number for number, row in enumerate(rows) if row[-1].startswith(yes(False))]
     return table_of("Promises", ("", "found", "limit", "holds"), rows, bold=missed)
+
+
+def _row(kind: Sequence[Bar]) -> list[str]:
+    """Return the cells of the worst bar of a kind, and how many hold."""
+    worst, failed = max(kind, key=_badness), sum(one["holds"] is False for one in kind)
+    name, holds = worst["name"], yes(worst["holds"])
+    if len(kind) > 1:
+        subject, _, what = name.rpartition(": ")
+        name = f"{what}: worst of {len(kind)} ({subject})"
+        holds += f", {len(kind) - failed} of {len(kind)}" if failed else ""
+    return [name, _shown(worst["measured"]), _shown(worst["limit"]), holds]
+
+
+def _badness(one: Bar) -> tuple[bool, bool, float]:
+    """Order bars of one limit: failed, then unmeasured, then by distance from the limit."""
+    measured = one["measured"] or 0.0
+    return one["holds"] is False, one["holds"] is None, -measured if one["at_least"] else measured
 
 
 def _shown(value: Any) -> str:

@@ -3,8 +3,8 @@
     python -m qsync.experiments.unseen --out FOLDER
 
 Every family is measured in separate processes, and every part of it is a piece. `--only` also accepts the
-larger models of qsync.experiments.gpu. Held-out families are measured on request only, and reported
-separately. `--publish` writes the tables into `docs/results/unseen.md`; `--beside` writes them below, for a
+larger models of qsync.experiments.gpu. Held-out families are measured on request only, and marked
+in the report. `--publish` writes the tables into `docs/results/unseen.md`; `--beside` writes them below, for a
 second kind of processor.
 """
 
@@ -19,7 +19,6 @@ import typer
 
 from qsync.errors import QSyncError
 from qsync.experiments.harness import Experiment, Page, run_command, show
-from qsync.experiments.harness.experiment import bars_table
 from qsync.experiments.harness.options import Beside, Fresh, Out, Publish
 from qsync.experiments.harness.processes import in_fresh_process
 from qsync.experiments.unseen import family_runs, report
@@ -64,13 +63,8 @@ def main(
             )
         )
     experiment.check_measured()
-    figures: dict[str, Any] = {
-        "families": seen, "held_out": apart, "held_out_by_seed": HELD_OUT_SEED,
-        "held_out_bars": report.bars(apart) if apart else [],
-    }  # fmt: skip
-    bars = report.bars(seen) if seen else []
-    of_held_out = [report.table(apart, ": held out"), bars_table(figures["held_out_bars"])] if apart else []
-    tables = [report.table(seen), *of_held_out]
+    figures: dict[str, Any] = {"families": seen, "held_out": apart, "held_out_by_seed": HELD_OUT_SEED}
+    bars, tables = report.all_bars(seen, apart), [report.table(seen, apart)]
     page = _PAGE.beside() if beside else _PAGE
     experiment.finish(figures, bars=bars, tables=tables, page=page if publish else None)
 

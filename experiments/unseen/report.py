@@ -25,6 +25,13 @@ MEMORY_BAR = 0.05  # limit of |error| of a predicted peak
 Found = Mapping[str, Mapping[str, Any]]
 
 
+def all_bars(seen: Found, held_out: Found) -> list[Bar]:
+    """Return the bars of both kinds of families; those of held-out ones say so."""
+    apart = bars(held_out) if held_out else []
+    own = bars(seen) if seen else []
+    return [*own, *({**one, "name": f"{one['name']} (held out)"} for one in apart)]
+
+
 def bars(found: Found) -> list[Bar]:
     """Return every bar with its measurement; a failed mode has no measurement, and fails."""
     made = []
@@ -71,23 +78,23 @@ def _sizes(errors: Sequence[float]) -> dict[str, float]:
     return dict(zip(PREDICTION_BARS, found, strict=True))
 
 
-def table(found: Found, suffix: str = "") -> Table:
-    """Return a table of every family's speed, in eager FP32 and in each mode."""
-    title = "Whole steps, times as fast as FP32 eager and as autocast (quartiles); measured"
-    timed = {name: parts["speed"]["variants"] for name, parts in found.items() if "speed" in parts}
+def table(seen: Found, held_out: Found) -> Table:
+    """Return a table of every family's speed: eager FP32's step, and each mode beside autocast's."""
+    names = {name: name for name in seen} | {name: f"{name} (held out)" for name in held_out}
+    found = {**seen, **held_out}
+    timed = {
+        shown: found[name]["speed"]["variants"] for name, shown in names.items() if "speed" in found[name]
+    }
     modes = [mode for mode in ALL_MODES if any(mode in variants for variants in timed.values())]
-    headings = ("", EAGER, AUTOCAST, *modes, *(f"{mode} / autocast" for mode in modes))
+    title = "Whole steps: times as fast as torch.autocast, autocast as FP32 eager (quartiles); measured"
     rows = [[name, *_speed_cells(variants, modes)] for name, variants in timed.items()]
-    return table_of(title + suffix, headings, rows)
+    return table_of(title, ("", EAGER, AUTOCAST, *modes), rows)
 
 
 def _speed_cells(variants: Mapping[str, Any], modes: Sequence[str]) -> list[str]:
-    cells, over = [milliseconds(median(variants[EAGER]["seconds"]))], []
-    for of in (AUTOCAST, *modes):
-        cells.append(f"{times_as_fast(variants, of, EAGER)[1]:.2f}")
-        low, middle, high = times_as_fast(variants, of)
-        over.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
-    return cells + over[1:]
+    speeds = (times_as_fast(variants, AUTOCAST, EAGER), *(times_as_fast(variants, mode) for mode in modes))
+    ratios = [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in speeds]
+    return [milliseconds(median(variants[EAGER]["seconds"])), *ratios]
 
 
 def _peaks(found: Found) -> list[Mapping[str, int]]:

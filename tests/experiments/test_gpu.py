@@ -196,6 +196,7 @@ def test_the_report_judges_what_there_is():
         return {"result": {"families": {name: parts}}, "seconds": 5.0}
 
     variants = {
+        "eager": {"seconds": [3.0, 3.0]},
         "fp32": {"seconds": [3.0, 3.0]},
         "autocast": {"seconds": [1.0, 1.0]},
         "bf16": {"seconds": [0.8, 0.8]},
@@ -206,7 +207,7 @@ def test_the_report_judges_what_there_is():
         },
         "suite speed bert_base": suite("bert_base", speed={"variants": variants, "unavailable": {}}),
         "suite speed gpt2_small": suite("gpt2_small", speed={
-            "variants": {of: variants[of] for of in ("fp32", "autocast")},
+            "variants": {of: variants[of] for of in ("eager", "fp32", "autocast")},
             "unavailable": {"bf16": "OutOfMemoryError: 2"},
         }),
         "suite prediction bert_base": suite("bert_base", prediction={"errors": [-0.1, 0.05], "inside": []}),
@@ -221,8 +222,15 @@ def test_the_report_judges_what_there_is():
     assert bars["gpt2_small: bf16, x autocast"] == (0.0, False)
     assert bars["|predicted / measured - 1| of plans, worst"] == (pytest.approx(0.1), False)
     assert bars["|predicted / measured - 1| of memory peaks, worst"] == (pytest.approx(0.03), True)
-    assert list(report.table(found).columns[1].cells)[:1] == ["3 passed, 0 skipped, 1 failed, 4 s"]
-    assert "cut: cut after 240 s" in list(report.table(found).columns[1].cells)
+    steps, states = report.tables(found)
+    assert list(steps.columns[0].cells) == ["bert_base", "gpt2_small"]
+    assert "1.25 (1.25-1.25)" in list(steps.columns[-1].cells)
+    assert next(iter(states.columns[1].cells)) == "3 passed, 0 skipped, 1 failed, 4 s"
+    assert list(states.columns[0].cells)[1:] == [
+        "suite speed bert_base, suite speed gpt2_small, suite prediction bert_base, suite memory bert_base",
+        "demo gpt",
+    ]
+    assert list(states.columns[1].cells)[1:] == ["5 s", "cut: cut after 240 s"]
     assert report.failures(found) == [
         "Failed: a::b: assert 1 == 2",
         "Failed: gpt2_small bf16: OutOfMemoryError: 2",

@@ -17,7 +17,7 @@ import torch
 from qsync.errors import MismatchError, QSyncError
 from qsync.experiments.harness import experiment as experiment_module
 from qsync.experiments.harness import provenance
-from qsync.experiments.harness.experiment import Experiment, Page, bar, show
+from qsync.experiments.harness.experiment import Experiment, Page, bar, bars_table, show
 from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.harness.tables import markdown_table, table_of
@@ -114,10 +114,29 @@ def test_figures_say_where_they_are_from_and_what_was_promised(tmp_path):
     assert (content["experiment"], content["seed"], content["turns"], content["rows"]) == ("one", 7, 3, [1])
     assert content["commits_of_pieces"] == [content["commit"]]
     assert content["bars"] == [
-        {"name": "time", "measured": 1.0, "limit": 2.0, "holds": True},
-        {"name": "speed", "measured": 1.0, "limit": 2.0, "holds": False},
+        {"name": "time", "measured": 1.0, "limit": 2.0, "at_least": False, "holds": True},
+        {"name": "speed", "measured": 1.0, "limit": 2.0, "at_least": True, "holds": False},
     ]
     assert bar("equal", False, True)["holds"] is False and bar("missing", None, 1.0)["holds"] is None
+
+
+def test_promises_show_failures_first_and_the_worst_of_a_kind():
+    speeds = {"a": 1.2, "b": 0.9, "c": 0.8, "d": 1.1}
+    bars = [
+        bar("cases", 1, 0),
+        *(bar(f"{name}: error", value, 2.0) for name, value in speeds.items()),
+        bar("others: error", 3.0, 4.0),
+        *(bar(f"{name}: speed", value, 1.0, at_least=True) for name, value in speeds.items()),
+        *(bar(f"{name}: time", value, 1.0) for name, value in (("a", 0.5), ("b", None))),
+    ]
+    columns = bars_table(bars).columns
+    assert list(zip(*(column.cells for column in columns), strict=True)) == [
+        ("cases", "1", "0", "NO"),
+        ("speed: worst of 4 (c)", "0.8", "1", "NO, 2 of 4"),
+        ("error: worst of 4 (a)", "1.2", "2", "yes"),
+        ("others: error", "3", "4", "yes"),
+        ("time: worst of 2 (b)", "-", "1", "-"),
+    ]
 
 
 def test_without_git_pieces_are_kept(tmp_path, monkeypatch):

@@ -52,6 +52,17 @@ def test_a_mode_that_fails_misses_its_bar_and_is_named():
     assert report.failures(found["unet"]) == {"bf16": "cannot be traced"}
 
 
+def test_what_is_held_out_is_marked_and_judged_apart():
+    seen, apart = ({name: {"speed": speed(bf16=1.0, int8=1.2, int8_all=1.3)}} for name in ("vit", "opt"))
+    names = holds(report.all_bars(seen, apart))
+    assert {"vit: int8, x autocast", "opt: int8, x autocast (held out)"} <= names.keys()
+    assert len(names) == 2 * len(report.bars(seen)) and report.all_bars({}, {}) == []
+    families, eager, *_, int8_all = report.table(seen, apart).columns
+    assert list(families.cells) == ["vit", "opt (held out)"]
+    assert (eager.header, list(eager.cells)) == ("eager", ["10000 ms"] * 2)
+    assert (int8_all.header, list(int8_all.cells)) == ("int8_all", ["1.30 (1.30-1.30)"] * 2)
+
+
 def test_one_rank_and_two_are_judged_apart():
     found = {"vit": {"ranks": {"errors": [0.01, -0.06]}, "prediction": {"errors": [0.01]}}}
     assert holds(report.bars(found)) == {
