@@ -101,22 +101,16 @@ def difference_of(task: Mapping[str, Any], one: str, other: str) -> Difference:
 
 
 def table(tasks: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return a table of methods by task: step, loss, and difference from FP32."""
-    headings = ("", "", "step / FP32's (simulated)", "added variance", "loss", "above FP32's", "accuracy")
-    rows = [[name, NAMES[method], *_cells(of, method)] for name, of in tasks.items() for method in METHODS]
-    return table_of("Final held-out losses", headings, rows, left=2)
+    """Return a table of methods by task: FP32's loss, the excess of others, each step over FP32's."""
+    rows = [[NAMES[method], *(_cell(of, method) for of in tasks.values())] for method in METHODS]
+    title = "Final held-out loss: FP32's, and what others end above it (step over FP32's, simulated)"
+    return table_of(title, ("", *tasks), rows)
 
 
-def _cells(task: Mapping[str, Any], method: str) -> list[str]:
-    of, fp32 = task["methods"], statistics.fmean(losses(task, DDP))
-    decimals = max(4, 3 - math.floor(math.log10(fp32)))  # four digits of a small loss
-    accuracies = [run["final_accuracy"] for run in task["runs"][method].values()]
-    return [
-        f"{of[method]['step_s'] / of[DDP]['step_s']:.2f}", f"{of[method]['added_variance']:.1e}",
-        f"{statistics.fmean(losses(task, method)):.{decimals}f}",
-        _percent(difference_of(task, method, DDP), fp32) if method != DDP else "",
-        f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-",
-    ]  # fmt: skip
+def _cell(task: Mapping[str, Any], method: str) -> str:
+    steps, fp32 = task["methods"], statistics.fmean(losses(task, DDP))
+    found = f"{fp32:.4g}" if method == DDP else _percent(difference_of(task, method, DDP), fp32)
+    return f"{found} ({steps[method]['step_s'] / steps[DDP]['step_s']:.2f})"
 
 
 def _percent(found: Difference, fp32: float) -> str:

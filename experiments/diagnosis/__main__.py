@@ -84,10 +84,10 @@ def _clean(experiment: Experiment, work: Path, minutes: float, tiny: bool) -> li
 
 def _faults_table(planted: dict[str, Any]) -> Table:
     rows = [
-        [FAULTS[name].what, FAULTS[name].expected.replace("|", " or "), one["sentence"], yes(one["named"])]
+        [FAULTS[name].what, FAULTS[name].expected.replace("|", " or "), yes(one["named"])]
         for name, one in planted.items()
     ]
-    return table_of("Faults, and what qsync said", ("planted", "to be named", "said", "named"), rows, left=3)
+    return table_of("Faults", ("planted", "to be named", "named"), rows, left=2)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m qsync.experiments.unseen --out FOLDER
 
 Every family is measured in separate processes, and every part of it is a piece. `--only` also accepts the
-larger models of qsync.experiments.gpu. Held-out families are measured on request only, and marked
-in the report. `--publish` writes the tables into `docs/results/unseen.md`; `--beside` writes them below, for a
-second kind of processor.
+larger models of qsync.experiments.gpu. Held-out families are measured on request only, and marked in the
+report. `--publish` writes the table into `docs/results/unseen.md`; `--beside` writes it below, for a second
+kind of processor.
 """
 
 from __future__ import annotations

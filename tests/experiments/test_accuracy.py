@@ -153,8 +153,13 @@ def test_bars_are_judged_by_intervals_and_only_with_enough_seeds():
 
 
 def test_the_table_shows_every_method():
-    tasks = {"a": task_of(), "b": task_of()}
-    assert report.table(tasks).row_count == 2 * len(METHODS)
+    tasks = {"a": task_of(**{ALL_INT8: 1.2}), "b": task_of(**{ALL_INT8: 1.2})}
+    names, first, second = report.table(tasks).columns
+    assert list(names.cells) == [NAMES[method] for method in METHODS]
+    assert list(first.cells) == list(second.cells)
+    shown = dict(zip(names.cells, first.cells, strict=True))
+    assert shown[NAMES[DDP]] == "1.002 (1.00)"
+    assert shown[NAMES[ALL_INT8]].startswith("+") and shown[NAMES[ALL_INT8]].endswith(" (0.58)")
     assert "a: it; 20 steps, 5 seeds." in report.note([], tasks)
 
 
