@@ -44,6 +44,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
 }  # fmt: skip
 _PAGE = Page(Path("docs/results/kernels.md"), note="One thread.")
 SECTIONS = tuple(BARS)
+_SHOWN = ("bf16", "int8", "int8_all", "fp16", "tf32", "fp8", "autocast", "inductor bf16")
 _LAYERS: dict[str, tuple[Callable[[Bench, tuple[int, ...]], Layer], tuple[tuple[int, ...], ...]]] = {
     "linear": (kernel_cases.linear, kernel_cases.LINEAR_SHAPES),
     "conv": (kernel_cases.conv2d, kernel_cases.CONV_SHAPES),
@@ -181,15 +182,16 @@ def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
 
 
 def table(cases: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of every variant's speed against the baseline, a row per case."""
-    variants = dict.fromkeys(name for case in cases for name in case["variants"] if name != case["baseline"])
-    rows = []
-    for case in cases:
+    """Return a table of speeds against FP32 in training, a row per case."""
+    trained = [case for case in cases if case["section"].endswith("training")]
+    measured = {name for case in trained for name in case["variants"]}
+    variants, rows = [name for name in _SHOWN if name in measured], []
+    for case in trained:
         own, baseline = case["variants"], case["baseline"]
         speeds = (f"{own[name]['speedup']:.2f}" if name in own else "-" for name in variants)
         first = f"{baseline}, {milliseconds(own[baseline]['median_s'])}"
         rows.append([case["section"], case["shape"], first, *speeds])
-    return table_of("Times as fast (measured)", ("", "", "as", *variants), rows, left=3)
+    return table_of("Times as fast, forward and backward (measured)", ("", "", "as", *variants), rows, left=3)
 
 
 def remarks(content: Mapping[str, Any]) -> list[str]:
