@@ -139,7 +139,7 @@ class Choices:
         return number
 
     def _lock(self, held: ExitStack) -> None:
-        """Hold the lock on decisions while the context lasts; without a usable folder nobody waits."""
+        """Hold the lock on decisions until `held` ends; do nothing if the folder cannot be used."""
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(_locked(self._path.with_suffix(".lock")))

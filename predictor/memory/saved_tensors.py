@@ -80,7 +80,7 @@ def saved_by_op(op: Op, at: Layout, form: str = "plain", mode: str = "fp32", dev
 
 
 def _as_counted(op: Op, derivative: Derivative) -> Saved:
-    """Return the operands and the result that torch's counted derivative saves."""
+    """Return what torch's derivative saves: operands, result and kept values, as traced."""
     first_kept = len(op.inputs)
     operands = tuple(k for k in derivative.saved if k < first_kept)
     kept = tuple(v for k, v in enumerate(op.kept, first_kept) if k in derivative.saved)

@@ -139,7 +139,7 @@ class VectorizedPeak:
         return taken, saves  # the product's own neighbourhood shows epilogues
 
     def _aspects_now(self, lowered: Tabulated, lives: Lifetimes) -> Ints:
-        """Return the aspect numbers of the users of all groups, concatenated."""
+        """Return, for each user of a storage group, the number of its aspect (see `_aspect`)."""
         numbers = lowered.neighbourhood[self._users]
         missing = len(self.tables.runs) - self._aspects.shape[1]
         if missing > 0:

@@ -115,7 +115,7 @@ def lines(found: Fit) -> list[str]:
 
 
 def described(way: Way, found: Fit) -> str:
-    """Return a way in words: "2 passes of 16, 4 of 12 blocks recomputed"."""
+    """Describe a way to fit in words: "2 passes of 16, 4 of 12 blocks recomputed"."""
     passes, recomputed = way.levers.passes, len(way.levers.recomputed)
     parts = [f"{passes} passes of {found.samples // passes}"] if passes > 1 else []
     parts += [f"{recomputed} of {found.num_blocks} blocks recomputed"] if recomputed else []

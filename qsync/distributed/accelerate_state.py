@@ -42,8 +42,8 @@ def check_prepared(base: Precision, share: ClassLevers | None) -> None:
         return
     if _is_called_by_trainer():
         raise UnsupportedError(
-            "a Trainer weights losses itself, so a plan with unequal shares would weight them twice; plan "
-            "without levers"
+            "a Trainer weights losses itself, so a plan with unequal shares would weight them twice; give "
+            "levers=()"
         )
     passes = num_passes()
     if share.passes not in (1, passes):  # one pass per batch: Accelerate accumulates global batches

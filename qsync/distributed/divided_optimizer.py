@@ -317,7 +317,7 @@ def _check_parts(parts: object) -> None:
             "give {0: 3, 1: 1}, or leave it out"
         )
     if not sum(parts.values()) > 0:
-        raise FormatError("parts leaves the state to no rank; give one a weight above 0")
+        raise FormatError("parts gives no rank a weight above 0; raise one of them")
 
 
 def _agreed_parts(model: torch.nn.Module, parts: Mapping[int, float] | None) -> list[float]:
@@ -331,9 +331,10 @@ def _agreed_parts(model: torch.nn.Module, parts: Mapping[int, float] | None) -> 
 
 
 def _planned_part(model: torch.nn.Module) -> float | None:
-    """Return this rank's weight by its plan: its part there, or else the bytes that it has to spare.
+    """Return this rank's part of the state by its plan, else its spare memory in bytes.
 
-    They are memory beyond the predicted peak without optimizer state. None without a plan or predictions.
+    Spare memory is the budget beyond the predicted peak without optimizer state. Return None without a plan
+    or a prediction.
     """
     module = wrapped_module(model)
     wrapping = wrapping_of(module)

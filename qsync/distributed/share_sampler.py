@@ -241,7 +241,7 @@ class ShareSampler(RankSampler):
         if self._length() != self._order.num_samples:
             raise FormatError(
                 f"the dataset has {self._length()} samples, and had {self._order.num_samples} when its "
-                "ShareSampler was made; make a new one"
+                "ShareSampler was made; make a new sampler"
             )
         accelerate_state.check_not_dispatched()
         # A loader asks for iterators that it does not use: one begins with its first batch.

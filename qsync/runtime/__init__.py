@@ -1,14 +1,14 @@
 """Running a model under a plan: the FX pass and the program that executes it.
 
 `planned_forward`           a model's forward, replaced so that it runs through its program
-`program`                   what runs in a model's place: its traced graphs, rewritten as a plan says
+`program`                   a model's traced graphs, rewritten by a plan, run in its place
 `choosers`                  functions from a graph to the precision of each operator
-`wrapping`                  what `wrap` was asked for, remembered for copies of the model
-`saved_models`              what files of a wrapped model hold of qsync
-`sharded_blocks`            the part of a plan that a block runs which FSDP2 shards
+`wrapping`                  the arguments of `wrap`, kept for copies of the model
+`saved_models`              reading and writing files of a whole wrapped model
+`sharded_blocks`            the parts of a plan that blocks sharded by FSDP2 run
 `rewriting`                 the FX pass: one call per node of the lowered graph
-`memory_order`              where a rewritten graph lays elements out as they were traced
-`node_calls`                what its nodes call besides torch: casts, kernels, reports
+`memory_order`              keeping traced memory orders in a rewritten graph
+`node_calls`                functions that nodes call besides torch's: casts, kernels, reports
 `operator_timing`           which precision is fastest for each operator, where no profile says so
 `weight_cache`              weights are cast once per optimizer step on CPUs
 `activation_recomputation`  modules compute forward again in backward

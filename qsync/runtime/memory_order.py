@@ -115,7 +115,7 @@ def viewed_again(
     views: dict[torch.fx.Node, torch.fx.Node],
     new: dict[torch.fx.Node, torch.fx.Node],
 ) -> torch.fx.Node:
-    """Recompute a node's views on another `base`, reusing `views`; extend `views`."""
+    """Return a copy of a view of one node as a view of `base`; `views` caches copies by original node."""
     if node not in views:
         source = node.all_input_nodes[0]
         found = viewed_again(source, base, views, new)

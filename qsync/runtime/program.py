@@ -481,10 +481,10 @@ class Program:
         entry.run = self._rewrite(entry.segment, entry.lowered)
 
     def _lowerings(self, segment: Segment, graph: OpGraph) -> tuple[list[_Lowering], int]:
-        """Return the lowered graph as chosen and, unless `strict`, those that may be faster.
+        """Return candidate lowerings, and the index of the one whose operators are fastest when timed alone.
 
-        One has every operator in the precision that is fastest alone; its index is returned, too. Below 16
-        bits the other is in 16 bits, as under torch.autocast.
+        The first is as chosen. Unless `strict`, others may follow: every operator in its fastest precision,
+        and, below 16 bits, torch.autocast's precisions.
         """
         chosen, saving_less = dict(self._choose(graph)), self._saving_less(graph)
         carried_16bit = self.kernels.sixteen_bit if self._carries_16bit else None

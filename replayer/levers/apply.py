@@ -102,7 +102,9 @@ def profile_under(
 
 
 def recomputing(graph: OpGraph, profile: Profile, paths: Sequence[str], device: str) -> Profile:
-    """Return a class's profile with these blocks recomputed instead of its own, and its other levers.
+    """Return a class's profile with these blocks recomputed; its other levers stay.
+
+    `paths` replace the blocks that the profile recomputes.
 
     >>> recomputing(graph, profile, ["layers.0", "layers.5"], "cpu").setting.graph.recomputed
     """

@@ -387,7 +387,7 @@ def test_what_cannot_be_divided_is_one_sentence_on_every_rank(tmp_path):
         "unfrozen": "MismatchError: a parameter of shape [4] was unfrozen after AdamW was divided",
         "parts rank": "parts must map ranks from 0 to 1 to weights from 0 on, found {2: 1}; give",
         "parts negative": "parts must map ranks from 0 to 1 to weights",
-        "parts nobody": "parts leaves the state to no rank",
+        "parts nobody": "parts gives no rank a weight above 0",
         "parts list": "parts must map ranks from 0 to 1 to weights from 0 on, found [3, 1]",
         "other parts": "each rank's weight differs between ranks: rank 0 has [3.0, 1.0], rank 1 has",
         "parts on one": "each rank's weight differs between ranks: rank 0 has [1.0, 1.0], rank 1",

@@ -26,7 +26,7 @@ class Serial:
 
     @staticmethod
     def planes(size: Any) -> Any:
-        """Loop over the outer index of three."""
+        """Loop over the first of three dimensions."""
         return T.serial(size)
 
     @staticmethod
@@ -80,7 +80,7 @@ class Threads:
 
     @staticmethod
     def planes(size: Any) -> Any:
-        """Loop over the outer index of three."""
+        """Loop over the first of three dimensions."""
         return T.thread_binding(size, thread="blockIdx.y")
 
     @staticmethod
