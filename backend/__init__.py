@@ -8,11 +8,17 @@
 `casts/`             passes over a matrix between products
 `compressed_saves/`  operators that save less for backward
 `cutlass/`           products of NVIDIA GPUs
-`devices/`           a device class, AMX, clocks, short timings; `measure_peaks`  measured peak rates
+`devices/`           a device class, AMX, clocks, short timings
+`measure_peaks`      measured peak rates of a device
+`precisions_that_pay`  which precisions are worth profiling on a device
 `custom_operators`   lowered operators in torch.library, for torch.export and torch.compile
-`int8_products`      INT8 products, scaled or exact; `sixteen_bit_operands`  operands of 16-bit products
-`kernel_cache`, `cuda_build`, `build_ahead`  compiled kernels on disk, nvcc, and all at once
-`autograd`, `block_sizes`  differentiable calls, and block sizes of CPU kernels
+`int8_products`      INT8 products, scaled or exact
+`sixteen_bit_operands`  type and scale of the operands of 16-bit products
+`autograd`           differentiable calls with types
+`block_sizes`        block sizes of CPU kernels; no torch
+`kernel_cache`       compiled kernels on disk
+`cuda_build`         compile with nvcc
+`build_ahead`        compile every library of a device before a job does
 """
 
 from __future__ import annotations

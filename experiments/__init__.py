@@ -3,8 +3,9 @@
 `harness`      the run loop, ranks, paired timing, peers and tables
 `workloads`    models and data
 `results`      all of the below, run again; what papers promise, beside what is found
-`demo`         two unequal ranks train, against every alternative
+`mixed`        the main job: unequal ranks train in every way, in turns (`qsync demo`)
 `accuracy`     final accuracy of every way to train on two unequal ranks
+`pays`         verdicts from data sheets on common piles of cards
 `speedup`      samples per second of every way to use a weak card
 `kernels`      kernels against their bars and peers
 `sensitivity`  indicators against measured gradient errors
