@@ -97,23 +97,15 @@ def note(bars: Sequence[Bar]) -> str:
 
 
 def table(problems: Sequence[Problem]) -> Table:
-    """Return a table of every way's samples per second and added variance, by model and problem."""
-    found = {(one["model"], title(one)): one for one in problems}
-    models, columns = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    """Return a table of every way's samples per second and added variance, a row per problem."""
     used = [way for way in TITLES if any(way in one["ways"] for one in problems)]
-    rows = [
-        [model, TITLES[way], *(_cell(found.get((model, at)), way) for at in columns)]
-        for model in models
-        for way in used
-        if any(way in one["ways"] for key, one in found.items() if key[0] == model)
-    ]
-    own = [number for number, row in enumerate(rows) if row[1] == TITLES[QSYNC_SHARE]]
+    rows = [[one["model"], title(one), *(_cell(one, way) for way in used)] for one in problems]
     about = "Samples per second against the fast card alone (added variance)"
-    return table_of(about, ("", "", *columns), rows, left=2, bold=own)
+    return table_of(about, ("", "", *(TITLES[way] for way in used)), rows, left=2)
 
 
-def _cell(problem: Problem | None, way: str) -> str:
-    if problem is None or way not in problem["ways"]:
+def _cell(problem: Problem, way: str) -> str:
+    if way not in problem["ways"]:
         return "-"
     variance = problem["ways"][way]["added_variance"]
     more = f" ({variance:.0e})" if variance else ""
