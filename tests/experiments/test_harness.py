@@ -17,6 +17,7 @@ import torch
 from qsync.errors import MismatchError, QSyncError
 from qsync.experiments.harness import experiment as experiment_module
 from qsync.experiments.harness import provenance
+from qsync.experiments.harness.cases import cases_table
 from qsync.experiments.harness.experiment import Experiment, Page, bar, bars_table, show
 from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
@@ -121,21 +122,40 @@ def test_figures_say_where_they_are_from_and_what_was_promised(tmp_path):
 
 
 def test_promises_show_failures_first_and_the_worst_of_a_kind():
-    speeds = {"a": 1.2, "b": 0.9, "c": 0.8, "d": 1.1}
+    speeds = {"a": 1.2, "b": 1.05, "c": 0.8, "d": 1.1}
     bars = [
         bar("cases", 1, 0),
         *(bar(f"{name}: error", value, 2.0) for name, value in speeds.items()),
         bar("others: error", 3.0, 4.0),
         *(bar(f"{name}: speed", value, 1.0, at_least=True) for name, value in speeds.items()),
         *(bar(f"{name}: time", value, 1.0) for name, value in (("a", 0.5), ("b", None))),
+        bar("a: size", 0.5, 2.0),
+        bar("b: size", None, 2.0, holds=False),
     ]
     columns = bars_table(bars).columns
     assert list(zip(*(column.cells for column in columns), strict=True)) == [
         ("cases", "1", "0", "NO"),
-        ("speed: worst of 4 (c)", "0.8", "1", "NO, 2 of 4"),
+        ("speed: worst of 4 (c)", "0.8", "1", "NO, 3 of 4"),
+        ("size: worst of 2 (b)", "-", "2", "NO, 1 of 2"),
         ("error: worst of 4 (a)", "1.2", "2", "yes"),
         ("others: error", "3", "4", "yes"),
         ("time: worst of 2 (b)", "-", "1", "-"),
+    ]
+
+
+def test_cases_of_one_outcome_share_a_row():
+    rows = [
+        ("call", "a", "works", ""),
+        ("call", "b", "refused", "no"),
+        ("call", "c", "works", ""),
+        ("copy", "d", "works", ""),
+    ]
+    keys = ("group", "name", "verdict", "sentence")
+    found = cases_table("cases", [dict(zip(keys, row, strict=True)) for row in rows])
+    assert list(zip(*(column.cells for column in found.columns), strict=True)) == [
+        ("call", "a; c", "works", ""),
+        ("call", "b", "refused", "no"),
+        ("copy", "d", "works", ""),
     ]
 
 

@@ -57,9 +57,10 @@ def test_what_is_held_out_is_marked_and_judged_apart():
     names = holds(report.all_bars(seen, apart))
     assert {"vit: int8, x autocast", "opt: int8, x autocast (held out)"} <= names.keys()
     assert len(names) == 2 * len(report.bars(seen)) and report.all_bars({}, {}) == []
-    families, eager, *_, int8_all = report.table(seen, apart).columns
+    families, eager, autocast, *_, int8_all = report.table(seen, apart).columns
     assert list(families.cells) == ["vit", "opt (held out)"]
     assert (eager.header, list(eager.cells)) == ("eager", ["10000 ms"] * 2)
+    assert (autocast.header, list(autocast.cells)) == ("autocast", ["2.00 (2.00-2.00)"] * 2)
     assert (int8_all.header, list(int8_all.cells)) == ("int8_all", ["1.30 (1.30-1.30)"] * 2)
 
 
