@@ -51,12 +51,15 @@ def bar(name: str, measured: Any, limit: Any, *, at_least: bool = False, **more:
 
 def bars_table(bars: Sequence[Bar]) -> Table:
     """Return a table of bars; failed ones stand out."""
-    rows = [[one["name"], *map(_shown, (one["measured"], one["limit"])), yes(one["holds"])] for one in bars]
+    rows = [
+        [one["name"], *map(shown_value, (one["measured"], one["limit"])), yes(one["holds"])] for one in bars
+    ]
     missed = [number for number, one in enumerate(bars) if one["holds"] is False]
     return table_of("Promises", ("", "found", "limit", "holds"), rows, bold=missed)
 
 
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """Format a bar's measurement or limit."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -212,10 +215,16 @@ class Experiment:
         """Write figures.json, tables and bars; print the tables, and return the content.
 
         `measured` describes what was measured and what simulated. A `page` gets the same text. Raises
-        QSyncError, before writing, for a page without pieces or of a tiny run.
+        QSyncError, before writing, for a page without pieces, of a tiny run, or of several trees or machines.
         """
         if page is not None:
             self.check_measured()
+            for origins in (self._commits, self._machines):
+                if len(origins) > 1:
+                    raise QSyncError(
+                        f"pieces in {self.out} are of {' and '.join(sorted(origins))}, and a page is of one; "
+                        "measure all of them again with --fresh, or leave out --publish"
+                    )
             if self.settings.get("tiny"):
                 raise QSyncError("a run with --tiny must not be published; leave out --tiny or --publish")
         bars = list(bars)
