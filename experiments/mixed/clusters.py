@@ -22,14 +22,17 @@ from qsync.experiments.harness import as_markdown, run_command, show, table_of, 
 from qsync.experiments.harness.options import Publish
 from qsync.experiments.mixed.publish import PAGE, ROOT
 from qsync.experiments.mixed.report import shown
-from qsync.experiments.mixed.ways import ALL_16, ALONE, DDP, LB_BSP, WEAK_16
+from qsync.experiments.mixed.ways import ALL_16, ALONE, DDP, LB_BSP, QSYNC_ALL, WEAK_16
 from qsync.records.json_files import read_json, write_json
 from qsync.records.record_json import Count, FileRecord, Number, Positive
 
 FILE = "cluster-result.json"
 _KEPT = Path("docs/results/clusters.json")
 _PLAN = "plan"
-_WAYS = {ALONE: "alone", DDP: "DDP", LB_BSP: "by speed", WEAK_16: "weak 16 bits", ALL_16: "all 16 bits"}
+_WAYS = {
+    ALONE: "alone", DDP: "DDP", LB_BSP: "by speed", WEAK_16: "weak 16 bits", ALL_16: "all 16 bits",
+    QSYNC_ALL: "plan for all",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
