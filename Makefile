@@ -1,6 +1,6 @@
 # Two commands on a machine with Python >= 3.11, make and a C++ compiler: `make demo` and `make test`.
 # `make gpu` measures every claim about GPUs on this machine's, in GPU_ARGS="--minutes 9".
-# `make results` runs every experiment again and writes the pages of their figures: hours, made up of minutes.
+# `make results` measures again what README and the guide cite, and writes the pages: a night, or RESULTS_ARGS="--size quick".
 # `make docs` builds the documentation in build/docs, `make dist` the distributions in dist.
 # `make demo DEMO_ARGS="--workload resnet --seeds 3"` passes options to `qsync demo`,
 # `make test TEST_ARGS="tests/lowering -x"` to pytest. `make test-deep` runs the tests that take long, which `make test` leaves out.

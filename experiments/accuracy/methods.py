@@ -19,7 +19,16 @@ from qsync.experiments.allocation.methods import two_stages
 from qsync.experiments.harness.emulated_profiles import NETWORK, of_share
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.ranks import FAST, WEAK
-from qsync.experiments.mixed.ways import ALL_16, ALONE, QSYNC, TITLES, WEAK_INT8_ALL, samples_by_class, ways
+from qsync.experiments.mixed.ways import (
+    ALL_16,
+    ALONE,
+    QSYNC,
+    QSYNC_ALL,
+    TITLES,
+    WEAK_INT8_ALL,
+    samples_by_class,
+    ways,
+)
 from qsync.experiments.sensitivity.baselines import sensitivity_by
 from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
 from qsync.predictor.cost_model.fill_profile import fill, learned_from, simulate
@@ -32,7 +41,7 @@ from qsync.replayer import Recapture
 
 QSYNC_DEPTH = "qsync_depth"
 NAMES = {**TITLES, QSYNC_DEPTH: "QSync's own rule (depth, greedy)"}
-METHODS = tuple(name for name in NAMES if name not in (ALONE, ALL_16, WEAK_INT8_ALL))
+METHODS = tuple(name for name in NAMES if name not in (ALONE, ALL_16, WEAK_INT8_ALL, QSYNC_ALL))
 _PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 _CARD, _SHARE = "A100", 0.6
 _PROFILE_S, _BATCHES = 20.0, 4

@@ -11,10 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
+from qsync.errors import QSyncError
 from qsync.experiments.elastic import churn, drift, events, restarts, saving, steady, verdict
 from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
 from qsync.experiments.elastic.cluster import BATCH_SIZE, Cards
@@ -23,23 +25,30 @@ from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.harness.tables import grouped
 
 _PAGE = Page(Path("docs/results/elastic.md"), note="One thread a card.", marker="bars")
-_EVENTS, _FP64_EVENTS, _RESTARTS, _DRIFT_STEPS, _SEED = 100, 10, 6, 120, 0
-_STEPS, _ROUNDS = 150, 3  # steps and rounds without events, in turns with hybrid
+_FP64_EVENTS, _DRIFT_STEPS, _SEED = 10, 120, 0
+_STEPS = 150  # of a round without events, in turns with hybrid
+_WHOLE, _SHORT = (100, 3, 6), (25, 1, 2)  # events, rounds without events, restarts
 Job = dict[str, Any]
 
 
 def main(
     out: Out = Path("elastic"),
+    short: Annotated[bool, typer.Option("--short", help="A quarter of the events; not published.")] = False,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run four cards through random events; compare with hybrid, with restarts and with the simulation."""
+    if short and publish:
+        raise QSyncError("a run with --short must not be published; leave out --short or --publish")
+    num_events, rounds, num_restarts = _SHORT if short else _WHOLE
     experiment = Experiment(
-        "elastic", out, settings={"steps": _STEPS, "rounds": _ROUNDS}, fresh=fresh, seed=_SEED
+        "elastic", out, settings={"steps": _STEPS, "rounds": rounds}, fresh=fresh, seed=_SEED
     )
     work = out.absolute() / "work"
     with experiment.progress() as say:
-        job = experiment.piece("events", lambda: _run(work / "events", _EVENTS, _SEED, say), events=_EVENTS)
+        job = experiment.piece(
+            "events", lambda: _run(work / "events", num_events, _SEED, say), events=num_events
+        )
         exact = experiment.piece(
             "gradients",
             lambda: _run(
@@ -48,20 +57,20 @@ def main(
         )
         same = experiment.piece(
             "without events",
-            lambda: steady.compare(work / "steady", _STEPS, _ROUNDS, width=1024, timeout_s=10.0),
+            lambda: steady.compare(work / "steady", _STEPS, rounds, width=1024, timeout_s=10.0),
         )
         drifted = experiment.piece(
             "drift",
             lambda: drift.measure(work / "drift", _DRIFT_STEPS, width=1024, timeout_s=10.0, by_speed=True),
         )
-        again = experiment.piece("restarts", lambda: restarts.measure(work / "restarts", _RESTARTS, _SEED))
+        again = experiment.piece("restarts", lambda: restarts.measure(work / "restarts", num_restarts, _SEED))
         saving_settings = {"rounds": 12, "weak_share": 1.0, "folder": str(work)}
         stalls = experiment.piece("saving", lambda: run_on_ranks(
             saving.measure, saving_settings, command="elastic", timeout_s=600.0
         ))  # fmt: skip
     simulated = churn.simulate(job)
     bars = [
-        *_exactness(job, exact, same),
+        *_exactness(job, exact, same, num_events),
         *_times(job, same, again, simulated),
         *_drift(drifted),
         bar("a checkpoint every 20 steps, part of a step", stalls["stall"], 0.05),
@@ -114,10 +123,10 @@ def _recoveries(happened: Sequence[Any], *kinds: str) -> list[float]:
     return [event["recovered"] - event["at"] for event in happened if event["kind"] in kinds]
 
 
-def _exactness(job: Job, exact: Job, same: Mapping[str, Any]) -> list[Bar]:
+def _exactness(job: Job, exact: Job, same: Mapping[str, Any], num_events: int) -> list[Bar]:
     judged, both = job["judged"], (job, exact)
     return [
-        bar("events that the job did not get over", _EVENTS - len(job["events"]), 0),
+        bar("events that the job did not get over", num_events - len(job["events"]), 0),
         bar("steps with unequal replicas", sum(one["judged"]["replicas"] for one in both), 0),
         bar("steps with another batch", sum(one["judged"]["batch"] for one in both), 0),
         bar("samples lost or seen twice", sum(one["judged"]["samples"] for one in both), 0),

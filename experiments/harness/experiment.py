@@ -52,16 +52,21 @@ def bar(name: str, measured: Any, limit: Any, *, at_least: bool = False, **more:
 
 
 def bars_table(bars: Sequence[Bar]) -> Table:
-    """Return a table of bars, failed ones first.
+    """Return a table of bars: the rows of `bar_rows`, failed ones bold."""
+    rows = bar_rows(bars)
+    missed = [number for number, row in enumerate(rows) if row[-1].startswith(yes(False))]
+    return table_of("Promises", ("", "found", "limit", "holds"), rows, bold=missed)
+
+
+def bar_rows(bars: Sequence[Bar]) -> list[list[str]]:
+    """Return bars as rows of name, measurement, limit and truth, failed ones first.
 
     Bars `SUBJECT: KIND` of one kind and limit share a row, which shows the worst of them.
     """
     kinds: dict[tuple[str, str], list[Bar]] = {}
     for one in bars:
         kinds.setdefault((one["name"].rpartition(": ")[2], str(one["limit"])), []).append(one)
-    rows = sorted(map(_row, kinds.values()), key=lambda row: not row[-1].startswith(yes(False)))
-    missed = [number for number, row in enumerate(rows) if row[-1].startswith(yes(False))]
-    return table_of("Promises", ("", "found", "limit", "holds"), rows, bold=missed)
+    return sorted(map(_row, kinds.values()), key=lambda row: not row[-1].startswith(yes(False)))
 
 
 def _row(kind: Sequence[Bar]) -> list[str]:
@@ -237,10 +242,16 @@ class Experiment:
         """Write figures.json, tables and bars; print the tables, and return the content.
 
         `measured` describes what was measured and what simulated. A `page` gets the same text. Raises
-        QSyncError, before writing, for a page without pieces or of a tiny run.
+        QSyncError, before writing, for a page without pieces, of a tiny run, or of several trees or machines.
         """
         if page is not None:
             self.check_measured()
+            for origins in (self._commits, self._machines):
+                if len(origins) > 1:
+                    raise QSyncError(
+                        f"pieces in {self.out} are of {' and '.join(sorted(origins))}, and a page is of one; "
+                        "measure all of them again with --fresh, or leave out --publish"
+                    )
             if self.settings.get("tiny"):
                 raise QSyncError("a run with --tiny must not be published; leave out --tiny or --publish")
         bars = list(bars)

@@ -7,5 +7,6 @@
 `predicted_steps`  replay's prediction of each way
 `timed_steps`      the training steps of one way on one rank, timed
 `report`           figures.json, its bars, the table and the files
+`clusters`         one comparable line for each pile of cards
 `publish`          write the figures into README and docs
 """

@@ -25,7 +25,8 @@ ALONE, DDP, LB_BSP = "alone", "ddp", "lb_bsp"
 WEAK_16, WEAK_INT8, WEAK_INT8_ALL, ALL_16, ALL_INT8 = UNIFORM = (
     "weak_16", "weak_int8", "weak_int8_all", "all_16", "all_int8",
 )  # fmt: skip
-QSYNC, QSYNC_SHARE = "qsync", "qsync_share"
+QSYNC, QSYNC_SHARE, QSYNC_ALL = "qsync", "qsync_share", "qsync_all"
+LOWERS_ALL = (ALL_16, ALL_INT8, QSYNC_ALL)  # the strong cards, too
 # Titles for readers, in this order.
 TITLES: Mapping[str, str] = {
     ALONE: "without the weak cards",
@@ -38,6 +39,7 @@ TITLES: Mapping[str, str] = {
     ALL_INT8: "every card in INT8",
     QSYNC: "qsync, equal batches",
     QSYNC_SHARE: "qsync",
+    QSYNC_ALL: "qsync, every card lowered",
 }
 LEVERS = (SHARE, ACCUMULATE)  # the levers of a loader with a ShareSampler
 
@@ -59,7 +61,8 @@ def ways(
     batch while the others wait; by default it takes as much of the batch as its own profile reaches. 16 bits
     mean BF16, or FP16 if that is missing; a class without a precision uses the next higher one. LB-BSP uses
     the shares with the least predicted step, and lowers nothing. qsync is `qsync.hybrid`'s plan with a
-    ShareSampler; with equal batches, the plan without one.
+    ShareSampler; with equal batches, the plan without one; with every card lowered, the plan of
+    `lower_all=True`.
     """
     cluster, at = basis.cluster, (basis.graph, basis.profiles)
     given: dict[str, Any] = {"base": base, "bucket_cap_bytes": bucket_cap_bytes}
@@ -83,9 +86,11 @@ def ways(
             shares = BatchShares(basis, other, LEVERS, given, least_samples).best(lower=False).levers
             profiles = profiles_under_levers(*at, cluster, shares, other)
             found[LB_BSP] = uniform(basis.graph, profiles, cluster, {}, **kept)
-        found[QSYNC_SHARE] = qsync.plan(
-            *at, basis.sensitivity, cluster, levers=LEVERS, other=other, least_samples=least_samples, **given
-        )
+        for way, every_card in ((QSYNC_SHARE, False), (QSYNC_ALL, True)):
+            found[way] = qsync.plan(
+                *at, basis.sensitivity, cluster, levers=LEVERS, other=other, least_samples=least_samples,
+                lower_all=every_card, **given,
+            )  # fmt: skip
     return {way: found[way] for way in TITLES if way in found}
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from qsync import QSyncError
 from qsync.experiments.allocation.bases import MeasuredModel, measure
@@ -37,6 +38,10 @@ _ABOUT = "columns of shares are measured, and the weak rank emulated; pairs of G
 def main(
     out: Out = Path("speedup"),
     model: Models = None,
+    share: Annotated[
+        list[float] | None, typer.Option(help="Only this speed of the weak card; repeatable.")
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of every way.")] = _TURNS,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
@@ -45,13 +50,15 @@ def main(
     for name in names:
         if name not in DEMO_NAMES:
             raise QSyncError(f"unknown model {name!r}; choose from {', '.join(DEMO_NAMES)}")
+    if publish and (share or turns < _TURNS):
+        raise QSyncError(f"only all shares with {_TURNS} turns are published; leave out --share and --turns")
     torch.set_num_threads(1)
-    experiment, problems = Experiment("speedup", out, settings={"turns": _TURNS}, fresh=fresh), []
+    experiment, problems = Experiment("speedup", out, settings={"turns": turns}, fresh=fresh), []
     with experiment.progress():
         for name in names:
-            for share in SHARES:
-                make = partial(_measured, out / "runs" / f"{name}-{share}", name, share)
-                problems.append(experiment.piece(f"{name} at {share}", make))
+            for weak in share or SHARES:
+                make = partial(_measured, out / "runs" / f"{name}-{weak}", name, weak, turns)
+                problems.append(experiment.piece(f"{name} at {weak}", make))
         folder = out / SIMULATED
         experiment.piece(f"profile {SIMULATED}", partial(measure, SIMULATED, folder, seconds=_PROFILE_S))
         for pair in PAIRS:
@@ -65,9 +72,9 @@ def main(
     report.draw(problems, _PICTURE if publish else out / "figures.png")
 
 
-def _measured(folder: Path, name: str, share: float) -> dict[str, Any]:
+def _measured(folder: Path, name: str, share: float, turns: int) -> dict[str, Any]:
     """Train in every way on two real ranks, the weak one with a share of its core."""
-    steps = _TURNS * STEPS_A_TURN
+    steps = turns * STEPS_A_TURN
     found = run_demo(
         workload=name, weak_share=share, steps=steps, rounds=_ROUNDS, turns_a_round=_APART, out=folder
     )

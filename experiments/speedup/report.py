@@ -17,6 +17,7 @@ from qsync.experiments.mixed.ways import (
     ALONE,
     DDP,
     LB_BSP,
+    QSYNC_ALL,
     QSYNC_SHARE,
     TITLES,
     WEAK_16,
@@ -28,7 +29,8 @@ from qsync.experiments.mixed.ways import (
 Problem = Mapping[str, Any]
 STEP_ERROR = "|predicted / measured - 1| of steps, median"
 _SHARE_ERROR = "|predicted / measured - 1| of steps with shares, {}"
-_DRAWN = (DDP, LB_BSP, WEAK_16, WEAK_INT8, ALL_16, QSYNC_SHARE)
+_DRAWN = (DDP, LB_BSP, WEAK_16, WEAK_INT8, ALL_16, QSYNC_SHARE, QSYNC_ALL)
+_OWN = (QSYNC_SHARE, QSYNC_ALL)
 
 
 def simulated_row(plan: Plan, cluster: Cluster, samples: int) -> dict[str, Any]:
@@ -120,15 +122,15 @@ def draw(problems: Sequence[Problem], path: Path) -> None:
 
     measured, pairs = ([one for one in problems if key in one] for key in ("share", "pair"))
     models = list(dict.fromkeys(one["model"] for one in measured))
-    blue, orange, green, purple, *_ = SERIES_COLOURS
-    colours = dict(zip(_DRAWN, (FAINT, INK, orange, green, purple, blue), strict=True))
+    blue, orange, green, purple, _, sky, *_ = SERIES_COLOURS
+    colours = dict(zip(_DRAWN, (FAINT, INK, orange, green, purple, blue, sky), strict=True))
     figure = Figure(figsize=(3.4 * (len(models) + 1), 3.9), layout="constrained")
     figure.suptitle("Samples per second with a weak card, against the fast card alone", x=0.01, ha="left")
     panels = figure.subplots(1, len(models) + 1, sharey=True, squeeze=False)[0]
     for axes, model in zip(panels, models, strict=False):
         for way, colour in colours.items():
             own = [one for one in measured if one["model"] == model and way in one["ways"]]
-            line = {"linewidth": 2.4 if way == QSYNC_SHARE else 1.3, "marker": "o", "markersize": 4}
+            line = {"linewidth": 2.4 if way in _OWN else 1.3, "marker": "o", "markersize": 4}
             at, rates = [one["share"] for one in own], [relative(one, way) for one in own]
             axes.plot(at, rates, color=colour, label=TITLES[way], **line)
         axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
@@ -136,8 +138,8 @@ def draw(problems: Sequence[Problem], path: Path) -> None:
         axes.set_xlabel("speed of the weak card (emulated)", fontsize=9)
     for number, (way, colour) in enumerate(colours.items()):
         found = [(place, one) for place, one in enumerate(pairs) if way in one["ways"]]
-        at = [place + 0.13 * (number - len(colours) / 2) for place, _ in found]
-        panels[-1].bar(at, [relative(one, way) for _, one in found], width=0.12, color=colour)
+        at = [place + 0.12 * (number - len(colours) / 2) for place, _ in found]
+        panels[-1].bar(at, [relative(one, way) for _, one in found], width=0.11, color=colour)
     panels[-1].set_xticks(range(len(pairs)), [one["pair"] for one in pairs])
     panels[-1].set_title("pairs of GPUs: simulated from data sheets", fontsize=8, loc="left")
     panels[0].set_ylabel("x the fast card alone", fontsize=9)

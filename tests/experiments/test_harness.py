@@ -186,8 +186,11 @@ def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
     assert "| a | 1 |" in text and "On one thread." in text and "commit 0123abc." in text
     experiment.keep("b", 1)
-    finish(page=Page(page))
-    assert "commits 0123abc, " in page.read_text()
+    with pytest.raises(QSyncError, match=r"are of 0123abc and .*, and a page is of one"):
+        finish(page=Page(page))
+    assert page.read_text() == text
+    finish()
+    assert "commits 0123abc, " in (tmp_path / "out" / "figures.md").read_text()
     with pytest.raises(QSyncError, match="lacks <!-- other:begin -->"):
         finish(page=Page(page, marker="other"))
     with pytest.raises(QSyncError, match="page .* does not exist"):

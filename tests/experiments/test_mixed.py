@@ -35,6 +35,7 @@ from qsync.experiments.mixed.ways import (
     DDP,
     LB_BSP,
     QSYNC,
+    QSYNC_ALL,
     QSYNC_SHARE,
     TITLES,
     WEAK_16,
@@ -311,6 +312,9 @@ def test_the_plan_with_shares_is_no_slower_than_any_way_of_no_more_variance(plan
     best = plans[QSYNC_SHARE]
     for way in (LB_BSP, WEAK_16, WEAK_INT8, QSYNC):
         assert best.step_s <= 1.001 * plans[way].step_s
+    assert not best[FAST].lowered and plans[QSYNC_ALL][FAST].lowered
+    for way in (ALL_16, ALL_INT8, QSYNC_SHARE):
+        assert plans[QSYNC_ALL].step_s <= 1.001 * plans[way].step_s
 
 
 def test_the_strongest_class_may_stand_anywhere_and_be_named():
@@ -357,9 +361,10 @@ def test_what_no_rank_was_profiled_in_is_not_compared():
         for name, of in ((FAST, 1.0), (WEAK, 2.0))
     }
     found = ways(replace(basis, profiles=profiles), OTHER)
-    assert list(found) == [ALONE, DDP, LB_BSP, QSYNC, QSYNC_SHARE]
+    assert list(found) == [ALONE, DDP, LB_BSP, QSYNC, QSYNC_SHARE, QSYNC_ALL]
     assert {way: first_alike(way, found) for way in found} == {
-        ALONE: ALONE, DDP: DDP, QSYNC: DDP, LB_BSP: LB_BSP, QSYNC_SHARE: LB_BSP
+        ALONE: ALONE, DDP: DDP, QSYNC: DDP, LB_BSP: LB_BSP, QSYNC_SHARE: LB_BSP,
+        QSYNC_ALL: LB_BSP,
     }  # fmt: skip
     assert list(ways(replace(basis, profiles=profiles))) == [ALONE, DDP, QSYNC]  # no second capture
 
@@ -443,6 +448,10 @@ def test_bars_hold_where_nothing_is_faster_nor_as_fast_with_less_variance():
     assert broken(weak_16=measured(1.195, 3e-3)) == []
     # One quarter of the turns that are as fast is enough: what repeats to a hundredth is no faster.
     assert broken(ddp=measured(1.199)) == []
+    # What lowers the strong cards is compared with the plan that may.
+    assert broken(all_16=measured(1.0, 3e-3)) == [SLOWER]
+    assert broken(all_16=measured(1.0, 3e-3), qsync_all=measured(0.9, 4e-3)) == []
+    assert broken(all_16=measured(0.8, 3e-3), qsync_all=measured(0.9, 4e-3)) == [SLOWER]
     slow = measured(2.2, 2e-3)
     assert UNSAID in broken(qsync_share=slow, ddp=measured(3.0))
     assert UNSAID not in broken(WEAK, qsync_share=slow, ddp=measured(3.0))

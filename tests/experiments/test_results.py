@@ -12,15 +12,18 @@ import pytest
 import typer
 
 from qsync.errors import QSyncError
-from qsync.experiments.harness import Page
+from qsync.experiments.harness import Page, bar
 from qsync.experiments.harness.tables import as_markdown
 from qsync.experiments.results import __main__ as results
-from qsync.experiments.results.commands import RERUNS, Rerun
+from qsync.experiments.results import commands
+from qsync.experiments.results.all_bars import all_bars_table, bars_of
+from qsync.experiments.results.commands import RERUNS, Rerun, Run, Size, runs_of
 from qsync.experiments.results.papers import CLAIMS, papers_table, rows_of
 from qsync.experiments.speedup.report import STEP_ERROR
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
-COMMANDS = [(name, command) for name, rerun in RERUNS.items() for command in rerun.commands]
+RUNS = [(name, run) for size in Size for name, run in runs_of(size).items()]
+COMMANDS = sorted({(name, command) for name, run in RUNS for command in run.commands})
 
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS)
@@ -38,6 +41,17 @@ def test_every_command_takes_its_options(name, command, tmp_path):
     if module == "qsync":
         parsed, given = parsed.commands[given[0]], given[1:]
     parsed.make_context(name, given)  # raises for an option that is not there
+
+
+def test_sizes_keep_their_time_and_a_quick_run_publishes_nothing():
+    assert [list(runs_of(size)) for size in Size][2] == sorted(
+        RERUNS, key=lambda name: RERUNS[name].whole.minutes
+    )
+    for size, minutes in ((Size.QUICK, 45), (Size.NIGHT, 9 * 60)):
+        assert 0 < sum(run.minutes for run in runs_of(size).values()) <= minutes
+    assert set(runs_of(Size.NIGHT)) < set(runs_of(Size.DEEP))
+    quick = [command for run in runs_of(Size.QUICK).values() for command in run.commands]
+    assert not any("--publish" in command or "mixed.publish" in command[0] for command in quick)
 
 
 def test_every_page_of_figures_is_written_by_an_experiment():
@@ -66,7 +80,7 @@ import pathlib, sys
 folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
 with (folder / "runs").open("a") as log: log.write("x")
 if (folder.parent / "fails").exists(): sys.exit(3)
-(folder / "figures.json").write_text('{"commit": "abc", "bars": [{"holds": true}, {"holds": false}]}')
+(folder / "figures.json").write_text('{"commit": "abc", "bars": []}')
 """
 
 
@@ -75,8 +89,11 @@ def reruns(tmp_path, monkeypatch):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "one_run.py").write_text(CODE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
-    rerun = Rerun(1, "index.md", (("one_run", "OUT"),))
-    monkeypatch.setattr(results, "RERUNS", {"one run": rerun, "other": rerun})
+    run = Run(1, (("one_run", "OUT"),))
+    rerun = Rerun("index.md", run, nightly=True)
+    reruns = {"one run": rerun, "other": Rerun("index.md", run, quick=run, nightly=True)}
+    monkeypatch.setattr(results, "RERUNS", reruns)
+    monkeypatch.setattr(commands, "RERUNS", reruns)
     return tmp_path / "out"
 
 
@@ -87,6 +104,7 @@ def states(out: Path) -> dict[str, str]:
 
 def test_what_is_finished_is_not_run_again_and_what_failed_is(reruns):
     results.main(reruns, only=["one run"])
+    results.main(reruns, listed=True)
     assert states(reruns) == {"one run": "finished", "other": "not finished"}
     (reruns / "fails").touch()
     with pytest.raises(QSyncError, match="other did not finish"):
@@ -102,22 +120,30 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(reruns):
     assert (reruns / "other" / "runs").read_text() == "x"
 
 
+def test_a_quick_run_is_no_part_of_the_whole(reruns):
+    results.main(reruns, size=Size.QUICK)
+    assert states(reruns) == {"other": "finished"} and (reruns / "quick" / "other" / "runs").is_file()
+    results.main(reruns)
+    assert states(reruns) == {"one run": "finished", "other": "finished"}
+    assert (reruns / "other" / "runs").read_text() == "x"
+
+
 SPEEDUP = """
 import json, pathlib, sys
 folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
-bar = {"name": NAME, "measured": 0.031, "limit": 0.05, "holds": True}
+bar = {"name": NAME, "measured": 0.031, "limit": 0.05, "holds": True, "at_least": False}
 figures = {"commit": "abc", "machine": {"processor": "a chip"}, "bars": [bar]}
 (folder / "figures.json").write_text(json.dumps(figures))
 """
 
 
 def test_a_row_stays_published_until_its_experiment_is_measured_again(reruns, tmp_path, monkeypatch):
-    page, kept = tmp_path / "index.md", tmp_path / "papers.json"
+    page, kept = tmp_path / "index.md", tmp_path / "index.json"
     page.write_text("Results\n\n<!-- results:begin -->\n<!-- results:end -->\n")
     monkeypatch.setattr(results, "_PAGE", page)
     monkeypatch.setattr(results, "_KEPT", kept)
     (tmp_path / "code" / "speedup_run.py").write_text(SPEEDUP.replace("NAME", repr(STEP_ERROR)))
-    rerun = Rerun(1, "index.md", (("speedup_run", "OUT"),))
+    rerun = Rerun("index.md", Run(1, (("speedup_run", "OUT"),)))
     monkeypatch.setattr(results, "RERUNS", results.RERUNS | {"speedup": rerun})
     results.main(reruns, only=["speedup"], publish=True)
     written = page.read_text()
@@ -129,7 +155,22 @@ def test_a_row_stays_published_until_its_experiment_is_measured_again(reruns, tm
     )
     results.main(reruns, only=["speedup"], publish=True, fresh=True)
     assert "| median 1.2% | speedup | a chip, def |" in page.read_text()
-    assert json.loads(kept.read_text()).keys() == {"QSync (IPDPS 2024): the same, of every way to train"}
+    assert json.loads(kept.read_text())["papers"].keys() == {
+        "QSync (IPDPS 2024): the same, of every way to train"
+    }
+    assert "| speedup | promises that hold | 1 | 1 |  | a chip, def |" in page.read_text()
+
+
+def test_failing_promises_come_first_and_each_experiment_says_how_many_hold():
+    bars = [bar("slow", 2.5, 2), bar("fast", 1, 2), bar("not measured", None, 2)]
+    of = {"machine": {"processor": "a chip"}, "commit": "abc", "commits_of_pieces": ["abc", "def"]}
+    kept = bars_of({"z": {"bars": bars} | of, "a": {"bars": bars[1:]} | of, "none": {}})
+    found = list(zip(*(column.cells for column in all_bars_table(kept).columns), strict=True))
+    assert found == [
+        ("z", "slow", "2.5", "2", "NO", "a chip, abc, def"),
+        ("a", "promises that hold", "1", "1", "", "a chip, abc, def"),
+        ("z", "promises that hold", "1", "2", "", "a chip, abc, def"),
+    ]
 
 
 def test_an_experiment_that_is_not_there_is_one_sentence(tmp_path):
