@@ -153,7 +153,7 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, model)
 
 
-@case(_GROUP, "`accelerator.prepare` of a ShareSampler's loader under a plan with shares", tested=True)
+@case(_GROUP, "`accelerator.prepare` of a ShareSampler's loader under a plan with shares")
 def _(arm: Arm) -> Outcome:
     accelerator, data, norms = Accelerator(cpu=True), rows(), []
     sampler = qsync.ShareSampler(data, batch_size=16)

@@ -113,7 +113,7 @@ cases(_GROUP, _outcome, {
     "`QSyncMixin` before `Seq2SeqTrainer`": {
         "kind": transformers.Seq2SeqTrainer, "arguments_kind": transformers.Seq2SeqTrainingArguments,
     },
-    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2, "tested": True},
+    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2},
     '`levers=["accumulate"]`': {
         "options": {"levers": ["accumulate"]}, "refused": "cannot split a rank's batch into passes",
     },

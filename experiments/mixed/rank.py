@@ -149,15 +149,17 @@ class Measuring:
                 f"all ranks are of one class, {self.classes[0]}, and equal ranks need no plan; start it on "
                 "unequal devices, or emulate a weak rank: qsync demo"
             )
-        self._graph = job.form_graph(job.TrainingStep(model, batch, self._loss_fn))
+        with place.at_full_speed():
+            self._graph = job.form_graph(job.TrainingStep(model, batch, self._loss_fn))
         self.least = LEAST_WITH_BATCH_NORM if batch_norms(model) else 1
         profiled = PROFILED if base is Precision.FP32 else PROFILED_BELOW_16BIT
         if Precision.INT8_ALL in offered_precisions(place.device):
             profiled = tuple(dict.fromkeys((*profiled, Precision.INT8_ALL)))
         able = set(self.rank.device_class.precisions) - emulated_precisions(place.device) | {base}
         self._precisions = [p for p in profiled if p in able]
-        found = agree("sensitivity", lambda: qsync.sensitivity(
-            model, [batch], self._loss_fn, precisions=profiled).to_json())  # fmt: skip
+        with place.at_full_speed():
+            found = agree("sensitivity", lambda: qsync.sensitivity(
+                model, [batch], self._loss_fn, precisions=profiled).to_json())  # fmt: skip
         self._sensitivity = ddp_profiling.mean_sensitivity(found)
         self._links: list[tuple[Cluster, LinkMeasurement]] = []
         self._profilers = [self._stepping(batch)]
@@ -299,10 +301,11 @@ def _train(
     of_rank = (workload, device, seed, measuring.classes, measuring.group)
     runners = {name: attached_runner(name, plan, *of_rank) for name, plan in plans.items()}
     num_turns = -(-steps // STEPS_A_TURN)
-    for runner in runners.values():  # compile, fill caches; not measured, and undone
-        dist.barrier()
-        if runner is not None:
-            runner.warm_up()
+    with measuring.place.at_full_speed():
+        for runner in runners.values():  # compile, fill caches; not measured, and undone
+            dist.barrier()
+            if runner is not None:
+                runner.warm_up()
     for turn in range(num_turns):
         for number, (name, runner) in enumerate(runners.items()):
             done = f"seed {seed}: {turn * STEPS_A_TURN} of {steps} steps of every way"

@@ -10,6 +10,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ class Text:
     source: str
 
 
+@cache
 def load_text(data: str | Path | None = None, *, context: int = 256) -> Text:
     """Load train and held-out text from the standard library's source, or `data` (a file or folder).
 

@@ -651,12 +651,6 @@ def test_planning_imports_no_torch(folder):
         assert done.returncode == 0, done.stderr
 
 
-def test_python_runs_the_package_as_the_command():
-    command = [sys.executable, "-m", "qsync", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "qsync 0.1.0\n")
-
-
 def test_operators_can_be_told_to_run_alike_and_variance_can_be_limited(qsync, refused, folder):
     assert "leave out" in refused("plan", folder, "--max-variance", "1", "--slack", "0.1")
     assert "negative" in refused("plan", folder, "--max-variance", "-1")

@@ -25,7 +25,7 @@ from qsync.backend.precisions_that_pay import emulation_note
 from pathlib import Path
 from qsync.runtime import planned_forward
 
-ddp_profiling.PROFILE_S, profiled = 6.0, []
+ddp_profiling.PROFILE_S, profiled = 3.0, []
 form_basis = ddp_profiling.form_basis
 ddp_profiling.form_basis = lambda *args, **options: profiled.append(1) or form_basis(*args, **options)
 

@@ -91,11 +91,6 @@ def test_a_run_is_a_function_of_its_seed(workload):
     assert 0.0 < runs[0]["final_accuracy"] < 1.0
 
 
-def test_targets_that_are_numbers_have_no_accuracy():
-    net = task_named("friedman").workload()
-    assert training._accuracy(net.make_model(0), net) is None
-
-
 def test_differences_are_paired_with_student_s_interval():
     one, other = [1.0, 1.3, 0.9, 1.4, 1.2], [0.9, 1.1, 0.95, 1.2, 1.0]
     found = report.difference(one, other)

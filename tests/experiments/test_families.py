@@ -16,7 +16,7 @@ from qsync.runtime.planned_forward import program_of
 # Hugging Face's losses and routers break the graph once or twice, and Wav2Vec2's droppable layers each.
 MOST_GRAPHS, OF_FAMILY = 3, {"wav2vec2": 7}
 # Kinds that runtime/test_rewriting.py and runtime/test_recurrences.py have not; the others are deep.
-QUICK = ("llama", "qwen2_moe", "t5", "clip", "unet", "mamba2")
+QUICK = ("qwen2_moe", "t5", "clip", "unet", "mamba2")
 
 
 def step(model: torch.nn.Module, batch: dict[str, object]) -> float:

@@ -20,7 +20,6 @@ from qsync.experiments.harness import provenance
 from qsync.experiments.harness.cases import cases_table
 from qsync.experiments.harness.experiment import Experiment, Page, bar, bars_table, show
 from qsync.experiments.harness.measured_memory import saved_bytes
-from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.harness.tables import markdown_table, table_of
 from qsync.records.json_files import read_json, write_json
 
@@ -233,19 +232,6 @@ def test_a_commit_that_is_made_meanwhile_is_not_what_is_measured(tmp_path, monke
         assert {key: content[key] for key in before} == before
 
 
-def test_a_file_is_no_folder_of_results(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(QSyncError, match="is a file; name a folder"):
-        Experiment("one", tmp_path / "file")
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(QSyncError, match="--out /proc/results is not writable"):
-        Experiment("one", Path("/proc/results"))  # where root makes no file either
-    Experiment("one", tmp_path / "new")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_table_is_the_same_in_the_terminal_and_in_markdown():
     rows = [["a", "1"], ["b", "2"]]
     assert markdown_table(("name", "value"), rows) == [
@@ -257,10 +243,6 @@ def test_a_table_is_the_same_in_the_terminal_and_in_markdown():
 def test_a_line_is_printed_as_it_is(capsys):
     show("install it: pip install 'qsync-train[test]'")
     assert "'qsync-train[test]'" in capsys.readouterr().out
-
-
-def test_a_function_runs_in_an_interpreter_of_its_own():
-    assert in_fresh_process(peak_resident_bytes) > 0
 
 
 def test_a_storage_saved_for_backward_counts_once_and_what_is_there_anyway_not_at_all():

@@ -13,16 +13,11 @@ from qsync.operators.precision import Precision
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_int8_in_all_products_is_offered_where_16_bits_do_not_pay(pays, monkeypatch):
+@pytest.mark.parametrize(("pays", "emulated"), [(True, ()), (False, ()), (False, {Precision.INT8_ALL})])
+def test_int8_in_all_products_is_offered_where_16_bits_do_not_pay(pays, emulated, monkeypatch):
     monkeypatch.setattr(module, "sixteen_bits_pay", lambda device: pays)
-    monkeypatch.setattr(module, "emulated_precisions", lambda device: frozenset())
+    monkeypatch.setattr(module, "emulated_precisions", lambda device: frozenset(emulated))
     by_default = default_precisions(detect_class(CPU))
     assert Precision.INT8_ALL not in by_default
-    assert module.offered_precisions(CPU) == (*by_default, *(() if pays else (Precision.INT8_ALL,)))
-
-
-def test_no_comparison_offers_what_is_emulated(monkeypatch):
-    monkeypatch.setattr(module, "sixteen_bits_pay", lambda device: False)
-    monkeypatch.setattr(module, "emulated_precisions", lambda device: frozenset({Precision.INT8_ALL}))
-    assert Precision.INT8_ALL not in module.offered_precisions(CPU)
+    more = () if pays or emulated else (Precision.INT8_ALL,)
+    assert module.offered_precisions(CPU) == (*by_default, *more)

@@ -11,8 +11,7 @@ from torch import nn
 
 from qsync.distributed import job
 from qsync.distributed.ddp_profiling import ProfileOptions
-from qsync.errors import QSyncError
-from qsync.experiments.prediction.random_plans import PlanRun, random_plans, run_family, run_plans
+from qsync.experiments.prediction.random_plans import PlanRun, random_plans, run_plans
 from qsync.operators.precision import Precision
 
 
@@ -44,8 +43,3 @@ def test_the_ends_of_the_interval_lie_inside():
 
     assert [run(s).is_inside for s in (0.9, 1.0, 2.0, 2.1)] == [False, True, True, False]
     assert run(2.0).error == pytest.approx(-0.5) and not PlanRun({}, 1.0, None, 1.0).is_inside
-
-
-def test_an_unknown_model_is_refused_before_anything_starts():
-    with pytest.raises(QSyncError, match="unknown family 'lenet'"):
-        run_family("lenet", 1, 1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
-from qsync.errors import QSyncError
 from qsync.experiments.mixed.report import NOISIER, SLOWER, UNSAID
 from qsync.experiments.mixed.ways import ALL_INT8, ALONE, QSYNC_SHARE, TITLES, WEAK_INT8, ways
-from qsync.experiments.speedup import __main__ as command
 from qsync.experiments.speedup import report
 from qsync.records.plan_folder import Basis
 from qsync.replayer import Recapture
@@ -69,8 +67,3 @@ def test_the_picture_has_every_panel(tmp_path):
     pair = {"model": "gpt", "pair": "A100 + T4", "ways": problem()["ways"]}
     report.draw([problem(), {**problem(lb_bsp=1.5), "share": 0.7}, pair], tmp_path / "figures.png")
     assert (tmp_path / "figures.png").stat().st_size > 10_000
-
-
-def test_an_unknown_model_is_refused(tmp_path):
-    with pytest.raises(QSyncError, match="unknown model 'lenet'"):
-        command.main(out=tmp_path, model=["lenet"])

@@ -39,7 +39,8 @@ def test_a_way_to_train_by_each_library_and_refusals_keep_their_verdicts(tmp_pat
     assert works >= {"Accelerate", "Trainer", "Lightning", "FSDP2"} and len(rows) > 15
 
 
-@pytest.mark.deep  # more ways to train, save and resume with each library
+# More ways to train, save and resume; quick ones with shares are in test_shares_in_frameworks.py.
+@pytest.mark.deep
 @pytest.mark.parametrize("module", run_cases.MODULES)
 def test_all_cases_keep_their_verdicts(module, tmp_path):
     config = {"modules": [module], "folder": str(tmp_path), "weak_share": 1.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 import qsync
 from qsync import hybrid_training
 from qsync.errors import CalibrationError, FormatError, UnsupportedError
+
+X = torch.randn(8, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +119,25 @@ def test_state_that_a_model_keeps_between_calls_is_there_when_it_is_planned():
     for _ in range(3):
         model(x).square().mean().backward()
     assert sorted(qsync.capture(Stateful(), x).batch_shapes) == [(1, 2, 8), (1, 2, 8), (2, 3, 16)]
+
+
+class Factor(IntEnum):
+    TWO = 2
+
+
+class Multiplied(nn.Linear):
+    """A layer whose code names a class of the user's, and an enumeration."""
+
+    calls = 0
+
+    def forward(self, x):
+        Multiplied.calls += 1
+        return super().forward(x) * Factor.TWO
+
+
+def test_classes_of_the_users_are_as_they_were():
+    assert qsync.sensitivity(Multiplied(16, 4), [X], lambda model, x: model(x).square().mean()).omega
+    assert Multiplied.calls == 0
 
 
 class Growing(Stateful):

@@ -286,18 +286,6 @@ def test_changed_weights_are_used(change, mode):
     assert torch.equal(loss(model), expected) and not torch.equal(expected, before)
 
 
-def test_a_loop_that_steps_by_hand_trains():
-    model, batch = build("mlp")
-    qsync.wrap(model, "int8", strict=True)
-    losses = []
-    for _ in range(5):
-        loss, gradients = step(model, batch)
-        losses.append(loss.item())
-        for name, parameter in model.named_parameters():
-            parameter.data -= 0.5 * gradients[name]
-    assert losses[-1] < losses[0] - 0.1
-
-
 @pytest.mark.parametrize("shape", [(64, 512), (48, 96), (7, 5)])
 def test_a_step_by_hand_is_seen_where_an_input_feature_is_always_zero(shape):
     """The gradient of its column is zero, as of a pixel at the edge of every image."""
@@ -404,11 +392,6 @@ def test_an_unknown_device_class_is_named_with_the_known_ones():
     with pytest.raises(UnsupportedError, match="device_class= one of train, infer"):
         qsync.wrap(model, plan_for(model, batch))
     assert "forward" not in vars(model)
-
-
-def test_unknown_precisions_are_named_with_the_known_ones():
-    with pytest.raises(FormatError, match=r"'int4'.*bf16"):
-        qsync.wrap(MLP(), "int4")
 
 
 def test_a_precision_this_device_lacks_is_refused():

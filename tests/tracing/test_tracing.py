@@ -24,7 +24,6 @@ from qsync.operators.declaration import Role
 from qsync.records.graph import Op, OpGraph
 from qsync.runtime.planned_forward import program_of
 from qsync.tracing.inplace_calls import make_out_of_place
-from qsync.tracing.tracer import trace
 
 
 def ops_of(graph: OpGraph) -> dict[str, Op]:
@@ -181,14 +180,6 @@ def test_a_decorated_forward_keeps_the_names_of_its_modules():
     whole = nn.Sequential(nn.Linear(4, 4), Decorated())
     assert {"inner.0", "inner.1.relu", "head"} <= ops_of(qsync.capture(Decorated(), X[:, :4])).keys()
     assert {"0", "1.inner.0", "1.inner.1.relu", "1.head"} <= ops_of(qsync.capture(whole, X[:, :4])).keys()
-
-
-def test_vit_patches_are_a_convolution():
-    ops = ops_of(graph_of("vit"))
-    convolution = next(op for op in ops.values() if op.kind == "conv2d")
-    assert convolution.name == "vit.embeddings.patch_embeddings.projection"
-    assert convolution.shape == (2, 32, 4, 4)
-    assert convolution.flops == 2 * (2 * 32 * 4 * 4) * (3 * 4 * 4)
 
 
 def test_resnet_convolutions_are_adjustable_and_norms_keep_their_statistics():
@@ -428,18 +419,13 @@ def test_a_model_that_is_larger_than_memory_is_captured_within_2_gib(num_layers)
 # --- In-place calls ---
 
 
-def test_an_inplace_relu_is_made_out_of_place():
-    assert captured(lambda m, x: F.relu(x, inplace=True))["relu"].role is Role.FOLLOWING
-    assert_as_in_eager(lambda m, x: F.relu(x, inplace=True))
-
-
 def test_an_inplace_add_follows_even_when_more_inplace_calls_come():
     """`y += shortcut; relu_(y)`, as ResNets do, leaves everything adjustable or following."""
 
     def body(m, x):
         y = m.fc2(x)
         y += x
-        return F.relu_(y)
+        return F.relu(F.relu_(y) * 2, inplace=True)
 
     ops = captured(body)
     assert ops["add"].role is Role.FOLLOWING and ops["fc1"].role is ops["fc2"].role is Role.ADJUSTABLE
@@ -940,22 +926,9 @@ def test_a_batch_may_be_nested():
             return self.fc(batch["x"][0])
 
     assert [op.name for op in qsync.capture(Nested(), ({"x": [X]},)).adjustable] == ["fc"]
-    with pytest.raises(CalibrationError, match="not empty"):
-        qsync.capture(Nested(), ({"x": [X[:0]]},))
-
-
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        (torch.randn(0, 8), "not empty"),
-        ({}, "no tensor"),
-        ((3,), "no tensor"),
-        ({"x": torch.randn(2, 0)}, "not empty"),
-    ],
-)
-def test_batches_without_data_are_refused(batch, words):
-    with pytest.raises(CalibrationError, match=words):
-        qsync.capture(nn.Linear(8, 8), batch)
+    for empty, words in (({"x": [X[:0]]}, "not empty"), ({"x": [X[:, :0]]}, "not empty"), (3, "no tensor")):
+        with pytest.raises(CalibrationError, match=words):
+            qsync.capture(Nested(), (empty,))
 
 
 # --- The model does not notice ---
@@ -1041,15 +1014,6 @@ def test_two_batch_tensors_never_share_a_name():
 
     graph = qsync.capture(Two(), (torch.randn(2, 3), torch.randn(3, 4)))
     assert sorted(value.shape for value in graph.inputs) == [(2, 3), (3, 4)]
-
-
-def test_the_traced_graph_stays_private():
-    """Changing a segment must not change what another trace of the same model finds."""
-    model, batch = build("mlp")
-    segment = trace(model, batch)[0]
-    for node in list(segment.module.graph.nodes):
-        node.meta.clear()
-    assert qsync.capture(model, batch).adjustable
 
 
 class NamedAsOperators(nn.Module):
