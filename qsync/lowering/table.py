@@ -1,0 +1,314 @@
+"""The table of a graph: how each operator runs in each neighbourhood, and which casts each value needs.
+
+A neighbourhood determines how an operator runs: the kind and shapes of the operator, its precision, and the
+types in which its inputs are carried. Large models repeat themselves, so few neighbourhoods are distinct.
+`Table` numbers them, asks the rules (`cast_rules`) once for each, and keeps the answers as rows. Rows depend
+on neighbourhoods, not on an assignment. They are freed with their graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsync.lowering import cast_rules as rule
+from qsync.lowering.lowered_graph import Run
+from qsync.lowering.numbering import GrowingRows, Ints, Numbered
+from qsync.lowering.wiring import wiring
+from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
+from qsync.operators.registry import PRECISIONS_BY_KIND
+from qsync.records.graph import OpGraph
+from qsync.records.identity_cache import IdentityCache
+
+Bools = npt.NDArray[np.bool_]
+
+BY_NUMBER = tuple(Precision)
+NUMBER = {precision: number for number, precision in enumerate(BY_NUMBER)}
+_TYPE_BITS = 6  # bits per type in a key
+_OPERANDS_PER_KEY = 6  # operand types that fit into 63 bits beside the number of a neighbourhood
+# Flags of a neighbourhood: it computes its follower, is computed, saves less, its result is saved, it reads
+# images that lowering made channels-last, makes such images, and runs as traced since nothing is lowered.
+COMPUTES, COMPUTED, LESS, SAVED, READS_ORDER, MAKES_ORDER, AS_TRACED = (1 << k for k in range(7))
+_FLAG_BITS = 7
+
+
+class Table:
+    """The rows of one graph. `structure[i]` numbers operator `i`'s kind and input shapes.
+
+    A cell is a structure at a precision. `rows` are `Run`s without the operator's name. `cast_sets` are
+    tuples of numbers in `cast_kinds`: source, target, channels_last.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.wiring = wiring(graph)
+        ops, self.offset, entries = graph.ops, self.wiring.offset, self.wiring.entries
+        self.num_elements = np.array([entry.num_elements for entry in entries], dtype=np.int64)
+        self.type_names: list[str] = []
+        self._type_numbers: dict[str, int] = {}
+        kinds: dict[Any, int] = {}
+        by_name = {entry.name: entry for entry in entries}
+        parameters = {value.name for value in graph.parameters}
+        self.structure = np.array(
+            [kinds.setdefault(self._structure(i, by_name, parameters), len(kinds)) for i in range(len(ops))],
+            dtype=np.int64,
+        )
+        self.first_cell: list[int] = (self.structure * len(BY_NUMBER)).tolist()
+        self._example: dict[int, int] = {}
+        for i, structure in enumerate(self.structure.tolist()):
+            self._example.setdefault(structure, i)
+        self._wire()
+        self._fill_cells(len(kinds))
+        self._outputs: dict[str | None, list[tuple[int, int]]] = {}
+        self._followed: dict[tuple[int, ...], int] = {}
+        self.settled, self.open = self._settle()
+        self._surroundings = Numbered()
+        self._neighbourhoods = [Numbered() for _ in self._floats]
+        self.rows: list[Run] = []
+        self._taken = GrowingRows(max((len(operands) for operands in self.wiring.operands), default=0), -1)
+        self._cast_sets = Numbered()
+        self.cast_sets: list[tuple[int, ...]] = []
+        self.kinds_by_set: Ints = np.zeros((0, 0), dtype=np.int64)  # the same, filled with -1
+        self.cast_kinds: list[tuple[str, str, bool]] = []
+        self._cast_kind_numbers: dict[tuple[str, str, bool], int] = {}
+
+    def type(self, name: str) -> int:
+        """Return the number of a type."""
+        number = self._type_numbers.get(name)
+        if number is None:
+            number = self._type_numbers[name] = len(self.type_names)
+            assert number < 1 << _TYPE_BITS, "more types than fit into a key"
+            self.type_names.append(name)
+        return number
+
+    def _structure(self, i: int, entries: Mapping[str, Any], parameters: Collection[str]) -> Any:
+        """Return an operator's properties for lowering and memory, except name and position."""
+        op, follower = self.wiring.ops[i], self.wiring.epilogue[i]
+        inputs = tuple(
+            (
+                entries[v].dtype,
+                entries[v].shape,
+                entries[v].requires_grad,
+                entries[v].channels_last,
+                v in parameters,
+                op.inputs.index(v),
+            )
+            for v in op.inputs
+        )
+        kept = tuple((entries[v].dtype, entries[v].shape, entries[v].requires_grad) for v in op.kept)
+        computed = None if follower is None else self.wiring.ops[follower].kind
+        own = (op.kind, op.role, op.dtype, op.shape, op.requires_grad, op.magnitude, op.dropout, op.dilated)
+        return (
+            own,
+            op.exposed,
+            op.copies,
+            op.channels_last,
+            op.splits,
+            op.derivative,
+            computed,
+            self.wiring.product[i] is None,
+            inputs,
+            kept,
+        )
+
+    def _wire(self) -> None:
+        """Store edges, sorted by the value read, float operands, and each operator's neighbours."""
+        wiring, ops = self.wiring, self.wiring.ops
+        edges = sorted(
+            (v, i, j) for i, operands in enumerate(wiring.operands) for j, v in enumerate(operands)
+        )
+        table = np.array(edges, dtype=np.int64).reshape(-1, 3)
+        values, self._edge_op, self._edge_slot = (np.ascontiguousarray(row) for row in table.T)
+        self._num_edges = np.bincount(values, minlength=wiring.num_values)
+        self._edge_start = np.cumsum(self._num_edges) - self._num_edges
+        # Float operands, in parts of as many as fit into a key; missing ones are the value beyond the last.
+        width = max(1, -(-max((len(floats) for floats in wiring.floats), default=0) // _OPERANDS_PER_KEY))
+        floats = np.full((len(ops), width * _OPERANDS_PER_KEY), wiring.num_values)
+        for i, operands in enumerate(wiring.floats):
+            floats[i, : len(operands)] = operands
+        self._floats = floats.reshape(len(ops), width, _OPERANDS_PER_KEY).transpose(1, 2, 0).copy()
+        self.before, self.after, self.epilogue, self.product = (
+            np.array([-1 if other is None else other for other in found], dtype=np.int64)
+            for found in (wiring.before, wiring.after, wiring.epilogue, wiring.product)
+        )
+        self._is_replaced = np.zeros(len(ops), dtype=np.bool_)
+        self._is_replaced[wiring.replaced] = True
+        anchors = [-1 if anchor is None else anchor for anchor in wiring.anchor]
+        self.owner = np.array([*anchors, *range(len(ops))], dtype=np.int64)
+        # Readers of the values that may be wanted in 16 bits: (operator, the slots in which it reads).
+        self.wanting: dict[int, list[tuple[int, int]]] = {}
+        for value in reversed(range(wiring.offset, wiring.num_values)):
+            readers = wiring.consumers[value]
+            if readers and all(
+                ops[i].role is Role.ADJUSTABLE
+                or (wiring.passes_16bit_on[i] and wiring.offset + i in self.wanting)
+                for i in readers
+            ):
+                self.wanting[value] = [(i, self._slots(i, value)) for i in readers]
+
+    def _slots(self, i: int, value: int) -> int:
+        """Return the slots of an adjustable operator in which it reads a value, as bits; 0 for others."""
+        if self.wiring.ops[i].role is not Role.ADJUSTABLE:
+            return 0
+        return sum(1 << j for j, operand in enumerate(self.wiring.operands[i]) if operand == value)
+
+    def _fill_cells(self, num_structures: int) -> None:
+        """Ask the rules that depend on an operator and its precision alone, once for every cell."""
+        num_cells = num_structures * len(BY_NUMBER)
+        self.wide_slots = [0] * num_cells  # the slots of adjustable operators that need more than 16 bits
+        self.makes_order = [False] * num_cells
+        self._computes = np.zeros(num_cells, dtype=np.bool_)
+        self.passes_order = [False] * len(self.wiring.ops)
+        for structure, i in self._example.items():
+            op = self.wiring.ops[i]
+            for precision in PRECISIONS_BY_KIND[op.kind] if op.role is Role.ADJUSTABLE else ():
+                cell = structure * len(BY_NUMBER) + NUMBER[precision]
+                for j, value in enumerate(self.wiring.operands[i]):
+                    taken = rule.taken_type(op, j, self.wiring.traced[value], precision, str(precision))
+                    self.wide_slots[cell] |= (not rule.takes_16bit(taken)) << j
+                self.makes_order[cell] = rule.makes_channels_last(op, precision, False)
+                self._computes[cell] = self.epilogue[i] >= 0 and rule.computes_follower(op, precision, False)
+        for i, op in enumerate(self.wiring.ops):
+            self.passes_order[i] = bool(op.inputs) and rule.makes_channels_last(op, Precision.FP32, True)
+
+    def _settle(self) -> tuple[bytes, list[int]]:
+        """Return the types of all values as traced, and the operators whose type or order may change."""
+        wiring = self.wiring
+        carried = bytearray(map(self.type, wiring.traced))
+        varies, orders = [False] * wiring.num_values, [False] * wiring.num_values
+        open_ = []
+        for i, op in enumerate(wiring.ops):
+            result, operands = self.offset + i, wiring.operands[i]
+            own = op.role is Role.ADJUSTABLE
+            varies[result] = own or (op.role is Role.FOLLOWING and any(varies[v] for v in wiring.floats[i]))
+            if op.role is Role.FOLLOWING and not varies[result]:
+                carried[result] = self.type_of(i, carried)
+            lowers = any(self.makes_order[self.first_cell[i] :][: len(BY_NUMBER)])
+            orders[result] = lowers or (self.passes_order[i] and orders[operands[0]])
+            if varies[result] or orders[result]:
+                open_.append(i)
+        return bytes(carried), open_
+
+    def outputs(self, carried_16bit: str | None) -> list[tuple[int, int]]:
+        """Return the result types of adjustable operators, by cell and by demand for 16 bits."""
+        found = self._outputs.get(carried_16bit)
+        if found is None:
+            found = self._outputs[carried_16bit] = [(0, 0)] * len(self.wide_slots)
+            for structure, i in self._example.items():
+                op = self.wiring.ops[i]
+                for number, precision in enumerate(BY_NUMBER if op.role is Role.ADJUSTABLE else ()):
+                    plain, wanted = (
+                        self.type(rule.output_of(op, precision, str(precision), carried_16bit, so))
+                        for so in (False, True)
+                    )
+                    found[structure * len(BY_NUMBER) + number] = plain, wanted
+        return found
+
+    def type_of(self, i: int, carried: bytearray) -> int:
+        """Return the type of a following operator's result, from those of its float inputs."""
+        floats = [carried[value] for value in self.wiring.floats[i]]
+        key = (self.first_cell[i], *floats)
+        found = self._followed.get(key)
+        if found is None:
+            op = self.wiring.ops[i]
+            mode = rule.mode_of(op, Precision.FP32, [self.type_names[number] for number in floats])
+            found = self._followed[key] = self.type(rule.output_of(op, Precision.FP32, mode, None, False))
+        return found
+
+    def computes(self, ops: Ints, precision: Ints, less: Ints) -> Bools:
+        """Return whether operators compute their followers in their epilogues."""
+        found: Bools = self._computes[self.structure[ops] * len(BY_NUMBER) + precision[ops]]
+        return found & (less[self.epilogue[ops]] == 0)
+
+    def rows_of(
+        self,
+        ops: Ints,
+        precision: Ints,
+        less: Ints,
+        carried: bytearray,
+        order: Ints,
+        nothing_lowered: bool,
+        is_saved: Callable[[int], bool],
+    ) -> Ints:
+        """Return the numbers of the rows of some operators in their present neighbourhoods."""
+        types = np.frombuffer(carried + b"\0", dtype=np.uint8)
+        product = self.product[ops]
+        flags = self.computes(ops, precision, less) * COMPUTES
+        flags |= ((product >= 0) & self.computes(product, precision, less)) * COMPUTED
+        flags |= (less[ops] > 0) * LESS
+        for k in np.flatnonzero(less[ops]).tolist():
+            flags[k] |= is_saved(int(ops[k])) * SAVED
+        if nothing_lowered:
+            flags |= self._is_replaced[ops] * AS_TRACED
+        if order.any():
+            for k, i in enumerate(ops.tolist()):
+                flags[k] |= any(order[value] for value in self.wiring.operands[i]) * READS_ORDER
+            flags |= order[self.offset + ops] * MAKES_ORDER
+        key = (self.structure[ops] << 3 | precision[ops]) << _TYPE_BITS | types[self.offset + ops]
+        number, fresh = self._surroundings(key << _FLAG_BITS | flags)
+        for floats, numbered in zip(self._floats, self._neighbourhoods, strict=True):
+            for values in floats:
+                number = number << _TYPE_BITS | types[values[ops]]
+            number, fresh = numbered(number)
+        for k in fresh:
+            self._ask(int(ops[k]), BY_NUMBER[int(precision[ops[k]])], carried, int(flags[k]))
+        return number
+
+    def _ask(self, i: int, precision: Precision, carried: bytearray, flags: int) -> None:
+        """Apply the rules to the neighbourhood of operator `i`; add its row."""
+        op, follower, names = self.wiring.ops[i], self.wiring.epilogue[i], self.type_names
+        mode = rule.mode_of(op, precision, [names[carried[v]] for v in self.wiring.floats[i]])
+        values = self.wiring.operands[i]
+        taken = [rule.taken_type(op, j, self.wiring.traced[v], precision, mode) for j, v in enumerate(values)]
+        operands = tuple(names[carried[v]] if t is None else t for v, t in zip(values, taken, strict=True))
+        computed = self.wiring.ops[follower].kind if follower is not None and flags & COMPUTES else None
+        form = rule.run_form_of(
+            op, computed, bool(flags & COMPUTED), bool(flags & LESS), lambda: bool(flags & SAVED)
+        )
+        output, ordered = names[carried[self.offset + i]], bool(flags & READS_ORDER)
+        as_traced = bool(flags & AS_TRACED)
+        self.rows.append(Run("", mode, operands, output, form, ordered, as_traced=as_traced))
+        self._taken.add([-1 if t is None else self.type(t) for t in taken])
+
+    def casts_of(self, values: Ints, rows: Ints, carried: Ints, order: Ints) -> Ints:
+        """Return the numbers of the sets of casts that some values need, from their readers' rows."""
+        count = self._num_edges[values]
+        at = np.repeat(np.arange(len(values)), count)
+        edge = np.arange(len(at)) - np.repeat(np.cumsum(count) - count - self._edge_start[values], count)
+        taken = self._taken.rows[rows[self._edge_op[edge]], self._edge_slot[edge]]
+        mask = np.zeros(len(values), dtype=np.int64)
+        np.bitwise_or.at(mask, at, np.where(taken < 0, 0, 1 << np.maximum(taken, 0)))
+        types = carried[values].astype(np.int64)
+        number, fresh = self._cast_sets((mask << _TYPE_BITS | types) << 1 | order[values])
+        for k in fresh:
+            self._ask_casts(int(mask[k]), int(types[k]), bool(order[values[k]]))
+        if fresh:
+            width = max(map(len, self.cast_sets))
+            self.kinds_by_set = np.full((len(self.cast_sets), width), -1)
+            for row, kinds in zip(self.kinds_by_set, self.cast_sets, strict=True):
+                row[: len(kinds)] = kinds
+        return number
+
+    def _ask_casts(self, mask: int, carried: int, channels_last: bool) -> None:
+        """Apply the rule to a value's type and those in which it is taken; add its set of casts."""
+        taken = [name for number, name in enumerate(self.type_names) if mask >> number & 1]
+        source = self.type_names[carried]
+        found = []
+        for target in rule.needed_casts(taken, source):
+            kind = (source, target, channels_last)
+            if kind not in self._cast_kind_numbers:
+                self._cast_kind_numbers[kind] = len(self.cast_kinds)
+                self.cast_kinds.append(kind)
+            found.append(self._cast_kind_numbers[kind])
+        self.cast_sets.append(tuple(found))
+
+
+_TABLES: IdentityCache[Table] = IdentityCache()
+
+
+def table(graph: OpGraph) -> Table:
+    """Return the table of a graph, cached."""
+    return _TABLES.of(graph, lambda: Table(graph))
