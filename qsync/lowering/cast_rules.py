@@ -155,9 +155,9 @@ def run_form_of(
     return beside_saved if is_saved() else alone
 
 
-def saves_operand(op: Op, j: int, taken: str | None, carried: str) -> bool:
-    """Return whether an operator saves its `j`-th input for backward in its carried type."""
+def saves_operand(op: Op, j: int) -> bool:
+    """Return whether an operator saves its `j`-th input for backward, in the type in which it takes it."""
     if op.role is not Role.ADJUSTABLE or not op.requires_grad:
         return False
     saved = PRODUCTS[op.kind].saved
-    return (saved is None or j in saved) and taken == carried
+    return saved is None or j in saved

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qsync.lowering.cast_rules import taken_type
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.lowering.numbering import Ints
 from qsync.lowering.table import BY_NUMBER, NUMBER, Bools, table
@@ -259,7 +258,7 @@ class Lowering:
             outputs = self._outputs[self.table.first_cell[i] + self._precision[i]]
             return outputs[self._wanted[self._offset + i]]
         return (
-            self.table.type_of(i, self._carried)
+            self.table.type_of(i, [self._carried[value] for value in self.wiring.floats[i]])
             if op.role is Role.FOLLOWING
             else self._carried[self._offset + i]
         )
@@ -272,13 +271,11 @@ class Lowering:
 
     def _is_saved(self, i: int) -> bool:
         """Return whether an adjustable consumer saves the result of operator `i`, or a view of it."""
-        wiring, names = self.wiring, self.table.type_names
-
-        def taken(j: int, slot: int) -> str | None:
-            traced = wiring.traced[wiring.operands[j][slot]]
-            return taken_type(wiring.ops[j], slot, traced, self.precision(j), self.precision(j))
-
-        return wiring.is_saved(self._offset + i, taken, lambda value: names[self._carried[value]])
+        names = self.table.type_names
+        return any(
+            self.table.saved_as(reader, j, self.precision(reader)) == names[self._carried[value]]
+            for reader, j, value in self.wiring.storage_readers(self._offset + i)
+        )
 
     def _pass_wants_on(self, values: Iterable[int], journal: list[_Write]) -> list[int]:
         """Update upstream which values are wanted in 16 bits; return their operators."""

@@ -9,6 +9,7 @@ on neighbourhoods, not on an assignment. They are freed with their graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ _TYPE_BITS = 6  # bits per type in a key
 _OPERANDS_PER_KEY = 6  # operand types that fit into 63 bits beside the number of a neighbourhood
 # Flags of a neighbourhood: it computes its follower, is computed, saves less, its result is saved, it reads
 # images that lowering made channels-last, makes such images, and runs as traced since nothing is lowered.
-COMPUTES, COMPUTED, LESS, SAVED, READS_ORDER, MAKES_ORDER, AS_TRACED = (1 << k for k in range(7))
+COMPUTES, COMPUTED, SAVES_LESS, SAVED, READS_ORDER, MAKES_ORDER, AS_TRACED = (1 << k for k in range(7))
 _FLAG_BITS = 7
 
 
@@ -160,7 +161,7 @@ class Table:
         num_cells = num_structures * len(BY_NUMBER)
         self.wide_slots = [0] * num_cells  # the slots of adjustable operators that need more than 16 bits
         self.makes_order = [False] * num_cells
-        self._computes = np.zeros(num_cells, dtype=np.bool_)
+        self.may_compute = [False] * num_cells  # a product its follower, in its epilogue
         self.passes_order = [False] * len(self.wiring.ops)
         for structure, i in self._example.items():
             op = self.wiring.ops[i]
@@ -170,7 +171,9 @@ class Table:
                     taken = rule.taken_type(op, j, self.wiring.traced[value], precision, str(precision))
                     self.wide_slots[cell] |= (not rule.takes_16bit(taken)) << j
                 self.makes_order[cell] = rule.makes_channels_last(op, precision, False)
-                self._computes[cell] = self.epilogue[i] >= 0 and rule.computes_follower(op, precision, False)
+                if self.wiring.epilogue[i] is not None:
+                    self.may_compute[cell] = rule.computes_follower(op, precision, False)
+        self._computes = np.array(self.may_compute, dtype=np.bool_)
         for i, op in enumerate(self.wiring.ops):
             self.passes_order[i] = bool(op.inputs) and rule.makes_channels_last(op, Precision.FP32, True)
 
@@ -185,7 +188,7 @@ class Table:
             own = op.role is Role.ADJUSTABLE
             varies[result] = own or (op.role is Role.FOLLOWING and any(varies[v] for v in wiring.floats[i]))
             if op.role is Role.FOLLOWING and not varies[result]:
-                carried[result] = self.type_of(i, carried)
+                carried[result] = self.type_of(i, [carried[value] for value in wiring.floats[i]])
             lowers = any(self.makes_order[self.first_cell[i] :][: len(BY_NUMBER)])
             orders[result] = lowers or (self.passes_order[i] and orders[operands[0]])
             if varies[result] or orders[result]:
@@ -207,16 +210,43 @@ class Table:
                     found[structure * len(BY_NUMBER) + number] = plain, wanted
         return found
 
-    def type_of(self, i: int, carried: bytearray) -> int:
+    def type_of(self, i: int, floats: list[int]) -> int:
         """Return the type of a following operator's result, from those of its float inputs."""
-        floats = [carried[value] for value in self.wiring.floats[i]]
         key = (self.first_cell[i], *floats)
         found = self._followed.get(key)
         if found is None:
-            op = self.wiring.ops[i]
-            mode = rule.mode_of(op, Precision.FP32, [self.type_names[number] for number in floats])
-            found = self._followed[key] = self.type(rule.output_of(op, Precision.FP32, mode, None, False))
+            run, _ = self.run_of(i, Precision.FP32, [self.type_names[number] for number in floats])
+            found = self._followed[key] = self.type(run.output)
         return found
+
+    def saved_as(self, i: int, j: int, precision: Precision) -> str | None:
+        """Return the type in which an operator saves its `j`-th input; None if it saves only a cast of it."""
+        op, traced = self.wiring.ops[i], self.wiring.traced[self.wiring.operands[i][j]]
+        if op.role is not Role.ADJUSTABLE:
+            return None
+        taken = rule.taken_type(op, j, traced, precision, str(precision))
+        return taken if rule.saves_operand(op, j) else None
+
+    def run_of(
+        self, i: int, precision: Precision, floats: list[str], output: str | None = None, flags: int = 0
+    ) -> tuple[Run, list[str | None]]:
+        """Return how operator `i` runs in a neighbourhood, and the types to which its inputs are cast.
+
+        `floats` are the types that carry its float inputs; `output` is its result's if it is adjustable. A
+        type of None belongs to an input that is no float.
+        """
+        op, follower, wiring = self.wiring.ops[i], self.wiring.epilogue[i], self.wiring
+        mode = rule.mode_of(op, precision, floats)
+        traced = [wiring.traced[value] for value in wiring.operands[i]]
+        taken = [rule.taken_type(op, j, dtype, precision, mode) for j, dtype in enumerate(traced)]
+        computed = wiring.ops[follower].kind if follower is not None and flags & COMPUTES else None
+        form = rule.run_form_of(
+            op, computed, bool(flags & COMPUTED), bool(flags & SAVES_LESS), lambda: bool(flags & SAVED)
+        )
+        if output is None:
+            output = rule.output_of(op, precision, mode, None, False)
+        ordered, as_traced = bool(flags & READS_ORDER), bool(flags & AS_TRACED)
+        return Run(op.name, mode, (), output, form, ordered, as_traced=as_traced), taken
 
     def computes(self, ops: Ints, precision: Ints, less: Ints) -> Bools:
         """Return whether operators compute their followers in their epilogues."""
@@ -238,7 +268,7 @@ class Table:
         product = self.product[ops]
         flags = self.computes(ops, precision, less) * COMPUTES
         flags |= ((product >= 0) & self.computes(product, precision, less)) * COMPUTED
-        flags |= (less[ops] > 0) * LESS
+        flags |= (less[ops] > 0) * SAVES_LESS
         for k in np.flatnonzero(less[ops]).tolist():
             flags[k] |= is_saved(int(ops[k])) * SAVED
         if nothing_lowered:
@@ -258,19 +288,13 @@ class Table:
         return number
 
     def _ask(self, i: int, precision: Precision, carried: bytearray, flags: int) -> None:
-        """Apply the rules to the neighbourhood of operator `i`; add its row."""
-        op, follower, names = self.wiring.ops[i], self.wiring.epilogue[i], self.type_names
-        mode = rule.mode_of(op, precision, [names[carried[v]] for v in self.wiring.floats[i]])
-        values = self.wiring.operands[i]
-        taken = [rule.taken_type(op, j, self.wiring.traced[v], precision, mode) for j, v in enumerate(values)]
-        operands = tuple(names[carried[v]] if t is None else t for v, t in zip(values, taken, strict=True))
-        computed = self.wiring.ops[follower].kind if follower is not None and flags & COMPUTES else None
-        form = rule.run_form_of(
-            op, computed, bool(flags & COMPUTED), bool(flags & LESS), lambda: bool(flags & SAVED)
-        )
-        output, ordered = names[carried[self.offset + i]], bool(flags & READS_ORDER)
-        as_traced = bool(flags & AS_TRACED)
-        self.rows.append(Run("", mode, operands, output, form, ordered, as_traced=as_traced))
+        """Add the row of operator `i`'s neighbourhood."""
+        names, wiring = self.type_names, self.wiring
+        floats = [names[carried[value]] for value in wiring.floats[i]]
+        run, taken = self.run_of(i, precision, floats, names[carried[self.offset + i]], flags)
+        values = zip(wiring.operands[i], taken, strict=True)
+        operands = tuple(names[carried[value]] if t is None else t for value, t in values)
+        self.rows.append(replace(run, op="", operands=operands))
         self._taken.add([-1 if t is None else self.type(t) for t in taken])
 
     def casts_of(self, values: Ints, rows: Ints, carried: Ints, order: Ints) -> Ints:

@@ -52,6 +52,10 @@ def reference_lowering(
             for target in rule.needed_casts(read, source)
         ]
 
+    def is_saved(value: int) -> bool:
+        readers = wiring.storage_readers(value)
+        return any(rule.saves_operand(ops[i], j) and taken(i, j) == carried[at] for i, j, at in readers)
+
     for value in reversed(range(wiring.num_values)):
         readers = wiring.consumers[value]
         wanted[value] = bool(readers) and all(wants(i, value) for i in readers)
@@ -66,7 +70,7 @@ def reference_lowering(
         result, operands = wiring.offset + i, wiring.operands[i]
         form = rule.run_form_of(
             op, ops[wiring.epilogue[i]].kind if computes(i) else None, computes(wiring.product[i]),
-            op.name in saving_less, lambda at=result: wiring.is_saved(at, taken, carried.__getitem__),
+            op.name in saving_less, lambda at=result: is_saved(at),
         )  # fmt: skip
         read = tuple(carried[v] if (t := taken(i, j)) is None else t for j, v in enumerate(operands))
         before, after = (
