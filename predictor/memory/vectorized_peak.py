@@ -69,8 +69,7 @@ class VectorizedPeak:
         self._aspects: Ints = np.zeros((0, 0), dtype=np.int64)
         self._aspect_numbers: dict[Any, int] = {}
         views: dict[tuple[int, ...], int] = {(): 0}
-        users: list[int] = []
-        view_of: list[int] = []
+        users, view_of = list[int](), list[int]()
         bounds, bases = [0], []
         groups: list[tuple[str | int, list[int]]] = [*layout.users.items()]
         if layout.recomputed:  # an operator's residuals depend on the preceding product

@@ -25,7 +25,7 @@ The rules in full:
 - A following operator that is to save less saves its result for backward if an adjustable consumer saves this
   same tensor anyway; else it saves bits or 8-bit codes (`qsync.operators.registry.FORMS`).
 
-`incremental` and `vectorized` apply these functions to whole graphs; no other module decides about casts.
+`table` applies these functions to the neighbourhoods of a graph; all other modules read its rows.
 """
 
 from __future__ import annotations

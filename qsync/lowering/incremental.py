@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.lowering.numbering import Ints
-from qsync.lowering.table import BY_NUMBER, NUMBER, Bools, table
+from qsync.lowering.table import BY_NUMBER, NUMBER, Bools, Facts, as_array, table
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
+from qsync.operators.registry import EPILOGUES
 from qsync.records.graph import OpGraph
 
 # One undoable write: the list or array, the index, and the old value.
 _Write = tuple[Any, Any, Any]
-_State = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +76,21 @@ class Lowering:
         self.wiring = self.table.wiring
         self.position, self._offset = self.wiring.position, self.wiring.offset
         num_ops, num_values = len(graph.ops), self.wiring.num_values
-        self._precision, self._less = bytearray(num_ops), bytearray(num_ops + 1)
-        self._wanted, self._order = bytearray(num_values), bytearray(num_values)
-        self._carried = bytearray(self.table.settled)  # types of values, as numbers
+        sizes = (num_ops, num_ops + 1, num_values, num_values)
+        self.facts = Facts(*map(bytearray, sizes), bytearray(self.table.settled))
         for name, precision in assignment.items():
             self.wiring.check(name, precision)
-            self._precision[self.position[name]] = NUMBER[precision]
+            self.facts.precision[self.position[name]] = NUMBER[precision]
         for name in saving_less:
             self.wiring.check_saving(name)
-            self._less[self.position[name]] = True
-        self._num_lowered = [num_ops - self._precision.count(0)]
+            self.facts.less[self.position[name]] = True
+        self._num_lowered = [num_ops - self.facts.precision.count(0)]
         self._outputs = self.table.outputs(carried_16bit)
         for value in self.table.wanting:
-            self._wanted[value] = self._is_wanted(value)
+            self.facts.wanted[value] = self._is_wanted(value)
         for i in self.table.open:
-            self._carried[self._offset + i] = self._type_of(i)
-            self._order[self._offset + i] = self._makes_order(i)
+            self.facts.carried[self._offset + i] = self._type_of(i)
+            self.facts.order[self._offset + i] = self._makes_order(i)
         self.row = self._rows_of(np.arange(num_ops))
         self.cast_set = self._casts_of(np.arange(num_values))
 
@@ -102,18 +101,18 @@ class Lowering:
         """
         other = copy(self)
         other.carried_16bit, other._outputs = carried_16bit, self.table.outputs(carried_16bit)
-        for name in ("_precision", "_wanted", "_order", "_carried", "_num_lowered", "row", "cast_set"):
-            setattr(other, name, copy(getattr(self, name)))
+        other.facts, other._num_lowered = self.facts.copy(), list(self._num_lowered)
+        other.row, other.cast_set = self.row.copy(), self.cast_set.copy()
         return other
 
     def precision(self, i: int) -> Precision:
         """Return the precision of operator `i`; FP32 for operators that are not adjustable."""
-        return BY_NUMBER[self._precision[i]]
+        return BY_NUMBER[self.facts.precision[i]]
 
     @property
-    def numbers(self) -> _State:
+    def numbers(self) -> npt.NDArray[np.uint8]:
         """Return the precisions of all operators, as positions among all precisions."""
-        return np.frombuffer(self._precision, dtype=np.uint8)
+        return as_array(self.facts.precision)
 
     def mode(self, i: int) -> str:
         """Return the precision or type in which operator `i` runs."""
@@ -138,8 +137,8 @@ class Lowering:
     def computed_by(self, i: int) -> str | None:
         """Return the operator that operator `i` currently computes in its epilogue, if any."""
         follower = self.wiring.epilogue[i]
-        computes = self.table.computes(np.array([i]), self.numbers, self._state(self._less)).any()
-        return self.graph.ops[follower].name if follower is not None and computes else None
+        computes = follower is not None and self.form(i) in EPILOGUES
+        return self.graph.ops[follower].name if computes else None  # type: ignore[index]
 
     def output_casts(self, i: int) -> list[Cast]:
         """Return the casts right after operator `i`."""
@@ -196,15 +195,15 @@ class Lowering:
         self.wiring.check(name, precision)
         i, journal = self.position[name], list[_Write]()
         had_lowered, operands = self._num_lowered[0], self.wiring.operands
-        has_lowered = had_lowered + (not self._precision[i]) - (precision is Precision.FP32)
+        has_lowered = had_lowered + (not self.facts.precision[i]) - (not NUMBER[precision])
         _write(self._num_lowered, 0, has_lowered, journal)
-        _write(self._precision, i, NUMBER[precision], journal)
+        _write(self.facts.precision, i, NUMBER[precision], journal)
         values = self._pass_types_on([i, *self._pass_wants_on(operands[i], journal)], journal)
         ops = {i, *self.wiring.replaced} if not (had_lowered and has_lowered) else {i}
         for value in values:
             ops |= {value - self._offset, *self.wiring.consumers[value]}
         ops |= {f for j in ops if (f := self.wiring.epilogue[j]) is not None}
-        if any(self._less):
+        if any(self.facts.less):
             ops |= {maker for j in ops for v in operands[j] if (maker := self.wiring.producer(v)) >= 0}
         changed = self._replace(self.row, sorted(ops), self._rows_of, journal)
         touched = {i, *changed, *(j for j in (self.wiring.before[i], self.wiring.after[i]) if j is not None)}
@@ -218,16 +217,11 @@ class Lowering:
         for target, index, old in reversed(change.journal):
             target[index] = old
 
-    def _state(self, held: bytearray) -> _State:
-        return np.frombuffer(held, dtype=np.uint8)
-
     def _rows_of(self, ops: Ints) -> Ints:
-        less, order = self._state(self._less), self._state(self._order)
-        nothing = not self._num_lowered[0]
-        return self.table.rows_of(ops, self.numbers, less, self._carried, order, nothing, self._is_saved)
+        return self.table.rows_of(ops, self.facts, not self._num_lowered[0], self._is_saved)
 
     def _casts_of(self, values: Ints) -> Ints:
-        return self.table.casts_of(values, self.row, self._state(self._carried), self._state(self._order))
+        return self.table.casts_of(values, self.row, self.facts)
 
     def _replace(self, held: Ints, at: list[int], found: Any, journal: list[_Write]) -> list[int]:
         """Look up these entries of `held` again; return those that changed."""
@@ -245,9 +239,9 @@ class Lowering:
         wide, first_cell = self.table.wide_slots, self.table.first_cell
         for i, slots in self.table.wanting[value]:
             if slots:
-                if slots & wide[first_cell[i] + self._precision[i]]:
+                if slots & wide[first_cell[i] + self.facts.precision[i]]:
                     return False
-            elif not self._wanted[self._offset + i]:
+            elif not self.facts.wanted[self._offset + i]:
                 return False
         return True
 
@@ -255,25 +249,25 @@ class Lowering:
         """Return the number of the type of an operator's result."""
         op = self.graph.ops[i]
         if op.role is Role.ADJUSTABLE:
-            outputs = self._outputs[self.table.first_cell[i] + self._precision[i]]
-            return outputs[self._wanted[self._offset + i]]
+            outputs = self._outputs[self.table.first_cell[i] + self.facts.precision[i]]
+            return outputs[self.facts.wanted[self._offset + i]]
         return (
-            self.table.type_of(i, [self._carried[value] for value in self.wiring.floats[i]])
+            self.table.type_of(i, [self.facts.carried[value] for value in self.wiring.floats[i]])
             if op.role is Role.FOLLOWING
-            else self._carried[self._offset + i]
+            else self.facts.carried[self._offset + i]
         )
 
     def _makes_order(self, i: int) -> bool:
         """Return whether an operator's result is images that lowering makes channels-last."""
-        if self.table.makes_order[self.table.first_cell[i] + self._precision[i]]:
+        if self.table.makes_order[self.table.first_cell[i] + self.facts.precision[i]]:
             return True
-        return self.table.passes_order[i] and bool(self._order[self.wiring.operands[i][0]])
+        return self.table.passes_order[i] and bool(self.facts.order[self.wiring.operands[i][0]])
 
     def _is_saved(self, i: int) -> bool:
         """Return whether an adjustable consumer saves the result of operator `i`, or a view of it."""
         names = self.table.type_names
         return any(
-            self.table.saved_as(reader, j, self.precision(reader)) == names[self._carried[value]]
+            self.table.saved_as(reader, j, self.precision(reader)) == names[self.facts.carried[value]]
             for reader, j, value in self.wiring.storage_readers(self._offset + i)
         )
 
@@ -282,7 +276,9 @@ class Lowering:
         affected, pending = [], list(values)
         while pending:
             value = pending.pop()
-            if value in self.table.wanting and _write(self._wanted, value, self._is_wanted(value), journal):
+            if value in self.table.wanting and _write(
+                self.facts.wanted, value, self._is_wanted(value), journal
+            ):
                 affected.append(value - self._offset)
                 pending += self.wiring.operands[value - self._offset]
         return affected
@@ -295,8 +291,8 @@ class Lowering:
         while heap:
             i = heapq.heappop(heap)
             value = self._offset + i
-            retyped = _write(self._carried, value, self._type_of(i), journal)
-            if _write(self._order, value, self._makes_order(i), journal) or retyped:
+            retyped = _write(self.facts.carried, value, self._type_of(i), journal)
+            if _write(self.facts.order, value, self._makes_order(i), journal) or retyped:
                 changed.add(value)
                 for consumer in self.wiring.consumers[value]:
                     if consumer not in queued:

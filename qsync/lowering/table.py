@@ -9,7 +9,7 @@ on neighbourhoods, not on an assignment. They are freed with their graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from qsync.lowering import cast_rules as rule
 from qsync.lowering.lowered_graph import Run
-from qsync.lowering.numbering import GrowingRows, Ints, Numbered
+from qsync.lowering.numbering import Ints, Numbered
 from qsync.lowering.wiring import wiring
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
@@ -35,6 +35,31 @@ _OPERANDS_PER_KEY = 6  # operand types that fit into 63 bits beside the number o
 # images that lowering made channels-last, makes such images, and runs as traced since nothing is lowered.
 COMPUTES, COMPUTED, SAVES_LESS, SAVED, READS_ORDER, MAKES_ORDER, AS_TRACED = (1 << k for k in range(7))
 _FLAG_BITS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What lowering decides of every operator and value, as numbers that change in place.
+
+    By operator: its precision, and whether it saves less (with one more entry). By value: whether all readers
+    want it in 16 bits, whether it is in channels-last order, and the type that carries it.
+    """
+
+    precision: bytearray
+    less: bytearray
+    wanted: bytearray
+    order: bytearray
+    carried: bytearray
+
+    def copy(self) -> Facts:
+        """Return facts that change apart from these."""
+        every = (self.precision, self.less, self.wanted, self.order, self.carried)
+        return Facts(*(bytearray(held) for held in every))
+
+
+def as_array(held: bytearray) -> npt.NDArray[np.uint8]:
+    """Return facts as an array that shares their memory."""
+    return np.frombuffer(held, dtype=np.uint8)
 
 
 class Table:
@@ -69,7 +94,8 @@ class Table:
         self._surroundings = Numbered()
         self._neighbourhoods = [Numbered() for _ in self._floats]
         self.rows: list[Run] = []
-        self._taken = GrowingRows(max((len(operands) for operands in self.wiring.operands), default=0), -1)
+        width = max((len(operands) for operands in self.wiring.operands), default=0)
+        self._taken: Ints = np.zeros((0, width), dtype=np.int64)  # types in which rows take operands, or -1
         self._cast_sets = Numbered()
         self.cast_sets: list[tuple[int, ...]] = []
         self.kinds_by_set: Ints = np.zeros((0, 0), dtype=np.int64)  # the same, filled with -1
@@ -89,31 +115,16 @@ class Table:
         """Return an operator's properties for lowering and memory, except name and position."""
         op, follower = self.wiring.ops[i], self.wiring.epilogue[i]
         inputs = tuple(
-            (
-                entries[v].dtype,
-                entries[v].shape,
-                entries[v].requires_grad,
-                entries[v].channels_last,
-                v in parameters,
-                op.inputs.index(v),
-            )
-            for v in op.inputs
+            (e.dtype, e.shape, e.requires_grad, e.channels_last, v in parameters, op.inputs.index(v))
+            for v, e in ((v, entries[v]) for v in op.inputs)
         )
         kept = tuple((entries[v].dtype, entries[v].shape, entries[v].requires_grad) for v in op.kept)
-        computed = None if follower is None else self.wiring.ops[follower].kind
-        own = (op.kind, op.role, op.dtype, op.shape, op.requires_grad, op.magnitude, op.dropout, op.dilated)
         return (
-            own,
-            op.exposed,
-            op.copies,
-            op.channels_last,
-            op.splits,
-            op.derivative,
-            computed,
-            self.wiring.product[i] is None,
-            inputs,
-            kept,
-        )
+            op.kind, op.role, op.dtype, op.shape, op.requires_grad, op.magnitude, op.dropout, op.dilated,
+            op.exposed, op.copies, op.channels_last, op.splits, op.derivative,
+            None if follower is None else self.wiring.ops[follower].kind, self.wiring.product[i] is None,
+            inputs, kept,
+        )  # fmt: skip
 
     def _wire(self) -> None:
         """Store edges, sorted by the value read, float operands, and each operator's neighbours."""
@@ -189,7 +200,7 @@ class Table:
             varies[result] = own or (op.role is Role.FOLLOWING and any(varies[v] for v in wiring.floats[i]))
             if op.role is Role.FOLLOWING and not varies[result]:
                 carried[result] = self.type_of(i, [carried[value] for value in wiring.floats[i]])
-            lowers = any(self.makes_order[self.first_cell[i] :][: len(BY_NUMBER)])
+            lowers = any(self.makes_order[self.first_cell[i] : self.first_cell[i] + len(BY_NUMBER)])
             orders[result] = lowers or (self.passes_order[i] and orders[operands[0]])
             if varies[result] or orders[result]:
                 open_.append(i)
@@ -220,7 +231,7 @@ class Table:
         return found
 
     def saved_as(self, i: int, j: int, precision: Precision) -> str | None:
-        """Return the type in which an operator saves its `j`-th input; None if it saves only a cast of it."""
+        """Return the type in which an operator saves its `j`-th input for backward, if it is adjustable."""
         op, traced = self.wiring.ops[i], self.wiring.traced[self.wiring.operands[i][j]]
         if op.role is not Role.ADJUSTABLE:
             return None
@@ -248,26 +259,20 @@ class Table:
         ordered, as_traced = bool(flags & READS_ORDER), bool(flags & AS_TRACED)
         return Run(op.name, mode, (), output, form, ordered, as_traced=as_traced), taken
 
-    def computes(self, ops: Ints, precision: Ints, less: Ints) -> Bools:
+    def _computing(self, ops: Ints, facts: Facts) -> Bools:
         """Return whether operators compute their followers in their epilogues."""
-        found: Bools = self._computes[self.structure[ops] * len(BY_NUMBER) + precision[ops]]
-        return found & (less[self.epilogue[ops]] == 0)
+        found: Bools = self._computes[self.structure[ops] * len(BY_NUMBER) + as_array(facts.precision)[ops]]
+        return found & (as_array(facts.less)[self.epilogue[ops]] == 0)
 
     def rows_of(
-        self,
-        ops: Ints,
-        precision: Ints,
-        less: Ints,
-        carried: bytearray,
-        order: Ints,
-        nothing_lowered: bool,
-        is_saved: Callable[[int], bool],
+        self, ops: Ints, facts: Facts, nothing_lowered: bool, is_saved: Callable[[int], bool]
     ) -> Ints:
         """Return the numbers of the rows of some operators in their present neighbourhoods."""
-        types = np.frombuffer(carried + b"\0", dtype=np.uint8)
-        product = self.product[ops]
-        flags = self.computes(ops, precision, less) * COMPUTES
-        flags |= ((product >= 0) & self.computes(product, precision, less)) * COMPUTED
+        precision, less, order = map(as_array, (facts.precision, facts.less, facts.order))
+        carried, product = facts.carried, self.product[ops]
+        types = as_array(carried + b"\0")
+        flags = self._computing(ops, facts) * COMPUTES
+        flags |= ((product >= 0) & self._computing(product, facts)) * COMPUTED
         flags |= (less[ops] > 0) * SAVES_LESS
         for k in np.flatnonzero(less[ops]).tolist():
             flags[k] |= is_saved(int(ops[k])) * SAVED
@@ -283,26 +288,31 @@ class Table:
             for values in floats:
                 number = number << _TYPE_BITS | types[values[ops]]
             number, fresh = numbered(number)
-        for k in fresh:
-            self._ask(int(ops[k]), BY_NUMBER[int(precision[ops[k]])], carried, int(flags[k]))
+        if fresh:
+            new = [
+                self._ask(int(ops[k]), BY_NUMBER[precision[ops[k]]], carried, int(flags[k])) for k in fresh
+            ]
+            self._taken = np.concatenate((self._taken, np.array(new, dtype=np.int64)))
         return number
 
-    def _ask(self, i: int, precision: Precision, carried: bytearray, flags: int) -> None:
-        """Add the row of operator `i`'s neighbourhood."""
+    def _ask(self, i: int, precision: Precision, carried: bytearray, flags: int) -> list[int]:
+        """Add the row of operator `i`'s neighbourhood; return the types in which it takes operands."""
         names, wiring = self.type_names, self.wiring
         floats = [names[carried[value]] for value in wiring.floats[i]]
         run, taken = self.run_of(i, precision, floats, names[carried[self.offset + i]], flags)
         values = zip(wiring.operands[i], taken, strict=True)
         operands = tuple(names[carried[value]] if t is None else t for value, t in values)
         self.rows.append(replace(run, op="", operands=operands))
-        self._taken.add([-1 if t is None else self.type(t) for t in taken])
+        missing = [-1] * (self._taken.shape[1] - len(taken))
+        return [*(-1 if t is None else self.type(t) for t in taken), *missing]
 
-    def casts_of(self, values: Ints, rows: Ints, carried: Ints, order: Ints) -> Ints:
+    def casts_of(self, values: Ints, rows: Ints, facts: Facts) -> Ints:
         """Return the numbers of the sets of casts that some values need, from their readers' rows."""
+        carried, order = as_array(facts.carried), as_array(facts.order)
         count = self._num_edges[values]
         at = np.repeat(np.arange(len(values)), count)
         edge = np.arange(len(at)) - np.repeat(np.cumsum(count) - count - self._edge_start[values], count)
-        taken = self._taken.rows[rows[self._edge_op[edge]], self._edge_slot[edge]]
+        taken = self._taken[rows[self._edge_op[edge]], self._edge_slot[edge]]
         mask = np.zeros(len(values), dtype=np.int64)
         np.bitwise_or.at(mask, at, np.where(taken < 0, 0, 1 << np.maximum(taken, 0)))
         types = carried[values].astype(np.int64)

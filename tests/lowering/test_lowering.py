@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import fields
 
 import numpy as np
@@ -28,7 +29,7 @@ def state(lowering: Lowering) -> list[object]:
     held = (
         value for name, value in sorted(vars(lowering).items()) if name not in ("graph", "table", "wiring")
     )
-    return [list(value) if isinstance(value, (list, bytearray, np.ndarray)) else value for value in held]
+    return [value.tolist() if isinstance(value, np.ndarray) else deepcopy(value) for value in held]
 
 
 def nodes(lowered: LoweredGraph) -> list[tuple[object, ...]]:
