@@ -116,11 +116,11 @@ class Lowering:
 
     def mode(self, i: int) -> str:
         """Return the precision or type in which operator `i` runs."""
-        return self.table.rows[self.row[i]].mode
+        return self.table.rows[int(self.row[i])].mode
 
     def form(self, i: int) -> str:
         """Return the form in which operator `i` runs (see `Run.form`)."""
-        return self.table.rows[self.row[i]].form
+        return self.table.rows[int(self.row[i])].form
 
     def after_other(self, ops: Ints) -> Bools:
         """Return whether the products before products `ops` run in other precisions."""
@@ -160,7 +160,7 @@ class Lowering:
 
     def run(self, i: int) -> Run:
         """Return operator `i` as a `Run` node."""
-        found, at = self.table.rows[self.row[i]], np.array([i])
+        found, at = self.table.rows[int(self.row[i])], np.array([i])
         return Run(
             self.graph.ops[i].name, found.mode, found.operands, found.output, found.form, found.channels_last,
             bool(self.after_other(at)[0]), bool(self.before_other(at)[0]), found.as_traced,

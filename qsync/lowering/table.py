@@ -261,8 +261,9 @@ class Table:
 
     def _computing(self, ops: Ints, facts: Facts) -> Bools:
         """Return whether operators compute their followers in their epilogues."""
-        found: Bools = self._computes[self.structure[ops] * len(BY_NUMBER) + as_array(facts.precision)[ops]]
-        return found & (as_array(facts.less)[self.epilogue[ops]] == 0)
+        cells = self.structure[ops] * len(BY_NUMBER) + as_array(facts.precision)[ops]
+        found: Bools = self._computes[cells] & (as_array(facts.less)[self.epilogue[ops]] == 0)
+        return found
 
     def rows_of(
         self, ops: Ints, facts: Facts, nothing_lowered: bool, is_saved: Callable[[int], bool]
