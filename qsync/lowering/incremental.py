@@ -76,8 +76,10 @@ class Lowering:
         self.wiring = self.table.wiring
         self.position, self._offset = self.wiring.position, self.wiring.offset
         num_ops, num_values = len(graph.ops), self.wiring.num_values
-        sizes = (num_ops, num_ops + 1, num_values, num_values)
-        self.facts = Facts(*map(bytearray, sizes), bytearray(self.table.settled))
+        self.facts = Facts(
+            bytearray(num_ops), bytearray(num_ops + 1), bytearray(num_values), bytearray(num_values),
+            bytearray(self.table.settled),
+        )  # fmt: skip
         for name, precision in assignment.items():
             self.wiring.check(name, precision)
             self.facts.precision[self.position[name]] = NUMBER[precision]
