@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +10,10 @@ from typing import Any
 from qsync.allocator.block_levers import KEEP, Treatment
 from qsync.allocator.problem import ClassProblem, Problem
 from qsync.lowering.incremental import Change, Lowering
-from qsync.lowering.vectorized import Tabulated
 from qsync.operators.precision import EIGHT_BIT, Precision
 from qsync.predictor.memory.peak import Memory, peak_memory
 from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
 from qsync.replayer import ClassCosts, Work, starts_s, step_time
-from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +58,9 @@ class ClassState:
 
     def precision(self, op: str) -> Precision:
         """Return the current precision of an operator."""
-        return self.lowering.precision[self.lowering.position[op]]
+        return self.lowering.precision(self.lowering.position[op])
 
-    def changed(self, positions: Iterable[int]) -> None:
+    def changed(self, positions: Sequence[int]) -> None:
         """Update the prices of operators at these positions, and discard the cached memory peak."""
         self.costs.update(positions)
         self._peak_bytes = None
@@ -95,11 +93,13 @@ class ClassState:
         """Return `own_s` under another assignment, up to rounding, without changing the state."""
         part = self.part
         type_16bit = part.device_class.carried_16bit
-        lowered = Tabulated(part.graph, part.with_partners(assignment), type_16bit, part.saving_less)
-        priced = vectorized_costs_of(lowered, part.profile)
-        if priced.launches is not None:
-            return self._exchange.work(priced, part.device_class.name).total_s
-        return float(priced.forward_s.sum() + priced.backward_s.sum())
+        lowering = Lowering(part.graph, part.with_partners(assignment), type_16bit, part.saving_less)
+        costs = ClassCosts(lowering, part.profile)
+        return (
+            costs.total_s
+            if costs.launches is None
+            else self._exchange.work(costs, part.device_class.name).total_s
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -110,9 +110,7 @@ class ClassState:
 
     def bytes_at(self, when: int | None = None) -> tuple[int, int]:
         """Return (time of the step, bytes in use then, with margin); `when` None means the peak."""
-        assigned, type_16bit = self.lowering.assignment(), self.part.device_class.carried_16bit
-        lowered = Tabulated(self.part.graph, assigned, type_16bit, self.part.saving_less)
-        return vectorized_bytes_at(lowered, when=when, **self._of_memory)
+        return vectorized_bytes_at(self.lowering, when=when, **self._of_memory)
 
     def memory(self) -> Memory:
         """Return the memory at the peak, by use."""

@@ -92,7 +92,7 @@ def _fastest(
         for precision in up[group[0]][1:]:
             before_s = costs.total_s
             changes = [lowering.assign(op, precision) for op in group if precision in up[op]]
-            costs.update({i for change in changes for i in change.touched})
+            costs.update(sorted({i for change in changes for i in change.touched}))
             if not costs.total_s < before_s:
                 for change in reversed(changes):
                     lowering.undo(change)

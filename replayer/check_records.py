@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.lowering.incremental import Lowering
-from qsync.lowering.vectorized import Tabulated
 from qsync.operators.precision import Precision
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
@@ -14,7 +13,7 @@ from qsync.records.levers import ClassLevers
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, check_versions
 from qsync.records.save_less import ops_that_save_less
-from qsync.replayer.costs.vectorized_costs import VectorizedCosts, vectorized_costs_of
+from qsync.replayer.costs.class_costs import ClassCosts
 
 
 def costs_of_classes(
@@ -22,14 +21,11 @@ def costs_of_classes(
     plan: Plan | Mapping[str, Mapping[str, Precision]],
     profiles: Mapping[str, Profile],
     cluster: Cluster,
-) -> dict[str, VectorizedCosts]:
+) -> dict[str, ClassCosts]:
     """Return the costs of every class under a plan; raise if the records do not match."""
     return {
-        name: vectorized_costs_of(
-            Tabulated(profiles[name].graph_of(graph), assignment, cluster[name].carried_16bit, less),
-            profiles[name],
-        )
-        for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
+        name: ClassCosts(lowering, profiles[name])
+        for name, lowering in checked_lowerings(graph, plan, profiles, cluster).items()
     }
 
 

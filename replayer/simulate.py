@@ -15,7 +15,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
 from qsync.replayer.check_records import costs_of_classes
-from qsync.replayer.costs.vectorized_costs import VectorizedCosts
+from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.events import class_events
 from qsync.replayer.lazy_sequence import OnAccess
 from qsync.replayer.synchronous_step import LEAST_RATE, GradientExchange, Step, Work, steady_step, step_time
@@ -90,7 +90,7 @@ def replay(
             wait_s=wait,
             wait_fraction=wait / step.reduced_s if step.reduced_s > 0 else 0.0,
             memory_bytes=vectorized_bytes_at(
-                entry.lowered,
+                entry.lowering,
                 optimizer_bytes=profiles[name].optimizer_bytes,
                 optimizer_workspace=profiles[name].optimizer_workspace_bytes,
                 num_ranks=cluster.num_ranks,
@@ -98,7 +98,7 @@ def replay(
                 residuals=profiles[name].memory_residuals,
             )[1],
             num_ranks=cluster[name].count,
-            nodes=OnAccess(lambda entry=entry: entry.lowered.lowered().nodes),  # type: ignore[misc]
+            nodes=OnAccess(lambda entry=entry: entry.lowering.lowered().nodes),  # type: ignore[misc]
             origin=profiles[name].origin,
         )
     uncertainty = [entry.profile.uncertainty for entry in found.costs.values()]
@@ -116,7 +116,7 @@ class Simulation:
     """A steady step and its simulation's inputs; `works` and `step` have the order of `costs`."""
 
     exchange: GradientExchange
-    costs: Mapping[str, VectorizedCosts]
+    costs: Mapping[str, ClassCosts]
     works: Sequence[Work]
     step: Step
 
@@ -144,7 +144,7 @@ class Simulation:
             waits = min(blocked[c] - min(blocked), max(0.0, step.reduced_s - step.finished_s[c]))
             times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, waits)
             events += class_events(
-                name, entry.profile, entry.lowered.lowered(), copies, times, self.works[c].optimizer_s,
+                name, entry.profile, entry.lowering.lowered(), copies, times, self.works[c].optimizer_s,
                 exchange.launch_waits_s(entry), flights, self.rates(c),
             )  # fmt: skip
         return events

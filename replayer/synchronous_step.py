@@ -36,7 +36,6 @@ from qsync.replayer.communication import (
     gradient_bytes,
 )
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
-from qsync.replayer.costs.vectorized_costs import VectorizedCosts
 
 # At most MAX_STEPS steps are simulated, until start times change by at most STEADY of a step. Two steps
 # suffice unless a class still computes after the last all-reduce: it falls behind until all wait for it.
@@ -150,7 +149,7 @@ class GradientExchange:
         self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
         self._sizes = np.array([bucket.num_bytes for bucket in self.buckets], dtype=np.float64)
 
-    def work(self, costs: ClassCosts | VectorizedCosts, name: str = "") -> Work:
+    def work(self, costs: ClassCosts, name: str = "") -> Work:
         """Return the step of one class at full speed, with the copies to buckets in its backward.
 
         `name` is the class's name, if its profile belongs to another class.
@@ -191,9 +190,7 @@ class GradientExchange:
             found.append(max(0.0, toll.seconds(num_bytes)))
         return tuple(found)
 
-    def _launched_work(
-        self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts, is_one: bool
-    ) -> Work:
+    def _launched_work(self, costs: ClassCosts, launches: ClassCosts, is_one: bool) -> Work:
         """Return the step of a class whose host launches kernels that run one after the other.
 
         A kernel begins once it is launched and the previous kernel is done. So kernel k is done at
@@ -206,7 +203,7 @@ class GradientExchange:
         until_s = done_s[-3 : num_ops + 1 : -1] - lead_s
         return self._work(costs.profile, is_one, lead_s, until_s, total_s - lead_s, end_s - total_s)
 
-    def launch_waits_s(self, costs: ClassCosts | VectorizedCosts) -> FloatArray:
+    def launch_waits_s(self, costs: ClassCosts) -> FloatArray:
         """Return the seconds for which the device waits for a launch before each part of a step.
 
         The parts are those of `_parts_s`. The wait for the batch is excluded.
@@ -219,9 +216,7 @@ class GradientExchange:
         waits_s[waits_s < STEADY * done_s[-1]] = 0.0  # rounding errors
         return waits_s
 
-    def _kernels_and_done_s(
-        self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts
-    ) -> tuple[FloatArray, FloatArray]:
+    def _kernels_and_done_s(self, costs: ClassCosts, launches: ClassCosts) -> tuple[FloatArray, FloatArray]:
         """Return the seconds of each part's kernels, and the times at which they are done."""
         kernels_s, launched_s = self._parts_s(costs), self._parts_s(launches)
         launched_s[0] += costs.profile.loading_s
@@ -230,7 +225,7 @@ class GradientExchange:
         done_s += np.maximum.accumulate(np.cumsum(launched_s) - (done_s - kernels_s))
         return kernels_s, done_s
 
-    def _parts_s(self, costs: ClassCosts | VectorizedCosts) -> FloatArray:
+    def _parts_s(self, costs: ClassCosts) -> FloatArray:
         """Return the seconds of each part of a step, in order.
 
         The parts are loading and host, each operator's forward, the loss, each operator's backward, copies of

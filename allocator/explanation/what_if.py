@@ -17,7 +17,7 @@ from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.record_json import Record
 from qsync.replayer.communication import BUCKET_CAP_BYTES
-from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
+from qsync.replayer.costs.class_costs import ClassCosts, FloatArray, cast_cost, run_cost
 from qsync.replayer.explanation.critical_path import find_critical_path
 from qsync.replayer.slowdown import slowed
 from qsync.replayer.synchronous_step import GradientExchange, step_time
@@ -148,8 +148,8 @@ def _by_kind(costs: ClassCosts) -> dict[str, tuple[FloatArray, FloatArray]]:
     found: dict[str, tuple[FloatArray, FloatArray]] = {}
     for i, op in enumerate(lowering.graph.ops):
         casts = lowering.anchored_casts(i) + lowering.output_casts(i)
-        nodes = [(f"{op.kind} {lowering.mode(i)}", costs.run(i))]
-        nodes += [(f"cast {cast.source} to {cast.target}", costs.cast(cast)) for cast in casts]
+        nodes = [(f"{op.kind} {lowering.mode(i)}", run_cost(costs.profile, lowering.run(i), op))]
+        nodes += [(f"cast {cast.source} to {cast.target}", cast_cost(costs.profile, cast)) for cast in casts]
         for kind, cost in nodes:
             if kind not in found:
                 found[kind] = np.zeros(len(lowering.graph.ops)), np.zeros(len(lowering.graph.ops))

@@ -2,15 +2,15 @@
 
     seconds = sum over alternatives of running a node of (its price) x (its binary variable)
 
-The sums are exact: at every integer solution they equal replay's result for that assignment. The functions of
-lowering (`cast_rules`) decide how a node runs and which casts exist; no rule is repeated here. Further binary
-variables are conjunctions of choices: a value is carried in some type, its readers want 16 bits, or it is in
-channels_last order.
+The sums are exact: at every integer solution they equal replay's result for that assignment. The rows of the
+graph's table (`qsync.lowering.table`) say how a node runs and which casts exist; no rule is repeated here.
+Further binary variables are conjunctions of choices: a value is carried in some type, its readers want 16
+bits, or it is in channels_last order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,11 +29,11 @@ from qsync.allocator.solvers.milp_expressions import (
 from qsync.errors import MismatchError
 from qsync.lowering import cast_rules as rule
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.lowering.wiring import wiring
+from qsync.lowering.table import COMPUTED, COMPUTES, NUMBER, SAVED, SAVES_LESS, table
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision, keeps_weight_casts
 from qsync.operators.registry import FORMS, REPLACED
-from qsync.records.graph import Input, Op, OpGraph
+from qsync.records.graph import Input, OpGraph
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs.class_costs import cast_cost, run_cost
 from qsync.replayer.levers.apply import recomputing
@@ -69,7 +69,8 @@ class ClassModel:
         self.program = IntegerProgram()
         graph = part.graph
         self._captured, self._graph, self._part = captured, graph, part
-        self.wiring = wiring(graph)
+        self.table = table(graph)
+        self.wiring = self.table.wiring
         self._float16 = part.device_class.carried_16bit
         self._choose_levers()
         self.chosen: dict[str, dict[Precision, Sum]] = {}
@@ -89,6 +90,7 @@ class ClassModel:
         self.backward_s = [Sum() for _ in graph.ops]
         self._wanted = self._wanted_in_16_bit()
         self._in_16_bit: dict[tuple[int, Precision], Sum] = {}
+        self._result: dict[tuple[int, str], str] = {}  # type of an operator's result in a mode
         self._modes: list[Binaries] = []
         self.carried: list[Binaries] = [{traced: ONE} for traced in self.wiring.traced[: self.wiring.offset]]
         self._channels_last: list[Sum] = [ZERO] * self.wiring.offset
@@ -153,7 +155,7 @@ class ClassModel:
         asked = [False] * wiring.num_values
         for i, op in enumerate(ops):
             value = wiring.offset + i
-            if op.role is Role.ADJUSTABLE and any(self._depends(op, p) for p in self.chosen[op.name]):
+            if op.role is Role.ADJUSTABLE and any(self._depends(i, p) for p in self.chosen[op.name]):
                 asked[value] = True
             if asked[value]:
                 for reader in wiring.consumers[value]:
@@ -161,76 +163,77 @@ class ClassModel:
         wanted: dict[int, Sum] = {}
         for value in reversed(range(wiring.num_values)):
             if asked[value]:
-                readers = wiring.consumers[value]
-                found = [self._wants_16_bit(i, value, wanted) for i in readers]
+                readers = self.table.wanting.get(value)
+                found = [self._wants_16_bit(i, slots, wanted) for i, slots in readers or ()]
                 wanted[value] = self.program.all_of(found) if readers else ZERO
         return wanted
 
-    def _wants_16_bit(self, i: int, value: int, wanted: Mapping[int, Sum]) -> Sum:
-        op, wiring = self._graph.ops[i], self.wiring
-        if op.role is not Role.ADJUSTABLE:
-            return wanted[wiring.offset + i] if wiring.passes_16bit_on[i] else ZERO
-        slots = [j for j, operand in enumerate(wiring.operands[i]) if operand == value]
-        traced = wiring.traced[value]
-        return total(
-            binary
-            for p, binary in self.chosen[op.name].items()
-            if all(rule.takes_16bit(rule.taken_type(op, j, traced, p, str(p))) for j in slots)
-        )
+    def _wants_16_bit(self, i: int, slots: int, wanted: Mapping[int, Sum]) -> Sum:
+        if not slots:
+            return wanted[self.wiring.offset + i]
+        chosen = self.chosen[self._graph.ops[i].name].items()
+        return total(binary for p, binary in chosen if not slots & self.table.wide_slots[self._cell(i, p)])
 
-    def _depends(self, op: Op, precision: Precision) -> bool:
+    def _cell(self, i: int, precision: Precision) -> int:
+        return self.table.first_cell[i] + NUMBER[precision]
+
+    def _outputs(self, i: int, precision: Precision) -> tuple[str, str]:
+        """Return the types of an adjustable operator's result: else, and if all readers want 16 bits."""
+        plain, wanted = self.table.outputs(self._float16)[self._cell(i, precision)]
+        return self.table.type_names[plain], self.table.type_names[wanted]
+
+    def _depends(self, i: int, precision: Precision) -> bool:
         """Return whether an operator's output type depends on readers that want 16 bits."""
-        return self._output(op, precision, False) != self._output(op, precision, True)
-
-    def _output(self, op: Op, precision: Precision, wanted: bool) -> str:
-        return rule.output_of(op, precision, str(precision), self._float16, wanted)
+        plain, wanted = self._outputs(i, precision)
+        return plain != wanted
 
     def _lower(self, i: int) -> None:
         """Add variables for the modes, output types and channels_last order of operator i."""
         op, operands = self._graph.ops[i], self.wiring.operands[i]
-        first = self._channels_last[operands[0]] if operands else ZERO
+        first = self._channels_last[operands[0]] if self.table.passes_order[i] else ZERO
+        carried: Binaries = {}
+        channels_last = first
         if op.role is Role.ADJUSTABLE:
-            self._modes.append({str(p): binary for p, binary in self.chosen[op.name].items()})
-            carried: Binaries = {}
+            modes = {str(p): binary for p, binary in self.chosen[op.name].items()}
             for precision in self.chosen[op.name]:
                 for output, binary in self._output_types(i, precision):
                     carried.setdefault(output, Sum()).add(binary)
+            makes = self.table.makes_order
             alone, passing = (
-                total(b for p, b in self.chosen[op.name].items() if rule.makes_channels_last(op, p, ordered))
-                for ordered in (False, True)
+                total(b for p, b in self.chosen[op.name].items() if makes[self._cell(i, p)] or so)
+                for so in (False, self.table.passes_order[i])
             )
             through = self.program.all_of([difference(passing, alone), first])
             channels_last = total([alone, through])
         else:
-            modes = self._widest(op, [self.carried[value] for value in self.wiring.floats[i]])
-            self._modes.append(modes)
-            carried = {}
+            modes = self._widest(i, [self.carried[value] for value in self.wiring.floats[i]])
             for mode, binary in modes.items():
-                output = rule.output_of(op, Precision.FP32, mode, self._float16, False)
-                carried.setdefault(output, Sum()).add(binary)
-            channels_last = first if rule.makes_channels_last(op, Precision.FP32, True) else ZERO
+                carried.setdefault(self._result[i, mode], Sum()).add(binary)
+        self._modes.append(modes)
         self.carried.append(carried)
         self._channels_last.append(channels_last)
 
     def _output_types(self, i: int, precision: Precision) -> Iterator[tuple[str, Sum]]:
         """Yield (output type, binary variable) of an operator in one precision."""
         op = self._graph.ops[i]
-        binary, output = self.chosen[op.name][precision], self._output(op, precision, False)
-        if not self._depends(op, precision):
+        binary, (output, in_16bit) = self.chosen[op.name][precision], self._outputs(i, precision)
+        if output == in_16bit:
             yield output, binary
             return
         if (i, precision) not in self._in_16_bit:
             wanted = self._wanted[self.wiring.offset + i]
             self._in_16_bit[i, precision] = self.program.all_of([binary, wanted])
-        in_16_bit = self._in_16_bit[i, precision]
-        yield output, difference(binary, in_16_bit)
-        yield self._output(op, precision, True), in_16_bit
+        both = self._in_16_bit[i, precision]
+        yield output, difference(binary, both)
+        yield in_16bit, both
 
-    def _widest(self, op: Op, inputs: Sequence[Binaries]) -> Binaries:
+    def _widest(self, i: int, inputs: Sequence[Binaries]) -> Binaries:
         """Return the binary variables of a following operator's modes, the widest type of its inputs."""
 
-        def mode(types: Iterable[str]) -> str:
-            return rule.mode_of(op, Precision.FP32, types)
+        def mode(types: list[str]) -> str:
+            run, _ = self.table.run_of(i, Precision.FP32, types)
+            self._result[i, run.mode] = run.output
+            return run.mode
 
         settled = [next(iter(binaries)) for binaries in inputs if len(binaries) == 1]
         open_ = [binaries for binaries in inputs if len(binaries) > 1]
@@ -278,61 +281,59 @@ class ClassModel:
             self.forward_s[after].add(alike, -price.forward_s)
 
     def _alternatives(self, i: int) -> Iterator[Alternative]:
-        op, ops = self._graph.ops[i], self._graph.ops
+        op, ops, cells = self._graph.ops[i], self._graph.ops, self.table.may_compute
         product, follower = self.wiring.product[i], self.wiring.epilogue[i]
         if op.role is Role.ADJUSTABLE:
             for precision in self.chosen[op.name]:
-                able = follower is not None and rule.computes_follower(op, precision, False)
+                able = cells[self._cell(i, precision)]
                 is_less = self._less[follower] if able and follower is not None else ZERO
                 for output, binary in self._output_types(i, precision):
-                    taken = self._taken(i, precision, str(precision))
                     for saves_less, binary_so in self._split(binary, is_less):
-                        computed = ops[follower].kind if able and not saves_less else None  # type: ignore[index]
-                        form = rule.run_form_of(op, computed, False, False, lambda: False)
-                        yield Alternative(str(precision), output, form, taken, binary_so)
+                        flags = COMPUTES * (able and not saves_less)
+                        yield self._alternative(i, str(precision), output, flags, binary_so)
             return
         computed_there = ZERO
         if product is not None:
-            chosen = self.chosen[ops[product].name].items()
             computed_there = total(
-                binary for p, binary in chosen if rule.computes_follower(ops[product], p, False)
+                binary
+                for p, binary in self.chosen[ops[product].name].items()
+                if cells[self._cell(product, p)]
             )
         is_less = self._less[i]
         is_saved = (
             ZERO if is_less.settled and not is_less.constant else self._is_saved(self.wiring.offset + i)
         )
         for mode, binary in self._modes[i].items():
-            output = rule.output_of(op, Precision.FP32, mode, self._float16, False)
-            taken = self._taken(i, Precision.FP32, mode)
             for saves_less, binary_there in self._split(binary, is_less):
                 by = computed_there
                 if saves_less:
                     by = is_saved if len(set(FORMS[op.kind])) > 1 else ZERO
-                for flag, binary_so in self._split(binary_there, by):
-                    is_computed, saved = flag and not saves_less, flag and saves_less
-                    form = rule.run_form_of(op, None, is_computed, saves_less, lambda saved=saved: saved)  # type: ignore[misc]
-                    yield Alternative(mode, output, form, taken, binary_so)
+                for so, binary_so in self._split(binary_there, by):
+                    flags = (SAVED if saves_less else COMPUTED) * so + SAVES_LESS * saves_less
+                    yield self._alternative(i, mode, self._result[i, mode], flags, binary_so)
+
+    def _alternative(self, i: int, mode: str, output: str, flags: int, binary: Sum) -> Alternative:
+        """Return the row of the table in which operator `i` runs so."""
+        run, taken = self._row(i, mode, output, flags)
+        return Alternative(run.mode, run.output, run.form, tuple(taken), binary)
+
+    def _row(self, i: int, mode: str, output: str = "", flags: int = 0) -> tuple[Run, list[str | None]]:
+        is_adjustable = self._graph.ops[i].role is Role.ADJUSTABLE
+        floats = [mode] if self.wiring.floats[i] else []
+        return self.table.run_of(
+            i, Precision(mode) if is_adjustable else Precision.FP32, floats, output, flags
+        )
 
     def _is_saved(self, value: int) -> Sum:
         """Return a variable: 1 if some operator saves the value, or a view of it, without a cast."""
-        wiring, found = self.wiring, list[Sum]()
-        for i, j, at in wiring.storage_readers(value):
+        found = list[Sum]()
+        for i, j, at in self.wiring.storage_readers(value):
             op = self._graph.ops[i]
             for p, binary in self.chosen[op.name].items() if op.role is Role.ADJUSTABLE else ():
-                taken = rule.taken_type(op, j, wiring.traced[at], p, str(p))
-                found += [
-                    self.program.all_of([binary, carried_so])
-                    for carried, carried_so in self.carried[at].items()
-                    if rule.saves_operand(op, j, taken, carried)
-                ]
+                carried_so = self.carried[at].get(self.table.saved_as(i, j, p) or "")
+                if carried_so is not None:
+                    found.append(self.program.all_of([binary, carried_so]))
         return self.program.any_of(found)
-
-    def _taken(self, i: int, precision: Precision, mode: str) -> tuple[str | None, ...]:
-        op, traced = self._graph.ops[i], self.wiring.traced
-        return tuple(
-            rule.taken_type(op, j, traced[value], precision, mode)
-            for j, value in enumerate(self.wiring.operands[i])
-        )
 
     def _split(self, binary: Sum, by: Sum) -> list[tuple[bool, Sum]]:
         """Split a binary variable into two by another: conjunctions with its being 0, and 1."""
@@ -416,20 +417,16 @@ class ClassModel:
         With `last`, leave out the readers after this operator.
         """
         found: dict[str, list[Sum]] = {}
-        traced = self.wiring.traced[value]
         for i in self.wiring.consumers[value]:
             if last is not None and i > last:
                 continue
-            op = self._graph.ops[i]
-            for j, operand in enumerate(self.wiring.operands[i]):
-                if operand != value:
-                    continue
+            slots = [j for j, operand in enumerate(self.wiring.operands[i]) if operand == value]
+            of_mode = [(self._row(i, mode)[1], binary) for mode, binary in self._modes[i].items()]
+            for j in slots:
                 by_type: dict[str, Sum] = {}
-                for mode, binary in self._modes[i].items():
-                    precision = Precision(mode) if op.role is Role.ADJUSTABLE else Precision.FP32
-                    taken = rule.taken_type(op, j, traced, precision, mode)
-                    if taken is not None:
-                        by_type.setdefault(taken, Sum()).add(binary)
-                for taken, binary in by_type.items():
-                    found.setdefault(taken, []).append(binary)
+                for taken, binary in of_mode:
+                    if (type_name := taken[j]) is not None:
+                        by_type.setdefault(type_name, Sum()).add(binary)
+                for type_name, binary in by_type.items():
+                    found.setdefault(type_name, []).append(binary)
         return found

@@ -1,6 +1,6 @@
 """The memory peak of a lowered graph by array lookups: a fast form of `peak`, equal to the byte.
 
-The tensors of an operator and of a value depend on the neighbourhoods (`qsync.lowering.vectorized`) of the
+The tensors of an operator and of a value depend on the neighbourhoods (`qsync.lowering.table`) of the
 operators that compute and read them. `lifetimes` computes each distinct case once. A case is stored as
 allocated and freed bytes at times relative to the value's first operator, so it applies wherever it occurs in
 the graph. Nothing of an assignment is stored. With recomputed blocks, tensors live twice at absolute times,
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast
-from qsync.lowering.vectorized import Tables, Tabulated, tables
+from qsync.lowering.table import Table, table
 from qsync.operators.precision import Precision
 from qsync.operators.registry import declared
 from qsync.predictor.memory.layout import Layout, layout
@@ -42,7 +43,7 @@ class VectorizedPeak:
 
     def __init__(self, graph: OpGraph, device: str, in_buckets: bool) -> None:
         self.layout: Layout = layout(graph)
-        self.tables: Tables = tables(graph)
+        self.table: Table = table(graph)
         self.device, self.in_buckets = device, in_buckets
         self.throughout = bytes_throughout(graph)
         self._num_ops = len(graph.ops)
@@ -68,8 +69,7 @@ class VectorizedPeak:
         self._aspects: Ints = np.zeros((0, 0), dtype=np.int64)
         self._aspect_numbers: dict[Any, int] = {}
         views: dict[tuple[int, ...], int] = {(): 0}
-        users: list[int] = []
-        view_of: list[int] = []
+        users, view_of = list[int](), list[int]()
         bounds, bases = [0], []
         groups: list[tuple[str | int, list[int]]] = [*layout.users.items()]
         if layout.recomputed:  # an operator's residuals depend on the preceding product
@@ -98,18 +98,18 @@ class VectorizedPeak:
         first = layout.position.get(root)
         entered = None
         if first is None:
-            value = self.tables.wiring.inputs[self.tables.wiring.number[root]]
+            value = self.table.wiring.inputs[self.table.wiring.number[root]]
             entry = layout.entered.get(root)
             enters = None if entry is None else (entry, base)
             entered = (value.kind, value.dtype, value.shape, value.channels_last, enters)
         # The backward of an activation runs with its product's, whose position may be 0.
-        starts = not base or any(self.tables.wiring.product[i] == 0 for i in users)
+        starts = not base or any(self.table.wiring.product[i] == 0 for i in users)
         ends = starts or any(layout.ops[i].kind == "output" for i in users)
         return entered, base if ends else None, tuple(self._part(root, i, base) for i in users)
 
     def _part(self, root: str, i: int, base: int) -> Any:
         """Return a key of operator `i`'s relation to a value, independent of its run."""
-        op, layout, product = self.layout.ops[i], self.layout, self.tables.wiring.product[i]
+        op, layout, product = self.layout.ops[i], self.layout, self.table.wiring.product[i]
         own = [
             (j, layout.position.get(value, base - 1) - base)
             for j, value in enumerate((*op.inputs, *op.kept))
@@ -120,7 +120,7 @@ class VectorizedPeak:
             places = [layout.position.get(layout.root[value], -1) for value in op.inputs]
             order = tuple(sorted(set(places)).index(place) for place in places)
         epilogue_of = None if product is None else product - base
-        structure = int(self.tables.structure[i])
+        structure = int(self.table.structure[i])
         return structure, i - base, layout.root[op.name] == root, tuple(own), order, epilogue_of
 
     def _view(self, root: str | int, i: int) -> tuple[int, ...]:
@@ -138,10 +138,10 @@ class VectorizedPeak:
         saves = tuple((j in saved.inputs, values[j] in saved.indices) for j in view)
         return taken, saves  # the product's own neighbourhood shows epilogues
 
-    def _aspects_now(self, lowered: Tabulated, lives: Lifetimes) -> Ints:
+    def _aspects_now(self, lowered: Lowering, lives: Lifetimes) -> Ints:
         """Return, for each user of a storage group, the number of its aspect (see `_aspect`)."""
-        numbers = lowered.neighbourhood[self._users]
-        missing = len(self.tables.runs) - self._aspects.shape[1]
+        numbers = lowered.row[self._users]
+        missing = len(self.table.rows) - self._aspects.shape[1]
         if missing > 0:
             more = np.full((len(self._views), 2 * missing), -1)
             had = self._aspects if len(self._aspects) else np.zeros((len(self._views), 0), dtype=np.int64)
@@ -162,7 +162,7 @@ class VectorizedPeak:
 
     def bytes_at(
         self,
-        lowered: Tabulated,
+        lowered: Lowering,
         optimizer_bytes: int,
         optimizer_workspace: int = 0,
         residuals: MemoryResiduals | None = None,
@@ -177,10 +177,10 @@ class VectorizedPeak:
         margin = margin_bytes(self.device, most, recomputed, corrected)
         return when, optimizer_bytes + self.throughout + most + margin
 
-    def in_use(self, lowered: Tabulated, residuals: MemoryResiduals | None = None) -> Ints:
+    def in_use(self, lowered: Lowering, residuals: MemoryResiduals | None = None) -> Ints:
         """Return the bytes of temporary tensors at each time of the step."""
         change = np.zeros(self.layout.last + 2, dtype=np.int64)
-        wiring, recomputed = self.tables.wiring, self.layout.recomputed is not None
+        wiring, recomputed = self.table.wiring, self.layout.recomputed is not None
 
         def casts(value: str) -> list[tuple[int, Cast]]:
             number = wiring.number[value]
@@ -201,12 +201,12 @@ class VectorizedPeak:
         found: Ints = change.cumsum()
         return found
 
-    def _rows_of(self, residuals: MemoryResiduals, lowered: Tabulated) -> Ints:
+    def _rows_of(self, residuals: MemoryResiduals, lowered: Lowering) -> Ints:
         return self._residuals.of(residuals, lambda: _ResidualRows(self.layout, residuals)).of(lowered)
 
-    def _add_ops(self, change: Ints, lowered: Tabulated, lives: Lifetimes) -> None:
-        numbers = lowered.neighbourhood
-        self._op_bytes += [None] * (len(self.tables.runs) - len(self._op_bytes))
+    def _add_ops(self, change: Ints, lowered: Lowering, lives: Lifetimes) -> None:
+        numbers = lowered.row
+        self._op_bytes += [None] * (len(self.table.rows) - len(self._op_bytes))
         new = [n for n in np.unique(numbers).tolist() if self._op_bytes[n] is None]
         for number in new:
             i = int(np.flatnonzero(numbers == number)[0])
@@ -234,7 +234,7 @@ class VectorizedPeak:
             found[times[span.birth, span.death]] += span.num_bytes
         return found[0], found[1], found[2], found[3]
 
-    def _add_groups(self, change: Ints, lowered: Tabulated, lives: Lifetimes) -> None:
+    def _add_groups(self, change: Ints, lowered: Lowering, lives: Lifetimes) -> None:
         aspects = self._aspects_now(lowered, lives).astype("<u4").tobytes()
         numbers = [known.get(aspects[at], -1) for known, at in zip(self._cases, self._slices, strict=True)]
         if -1 in numbers:
@@ -299,9 +299,9 @@ class _ResidualRows:
         )
         self._product = np.array(layout.product, dtype=np.int64)
 
-    def of(self, lowered: Tabulated) -> Ints:
+    def of(self, lowered: Lowering) -> Ints:
         """Return the residual bytes (saved, forward, backward) of every operator under an assignment."""
-        found: Ints = self._rows[lowered.precision[self._product], np.arange(len(self._product))]
+        found: Ints = self._rows[lowered.numbers[self._product], np.arange(len(self._product))]
         return found
 
 
@@ -309,7 +309,7 @@ _PEAKS: IdentityCache[IdentityCache[dict[tuple[str, bool], VectorizedPeak]]] = I
 
 
 def vectorized_bytes_at(
-    lowered: Tabulated,
+    lowered: Lowering,
     *,
     optimizer_bytes: int = 0,
     optimizer_workspace: int = 0,
@@ -322,7 +322,7 @@ def vectorized_bytes_at(
 
     `when` None means the time of the peak, at which the bytes are `peak_memory(...).peak_bytes`.
 
-    >>> vectorized_bytes_at(Tabulated(graph, assignment), optimizer_bytes=profile.optimizer_bytes)
+    >>> vectorized_bytes_at(Lowering(graph, assignment), optimizer_bytes=profile.optimizer_bytes)
     """
     graph, key = lowered.graph, (device, num_ranks > 1)
     # The cases of graphs with recomputed blocks include residuals.

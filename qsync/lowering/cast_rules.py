@@ -25,7 +25,7 @@ The rules in full:
 - A following operator that is to save less saves its result for backward if an adjustable consumer saves this
   same tensor anyway; else it saves bits or 8-bit codes (`qsync.operators.registry.FORMS`).
 
-`incremental` and `vectorized` apply these functions to whole graphs; no other module decides about casts.
+`table` applies these functions to the neighbourhoods of a graph; all other modules read its rows.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def run_form_of(
     return beside_saved if is_saved() else alone
 
 
-def saves_operand(op: Op, j: int, taken: str | None, carried: str) -> bool:
-    """Return whether an operator saves its `j`-th input for backward in its carried type."""
+def saves_operand(op: Op, j: int) -> bool:
+    """Return whether an operator saves its `j`-th input for backward, in the type in which it takes it."""
     if op.role is not Role.ADJUSTABLE or not op.requires_grad:
         return False
     saved = PRODUCTS[op.kind].saved
-    return (saved is None or j in saved) and taken == carried
+    return saved is None or j in saved

@@ -1,40 +1,38 @@
-"""Lowering of one operator at a time: re-lower only its neighbourhood, and undo exactly.
+"""Lowering of an assignment: each operator's row of the graph's table, and each value's casts.
 
 lower(graph, assignment) -> LoweredGraph
+
+A change of one operator looks up its neighbourhood again, and can be undone exactly. Two properties pass
+along chains, one operator at a time: types forward through following operators (and with them the memory
+order of images), and the demand for 16 bits backward. The rest depends on neighbours alone (`Table`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from qsync.lowering.cast_rules import (
-    computes_follower,
-    makes_channels_last,
-    mode_of,
-    needed_casts,
-    output_of,
-    run_form_of,
-    taken_type,
-    takes_16bit,
-)
+import numpy as np
+import numpy.typing as npt
+
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
-from qsync.lowering.wiring import wiring
+from qsync.lowering.numbering import Ints
+from qsync.lowering.table import BY_NUMBER, NUMBER, Bools, Facts, as_array, table
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
-from qsync.operators.registry import REPLACED
+from qsync.operators.registry import EPILOGUES
 from qsync.records.graph import OpGraph
 
-# One undoable write to a list: the list, the index, and the old value.
-_Write = tuple[list[Any], int, Any]
+# One undoable write: the list or array, the index, and the old value.
+_Write = tuple[Any, Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The effect of one `Lowering.assign`: changed nodes and casts, and data to undo it."""
+    """The effect of one `Lowering.assign`: operators with other nodes or casts, and data to undo it."""
 
     touched: tuple[int, ...]
     journal: tuple[_Write, ...]
@@ -60,7 +58,11 @@ def lower(
 
 
 class Lowering:
-    """The lowered graph of an assignment, updated one operator at a time."""
+    """The lowered graph of an assignment, updated one operator at a time.
+
+    `row[i]` is the number of operator `i`'s row in `Table.rows`, and `cast_set[value]` that of a value's
+    casts in `Table.cast_sets`.
+    """
 
     def __init__(
         self,
@@ -69,28 +71,30 @@ class Lowering:
         carried_16bit: str | None = "bf16",
         saving_less: Collection[str] = (),
     ) -> None:
-        self.graph = graph
-        self.carried_16bit = carried_16bit
-        self.wiring = wiring(graph)
-        self.position = self.wiring.position
-        self.anchored = self.wiring.anchored
-        for name in assignment:
-            self.wiring.check(name, assignment[name])
+        self.graph, self.carried_16bit = graph, carried_16bit
+        self.table = table(graph)
+        self.wiring = self.table.wiring
+        self.position, self._offset = self.wiring.position, self.wiring.offset
+        num_ops, num_values = len(graph.ops), self.wiring.num_values
+        self.facts = Facts(
+            bytearray(num_ops), bytearray(num_ops + 1), bytearray(num_values), bytearray(num_values),
+            bytearray(self.table.settled),
+        )  # fmt: skip
+        for name, precision in assignment.items():
+            self.wiring.check(name, precision)
+            self.facts.precision[self.position[name]] = NUMBER[precision]
         for name in saving_less:
             self.wiring.check_saving(name)
-        self.precision = [assignment.get(op.name, Precision.FP32) for op in graph.ops]
-        self._offset = self.wiring.offset
-        self._wanted_16bit = [False] * self.wiring.num_values
-        self._mode = ["fp32"] * len(graph.ops)
-        self._carried = list(self.wiring.traced)
-        self.casts: list[tuple[str, ...]] = [()] * self.wiring.num_values
-        self._saves_less = [False] * len(graph.ops)
-        for name in saving_less:
-            self._saves_less[self.position[name]] = True
-        self._form = ["plain"] * len(graph.ops)
-        self._num_lowered = [sum(p is not Precision.FP32 for p in assignment.values())]
-        self._channels_last = [False] * self.wiring.num_values
-        self._lower_everything()
+            self.facts.less[self.position[name]] = True
+        self._num_lowered = [num_ops - self.facts.precision.count(0)]
+        self._outputs = self.table.outputs(carried_16bit)
+        for value in self.table.wanting:
+            self.facts.wanted[value] = self._is_wanted(value)
+        for i in self.table.open:
+            self.facts.carried[self._offset + i] = self._type_of(i)
+            self.facts.order[self._offset + i] = self._makes_order(i)
+        self.row = self._rows_of(np.arange(num_ops))
+        self.cast_set = self._casts_of(np.arange(num_values))
 
     def copy(self, carried_16bit: str | None) -> Lowering:
         """Return a copy of this lowering for a device with this 16-bit float.
@@ -98,74 +102,88 @@ class Lowering:
         The 16-bit float may differ only if no operator currently returns one.
         """
         other = copy(self)
-        other.carried_16bit = carried_16bit
-        other.precision, other.casts = list(self.precision), list(self.casts)
-        other._wanted_16bit = list(self._wanted_16bit)
-        other._mode, other._carried = list(self._mode), list(self._carried)
-        other._form, other._channels_last = list(self._form), list(self._channels_last)
-        other._num_lowered = list(self._num_lowered)
+        other.carried_16bit, other._outputs = carried_16bit, self.table.outputs(carried_16bit)
+        other.facts, other._num_lowered = self.facts.copy(), list(self._num_lowered)
+        other.row, other.cast_set = self.row.copy(), self.cast_set.copy()
         return other
+
+    def precision(self, i: int) -> Precision:
+        """Return the precision of operator `i`; FP32 for operators that are not adjustable."""
+        return BY_NUMBER[self.facts.precision[i]]
+
+    @property
+    def numbers(self) -> npt.NDArray[np.uint8]:
+        """Return the precisions of all operators, as positions among all precisions."""
+        return as_array(self.facts.precision)
 
     def mode(self, i: int) -> str:
         """Return the precision or type in which operator `i` runs."""
-        return self._mode[i]
+        return self.table.rows[int(self.row[i])].mode
 
     def form(self, i: int) -> str:
         """Return the form in which operator `i` runs (see `Run.form`)."""
-        return self._form[i]
+        return self.table.rows[int(self.row[i])].form
 
-    def channels_last(self, i: int) -> bool:
-        """Return whether operator `i` reads images that lowering made channels-last."""
-        return any(self._channels_last[value] for value in self.wiring.operands[i])
+    def after_other(self, ops: Ints) -> Bools:
+        """Return whether the products before products `ops` run in other precisions."""
+        return self._differ(ops, self.table.before[ops])
 
-    def after_other(self, i: int) -> bool:
-        """Return whether the product before product `i` runs in another precision."""
-        before = self.wiring.before[i]
-        return before is not None and self._mode[before] != self._mode[i]
+    def before_other(self, ops: Ints) -> Bools:
+        """Return whether the products after products `ops` run in other precisions."""
+        return self._differ(ops, self.table.after[ops])
 
-    def before_other(self, i: int) -> bool:
-        """Return whether the product after product `i` runs in another precision."""
-        after = self.wiring.after[i]
-        return after is not None and self._mode[after] != self._mode[i]
-
-    def as_traced(self, i: int) -> bool:
-        """Return whether operator `i` runs torch's own kernel because no product is lowered."""
-        return not self._num_lowered[0] and self.graph.ops[i].kind in REPLACED
-
-    def output(self, i: int) -> str:
-        """Return the type of the result of operator `i`."""
-        return self._carried[self._offset + i]
+    def _differ(self, ops: Ints, others: Ints) -> Bools:
+        found: Bools = (others >= 0) & (self.numbers[ops] != self.numbers[others])
+        return found
 
     def computed_by(self, i: int) -> str | None:
         """Return the operator that operator `i` currently computes in its epilogue, if any."""
         follower = self.wiring.epilogue[i]
-        return self.graph.ops[follower].name if follower is not None and self._computes(i) else None
+        computes = follower is not None and self.form(i) in EPILOGUES
+        return self.graph.ops[follower].name if computes else None  # type: ignore[index]
 
     def output_casts(self, i: int) -> list[Cast]:
         """Return the casts right after operator `i`."""
-        return self._casts_of(self._offset + i)
+        return self.casts(self._offset + i)
 
     def anchored_casts(self, i: int) -> list[Cast]:
         """Return the casts of graph inputs right before operator `i`."""
-        return [cast for value in self.anchored[i] for cast in self._casts_of(value)]
+        return [cast for value in self.wiring.anchored[i] for cast in self.casts(value)]
+
+    def casts(self, value: int) -> list[Cast]:
+        """Return the casts of a value, by its number."""
+        entry, kinds = self.wiring.entries[value], self.table.cast_kinds
+        return [
+            Cast(entry.name, source, target, entry.num_elements, entry.kind == "parameter", channels_last)
+            for source, target, channels_last in map(
+                kinds.__getitem__, self.table.cast_sets[self.cast_set[value]]
+            )
+        ]
 
     def run(self, i: int) -> Run:
         """Return operator `i` as a `Run` node."""
-        operands = tuple(
-            self._carried[value] if (taken := self._taken(i, j)) is None else taken
-            for j, value in enumerate(self.wiring.operands[i])
-        )
-        name = self.graph.ops[i].name
+        found, at = self.table.rows[int(self.row[i])], np.array([i])
         return Run(
-            name, self._mode[i], operands, self.output(i), self._form[i], self.channels_last(i),
-            self.after_other(i), self.before_other(i), self.as_traced(i),
+            self.graph.ops[i].name, found.mode, found.operands, found.output, found.form, found.channels_last,
+            bool(self.after_other(at)[0]), bool(self.before_other(at)[0]), found.as_traced,
         )  # fmt: skip
 
     def assignment(self) -> dict[str, Precision]:
         """Return the current assignment: every adjustable operator with its precision."""
         return {
-            op.name: self.precision[i] for i, op in enumerate(self.graph.ops) if op.role is Role.ADJUSTABLE
+            op.name: self.precision(i) for i, op in enumerate(self.graph.ops) if op.role is Role.ADJUSTABLE
         }
+
+    def casts_at(self, ops: Ints) -> tuple[Ints, Ints]:
+        """Return all casts next to operators, in order: the numbers of their values and `cast_kinds`."""
+        if len(ops) < len(self.graph.ops):
+            anchored = self.wiring.anchored
+            values = np.array([v for i in ops.tolist() for v in (*anchored[i], self._offset + i)])
+        else:
+            values = np.flatnonzero(self.table.owner >= 0)
+        kinds = self.table.kinds_by_set[self.cast_set[values]]
+        where, places = np.nonzero(kinds >= 0)
+        return values[where], kinds[where, places]
 
     def lowered(self) -> LoweredGraph:
         """Return the current lowered graph."""
@@ -175,32 +193,25 @@ class Lowering:
         return LoweredGraph(self.graph, tuple(nodes))
 
     def assign(self, name: str, precision: Precision) -> Change:
-        """Give one operator another precision and re-lower only its neighbourhood."""
+        """Give one operator another precision and look up only its neighbourhood again."""
         self.wiring.check(name, precision)
-        i = self.position[name]
-        journal: list[_Write] = []
-        touched = {i} | {j for j in (self.wiring.before[i], self.wiring.after[i]) if j is not None}
-        was_lowered = self._num_lowered[0]
-        is_lowered = was_lowered + (self.precision[i] is Precision.FP32) - (precision is Precision.FP32)
-        self._write(self._num_lowered, 0, is_lowered, journal)
-        if not (was_lowered and is_lowered):
-            touched |= set(self.wiring.replaced)
-        self._write(self.precision, i, precision, journal)
-        changed_outputs = self._propagate_16bit_wants(self.wiring.operands[i], journal)
-        changed_values = self._propagate_types([i, *changed_outputs], journal, touched)
-        stale = set(self.wiring.operands[i]) | changed_values
-        for j in list(touched):
-            stale |= {self._offset + j, *self.wiring.operands[j]}
-        for value in sorted(stale):
-            if self._write(self.casts, value, self._needed_casts(value), journal) or value in changed_values:
-                owner = self.wiring.owner(value)
-                if owner is not None:
-                    touched.add(owner)
-        producers = {self.wiring.producer(value) for j in touched for value in self.wiring.operands[j]}
-        computed = {follower for j in touched if (follower := self.wiring.epilogue[j]) is not None}
-        for j in sorted(touched | producers | computed):
-            if j >= 0 and self._write(self._form, j, self._form_of(j), journal):
-                touched.add(j)
+        i, journal = self.position[name], list[_Write]()
+        had_lowered, operands = self._num_lowered[0], self.wiring.operands
+        has_lowered = had_lowered + (not self.facts.precision[i]) - (not NUMBER[precision])
+        _write(self._num_lowered, 0, has_lowered, journal)
+        _write(self.facts.precision, i, NUMBER[precision], journal)
+        values = self._pass_types_on([i, *self._pass_wants_on(operands[i], journal)], journal)
+        ops = {i, *self.wiring.replaced} if not (had_lowered and has_lowered) else {i}
+        for value in values:
+            ops |= {value - self._offset, *self.wiring.consumers[value]}
+        ops |= {f for j in ops if (f := self.wiring.epilogue[j]) is not None}
+        if any(self.facts.less):
+            ops |= {maker for j in ops for v in operands[j] if (maker := self.wiring.producer(v)) >= 0}
+        changed = self._replace(self.row, sorted(ops), self._rows_of, journal)
+        touched = {i, *changed, *(j for j in (self.wiring.before[i], self.wiring.after[i]) if j is not None)}
+        stale = values.union(*(operands[j] for j in changed))
+        recast = self._replace(self.cast_set, sorted(stale), self._casts_of, journal)
+        touched |= {owner for value in recast if (owner := self.wiring.owner(value)) is not None}
         return Change(tuple(sorted(touched)), tuple(journal))
 
     def undo(self, change: Change) -> None:
@@ -208,126 +219,94 @@ class Lowering:
         for target, index, old in reversed(change.journal):
             target[index] = old
 
-    def _casts_of(self, value: int) -> list[Cast]:
-        entry, source, channels_last = (
-            self.wiring.entries[value], self._carried[value], self._channels_last[value],
-        )  # fmt: skip
-        return [
-            Cast(entry.name, source, target, entry.num_elements, entry.kind == "parameter", channels_last)
-            for target in self.casts[value]
-        ]
+    def _rows_of(self, ops: Ints) -> Ints:
+        return self.table.rows_of(ops, self.facts, not self._num_lowered[0], self._is_saved)
 
-    def _lower_everything(self) -> None:
-        for value in reversed(range(self.wiring.num_values)):
-            self._wanted_16bit[value] = self._wants_16bit(value)
-        for i in range(len(self.graph.ops)):
-            self._mode[i] = self._mode_of(i)
-            self._carried[self._offset + i] = self._output_of(i)
-            self._channels_last[self._offset + i] = self._makes_channels_last(i)
-        for value in range(self.wiring.num_values):
-            self.casts[value] = self._needed_casts(value)
-        for i in range(len(self.graph.ops)):
-            self._form[i] = self._form_of(i)
+    def _casts_of(self, values: Ints) -> Ints:
+        return self.table.casts_of(values, self.row, self.facts)
 
-    def _taken(self, i: int, j: int) -> str | None:
-        traced = self.wiring.traced[self.wiring.operands[i][j]]
-        return taken_type(self.graph.ops[i], j, traced, self.precision[i], self._mode[i])
+    def _replace(self, held: Ints, at: list[int], found: Any, journal: list[_Write]) -> list[int]:
+        """Look up these entries of `held` again; return those that changed."""
+        where = np.array(at, dtype=np.int64)
+        new = found(where)
+        differ = np.flatnonzero(new != held[where])
+        where = where[differ]
+        journal.append((held, where, held[where]))
+        held[where] = new[differ]
+        changed: list[int] = where.tolist()
+        return changed
 
-    def _mode_of(self, i: int) -> str:
-        floats = [self._carried[value] for value in self.wiring.floats[i]]
-        return mode_of(self.graph.ops[i], self.precision[i], floats)
-
-    def _output_of(self, i: int) -> str:
-        wanted = self._wanted_16bit[self._offset + i]
-        return output_of(self.graph.ops[i], self.precision[i], self._mode[i], self.carried_16bit, wanted)
-
-    def _makes_channels_last(self, i: int) -> bool:
-        operands = self.wiring.operands[i]
-        first_channels_last = bool(operands) and self._channels_last[operands[0]]
-        return makes_channels_last(self.graph.ops[i], self.precision[i], first_channels_last)
-
-    def _computes(self, i: int) -> bool:
-        """Return whether operator `i` computes its follower in its epilogue."""
-        follower = self.wiring.epilogue[i]
-        if follower is None:
-            return False
-        return computes_follower(self.graph.ops[i], self.precision[i], self._saves_less[follower])
-
-    def _form_of(self, i: int) -> str:
-        follower, product = self.wiring.epilogue[i], self.wiring.product[i]
-        computed = self.graph.ops[follower].kind if follower is not None and self._computes(i) else None
-        is_computed = product is not None and self._computes(product)
-        return run_form_of(
-            self.graph.ops[i], computed, is_computed, self._saves_less[i],
-            lambda: self.wiring.is_saved(self._offset + i, self._taken, self._carried.__getitem__),
-        )  # fmt: skip
-
-    def _wants_16bit(self, value: int) -> bool:
+    def _is_wanted(self, value: int) -> bool:
         """Return whether every consumer of this value would cast it to at most 16 bits."""
-        consumers = self.wiring.consumers[value]
-        return bool(consumers) and all(self._casts_to_16bit(i, value) for i in consumers)
+        wide, first_cell = self.table.wide_slots, self.table.first_cell
+        for i, slots in self.table.wanting[value]:
+            if slots:
+                if slots & wide[first_cell[i] + self.facts.precision[i]]:
+                    return False
+            elif not self.facts.wanted[self._offset + i]:
+                return False
+        return True
 
-    def _casts_to_16bit(self, i: int, value: int) -> bool:
-        if self.graph.ops[i].role is Role.ADJUSTABLE:
-            operands = self.wiring.operands[i]
-            return all(takes_16bit(self._taken(i, j)) for j, v in enumerate(operands) if v == value)
-        return self.wiring.passes_16bit_on[i] and self._wanted_16bit[self._offset + i]
-
-    def _needed_casts(self, value: int) -> tuple[str, ...]:
-        return needed_casts(
-            (
-                self._taken(i, j)
-                for i in self.wiring.consumers[value]
-                for j, operand in enumerate(self.wiring.operands[i])
-                if operand == value
-            ),
-            self._carried[value],
+    def _type_of(self, i: int) -> int:
+        """Return the number of the type of an operator's result."""
+        op = self.graph.ops[i]
+        if op.role is Role.ADJUSTABLE:
+            outputs = self._outputs[self.table.first_cell[i] + self.facts.precision[i]]
+            return outputs[self.facts.wanted[self._offset + i]]
+        return (
+            self.table.type_of(i, [self.facts.carried[value] for value in self.wiring.floats[i]])
+            if op.role is Role.FOLLOWING
+            else self.facts.carried[self._offset + i]
         )
 
-    def _propagate_16bit_wants(self, values: Sequence[int], journal: list[_Write]) -> list[int]:
-        """Update upstream which values are wanted in 16 bits; return operators with changed outputs."""
+    def _makes_order(self, i: int) -> bool:
+        """Return whether an operator's result is images that lowering makes channels-last."""
+        if self.table.makes_order[self.table.first_cell[i] + self.facts.precision[i]]:
+            return True
+        return self.table.passes_order[i] and bool(self.facts.order[self.wiring.operands[i][0]])
+
+    def _is_saved(self, i: int) -> bool:
+        """Return whether an adjustable consumer saves the result of operator `i`, or a view of it."""
+        names = self.table.type_names
+        return any(
+            self.table.saved_as(reader, j, self.precision(reader)) == names[self.facts.carried[value]]
+            for reader, j, value in self.wiring.storage_readers(self._offset + i)
+        )
+
+    def _pass_wants_on(self, values: Iterable[int], journal: list[_Write]) -> list[int]:
+        """Update upstream which values are wanted in 16 bits; return their operators."""
         affected, pending = [], list(values)
         while pending:
             value = pending.pop()
-            if (
-                self._write(self._wanted_16bit, value, self._wants_16bit(value), journal)
-                and value >= self._offset
+            if value in self.table.wanting and _write(
+                self.facts.wanted, value, self._is_wanted(value), journal
             ):
                 affected.append(value - self._offset)
                 pending += self.wiring.operands[value - self._offset]
         return affected
 
-    def _propagate_types(self, start: list[int], journal: list[_Write], touched: set[int]) -> set[int]:
-        """Update types downstream from these operators, in execution order; return changed values."""
+    def _pass_types_on(self, start: list[int], journal: list[_Write]) -> set[int]:
+        """Update types and memory order downstream, in execution order; return changed values."""
         changed: set[int] = set()
-        reordered_values: set[int] = set()
         heap = sorted(set(start))
         queued = set(heap)
         while heap:
             i = heapq.heappop(heap)
             value = self._offset + i
-            mode_changed = self._write(self._mode, i, self._mode_of(i), journal)
-            type_changed = self._write(self._carried, value, self._output_of(i), journal)
-            order_changed = self._write(self._channels_last, value, self._makes_channels_last(i), journal)
-            if mode_changed or not reordered_values.isdisjoint(self.wiring.operands[i]):
-                touched.add(i)
-            if type_changed:
+            retyped = _write(self.facts.carried, value, self._type_of(i), journal)
+            if _write(self.facts.order, value, self._makes_order(i), journal) or retyped:
                 changed.add(value)
-            if order_changed:
-                reordered_values.add(value)
-            if type_changed or order_changed:
-                touched.add(i)
                 for consumer in self.wiring.consumers[value]:
                     if consumer not in queued:
                         queued.add(consumer)
                         heapq.heappush(heap, consumer)
         return changed
 
-    @staticmethod
-    def _write(target: list[Any], index: int, new: Any, journal: list[_Write]) -> bool:
-        old = target[index]
-        if old == new:
-            return False
-        journal.append((target, index, old))
-        target[index] = new
-        return True
+
+def _write(target: Any, index: int, new: int, journal: list[_Write]) -> bool:
+    old = target[index]
+    if old == new:
+        return False
+    journal.append((target, index, old))
+    target[index] = new
+    return True

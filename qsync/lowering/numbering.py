@@ -1,4 +1,4 @@
-"""Number distinct keys, and collect rows, in arrays of whole numbers."""
+"""Number distinct keys in arrays of whole numbers."""
 
 from __future__ import annotations
 
@@ -36,23 +36,3 @@ class Numbered:
             return np.full(len(keys), -1)
         place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return np.where(self._keys[place] == keys, self._numbers[place], -1)
-
-
-class GrowingRows:
-    """Rows of whole numbers, appended one by one and read as one array."""
-
-    def __init__(self, width: int, fill: int) -> None:
-        self._rows: Ints = np.full((16, width), fill)
-        self._fill, self._count = fill, 0
-
-    def add(self, row: list[int]) -> None:
-        """Append a row; missing entries are filled."""
-        if self._count == len(self._rows):
-            self._rows = np.concatenate((self._rows, np.full_like(self._rows, self._fill)))
-        self._rows[self._count, : len(row)] = row
-        self._count += 1
-
-    @property
-    def rows(self) -> Ints:
-        """Return the array, including unused rows at its end."""
-        return self._rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 from qsync.errors import FormatError, MismatchError, shortened
@@ -11,7 +11,6 @@ from qsync.lowering.cast_rules import (
     may_be_16bit,
     may_be_cast_for,
     passes_16bit_on,
-    saves_operand,
 )
 from qsync.operators.declaration import Role
 from qsync.operators.precision import LARGEST, Precision
@@ -89,15 +88,6 @@ class Wiring:
         while i >= 0 and self.is_view(i):
             i = self.operands[i][0] - self.offset
         return i
-
-    def is_saved(
-        self, value: int, taken: Callable[[int, int], str | None], carried: Callable[[int], str]
-    ) -> bool:
-        """Return whether an adjustable consumer saves this value, or a view of it, in its own type."""
-        return any(
-            saves_operand(self.ops[i], j, taken(i, j), carried(at))
-            for i, j, at in self.storage_readers(value)
-        )
 
     def storage_readers(self, value: int) -> Iterator[tuple[int, int, int]]:
         """Yield each reader of this value or its views: operator, slot, and value in that slot."""

@@ -11,7 +11,6 @@ from qsync.records.levers import samples_of
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
 from qsync.replayer.check_records import costs_of_classes
-from qsync.replayer.costs.vectorized_costs import VectorizedCosts
 from qsync.replayer.simulate import replay
 from qsync.replayer.synchronous_step import GradientExchange, Work, step_time
 
@@ -69,7 +68,7 @@ class MembershipSteps:
     def _work(self, name: str, samples: int, exchange: GradientExchange) -> Work:
         """Return the work of a rank with `samples` samples, scaled from the planned step."""
         costs, (planned, planned_passes) = self._costs[name], self._planned[name]
-        full, empty = (exchange.work(of, name) for of in (costs, _without_backward(costs)))
+        full, empty = (exchange.work(of, name) for of in (costs, costs.without_backward()))
         passes = max(-(-samples // self._limits[name]), min(samples, planned_passes))
         part = samples * planned_passes / (planned * passes)  # samples of a pass / of a planned pass
         backward_s = full.backward_s - empty.backward_s
@@ -81,8 +80,3 @@ class MembershipSteps:
             ready_s=tuple(a + part * (b - a) for a, b in zip(empty.ready_s, full.ready_s, strict=True)),
             backward_s=empty.backward_s + part * backward_s,
         )
-
-
-def _without_backward(costs: VectorizedCosts) -> VectorizedCosts:
-    launches = costs.launches and _without_backward(costs.launches)
-    return replace(costs, backward_s=0.0 * costs.backward_s, launches=launches)

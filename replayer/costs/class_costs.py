@@ -5,7 +5,8 @@ Lowering decides which casts exist. This module looks up their prices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,14 @@ import numpy.typing as npt
 from qsync.errors import MismatchError
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import FUSED, Cast, Run
+from qsync.lowering.numbering import Ints, Numbered
+from qsync.lowering.table import Table
 from qsync.lowering.wiring import wiring
 from qsync.operators.declaration import Role
+from qsync.operators.precision import Precision
 from qsync.operators.registry import EPILOGUES, FORMS, declared
 from qsync.records.graph import Op, OpGraph
+from qsync.records.identity_cache import IdentityCache
 from qsync.records.profiles import Cost, Profile
 from qsync.records.variant import CHANNELS_LAST, PLAIN, Variant, variant_of
 
@@ -154,6 +159,91 @@ def check_timed(profile: Profile, graph: OpGraph, name: str) -> None:
         nearest_mode(profile, Run(maker.name, str(precision), (), maker.dtype), maker)
 
 
+class Prices:
+    """The prices of one profile for one graph's table: forward and backward seconds.
+
+    Operators with equally named measured modes share the results of `nearest_mode`.
+    """
+
+    def __init__(self, table: Table, profile: Profile) -> None:
+        ops = table.wiring.ops
+        names: dict[tuple[str, ...], int] = {}
+        modes = [profile.ops.get(op.name, {}) for op in ops]
+        self._columns = [tuple(entry) for entry in modes]
+        kind = [names.setdefault(columns, len(names)) for columns in self._columns]
+        self._names = np.array(kind, dtype=np.int64)
+        # The last column is zero: the price of unmeasured operators that move no data.
+        self._width = max((len(columns) for columns in self._columns), default=0) + 1
+        self._measured = np.zeros((2, len(ops), self._width))
+        for columns, number in names.items():
+            rows = np.flatnonzero(self._names == number)
+            if columns:
+                costs = [[(c.forward_s, c.backward_s) for c in modes[i].values()] for i in rows.tolist()]
+                self._measured[:, rows, : len(columns)] = np.array(costs).transpose(2, 0, 1)
+        switches = [profile.switch_s.get(precision, _NO_SWITCH) for precision in Precision]
+        self._switches = np.array([(cost.forward_s, cost.backward_s) for cost in switches]).T
+        self._keys = Numbered()
+        self._found = np.zeros((0, 2))  # by number of a key: column of the measured mode, and its factor
+        self._casts: FloatArray = np.zeros((0, 2, len(table.num_elements)))
+        self._measured_casts: dict[tuple[str, str], dict[str, Cost]] = {}
+        for (value, source, target), cost in profile.casts.items():
+            self._measured_casts.setdefault((source, target), {})[value] = cost
+
+    def of(self, lowering: Lowering, profile: Profile, ops: Ints) -> FloatArray:
+        """Return the forward and backward seconds (rows) of some operators with their casts."""
+        key, fresh = self._keys(lowering.row[ops] << 32 | self._names[ops])
+        if fresh:
+            found = [self._look_up(int(ops[k]), lowering, profile) for k in fresh]
+            self._found = np.concatenate((self._found, found))
+        column, ratio = self._found[key].T
+        both: FloatArray = self._measured[:, ops, column.astype(np.intp)] * ratio
+        own = lowering.numbers[ops]
+        both[0] += lowering.after_other(ops) * self._switches[0, own]
+        both[1] += lowering.before_other(ops) * self._switches[1, own]
+        values, kinds = lowering.casts_at(ops)
+        if len(values):
+            table = lowering.table
+            for kind in range(len(self._casts), len(table.cast_kinds)):
+                self._casts = np.concatenate((self._casts, self._cast_line(kind, table, profile)[None]))
+            prices = self._casts[kinds, :, values].T
+            missing = values[np.isnan(prices[0])]
+            if len(missing):  # not measured: raise the error of the first such cast
+                for cast in lowering.casts(int(missing[table.owner[missing].argmin()])):
+                    cast_cost(profile, cast)
+            place = np.searchsorted(ops, table.owner[values])
+            for part, price in zip(both, prices, strict=True):
+                part += np.bincount(place, price, len(ops))
+        return both
+
+    def _look_up(self, i: int, lowering: Lowering, profile: Profile) -> tuple[int, float]:
+        op, columns = lowering.graph.ops[i], self._columns[i]
+        if not columns and declared(op.kind).moves_nothing:
+            return self._width - 1, 0.0
+        name, ratio = nearest_mode(profile, lowering.run(i), op)
+        return columns.index(name), ratio
+
+    def _cast_line(self, kind: int, table: Table, profile: Profile) -> FloatArray:
+        """Return the seconds of a cast of every value: measured, or fitted (NaN without a fit)."""
+        source, target, channels_last = table.cast_kinds[kind]
+        fit = profile.cast_fit.get((source, target))
+        found = np.full((2, len(table.num_elements)), np.nan)
+        if fit is not None:
+            base, slope = fit
+            for row, at_once, each in (
+                (0, base.forward_s, slope.forward_s),
+                (1, base.backward_s, slope.backward_s),
+            ):
+                found[row] = np.maximum(0.0, at_once + each * table.num_elements)
+        for name in reversed(measured_as(source, channels_last)):  # the preferred name overwrites the other
+            for value, cost in self._measured_casts.get((name, target), {}).items():
+                if value in table.wiring.number:
+                    found[:, table.wiring.number[value]] = cost.forward_s, cost.backward_s
+        return found
+
+
+_PRICES: IdentityCache[IdentityCache[Prices]] = IdentityCache()
+
+
 class ClassCosts:
     """Forward and backward seconds of every operator and its casts, on one device class.
 
@@ -161,6 +251,7 @@ class ClassCosts:
     operator i itself, and the casts of its result. `update` prices positions again after `Lowering.assign`.
     Prices depend on the lowering alone, so an update of the same positions after `Lowering.undo` restores the
     arrays exactly. `launches` has the host's seconds of launching the same kernels, if the profile has them.
+    Raises MismatchError if the profile cannot price a node.
 
     >>> costs = ClassCosts(lowering, profile)
     >>> change = lowering.assign("encoder.0.fc1", Precision.INT8)
@@ -171,50 +262,26 @@ class ClassCosts:
         self.lowering = lowering
         self.profile = profile
         num_ops = len(lowering.graph.ops)
-        self.forward_s: FloatArray = np.zeros(num_ops)
-        self.backward_s: FloatArray = np.zeros(num_ops)
         self.launches = ClassCosts(lowering, profile.launches) if profile.launches else None
-        self._casts: dict[tuple[str, str, str], Cost] = {}
-        self._runs: dict[tuple[int, str, str, str, bool, bool, bool, bool], Cost] = {}
-        self.update(range(num_ops))
+        of_graph = _PRICES.of(lowering.graph, IdentityCache)
+        self._prices = of_graph.of(profile, lambda: Prices(lowering.table, profile))
+        self.forward_s, self.backward_s = self._prices.of(lowering, profile, np.arange(num_ops))
 
-    def update(self, positions: Iterable[int]) -> None:
-        """Price the operators at these positions again."""
+    def update(self, positions: Sequence[int]) -> None:
+        """Price the operators at these positions, in order, again."""
         if self.launches:
-            positions = list(positions)
             self.launches.update(positions)
-        for i in positions:
-            own = self.run(i)
-            forward_s, backward_s = own.forward_s, own.backward_s
-            for cast in self.lowering.anchored_casts(i) + self.lowering.output_casts(i):
-                cost = self.cast(cast)
-                forward_s += cost.forward_s
-                backward_s += cost.backward_s
-            self.forward_s[i] = forward_s
-            self.backward_s[i] = backward_s
+        ops = np.array(positions, dtype=np.int64)
+        self.forward_s[ops], self.backward_s[ops] = self._prices.of(self.lowering, self.profile, ops)
 
     @property
     def total_s(self) -> float:
         """Return the seconds of the whole graph, forward and backward, without communication."""
         return float(self.forward_s.sum() + self.backward_s.sum())
 
-    def cast(self, cast: Cast) -> Cost:
-        """Return the cached price of a cast."""
-        key = cast.profile_key
-        cost = self._casts.get(key)
-        if cost is None:
-            cost = self._casts[key] = cast_cost(self.profile, cast)
-        return cost
-
-    def run(self, i: int) -> Cost:
-        """Return the cached price of operator `i` in its present mode, without its casts."""
-        lowering = self.lowering
-        op: Op = lowering.graph.ops[i]
-        key = (
-            i, lowering.mode(i), lowering.output(i), lowering.form(i), lowering.channels_last(i),
-            lowering.after_other(i), lowering.before_other(i), lowering.as_traced(i),
-        )  # fmt: skip
-        cost = self._runs.get(key)
-        if cost is None:
-            cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), *key[2:]), op)
-        return cost
+    def without_backward(self) -> ClassCosts:
+        """Return these costs with a backward that takes no time."""
+        other = copy(self)
+        other.backward_s = 0.0 * self.backward_s
+        other.launches = self.launches.without_backward() if self.launches else None
+        return other

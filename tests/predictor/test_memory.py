@@ -10,9 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.backend.kernels.convolution.conv_strategy import windows_bytes
-from qsync.lowering.incremental import lower
+from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Run
-from qsync.lowering.vectorized import Tabulated
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
@@ -154,7 +153,7 @@ def test_the_optimizer_s_step_follows_backward(workspace):
     expected = max(int(in_use.max()), int(in_use[-1]) + workspace)
     assert int(memory.come_and_go().max()) == expected
     options = {"optimizer_bytes": 1000, "optimizer_workspace": workspace}
-    when, peak_bytes = vectorized_bytes_at(Tabulated(graph, {}), **options)
+    when, peak_bytes = vectorized_bytes_at(Lowering(graph, {}), **options)
     assert peak_bytes == memory.peak_bytes and (when == memory.end) is (workspace == 10**8)
     assert peak_memory(lower(graph, {}), **options).peak_bytes == memory.peak_bytes
 

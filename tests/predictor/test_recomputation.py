@@ -21,9 +21,8 @@ from qsync.errors import FormatError, MismatchError
 from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.experiments.harness.ranks import process_group_of_one
 from qsync.experiments.memory.memory_runs import TINY, Trained, parts_of
-from qsync.lowering.incremental import lower
+from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Run
-from qsync.lowering.vectorized import Tabulated
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import StepMemory, peak_memory
@@ -176,7 +175,7 @@ def test_vectorized_and_whole_memory_of_recomputed_blocks_agree(data):
     for changed in ({}, dict([data.draw(precisions_for(graph))])):
         assignment |= changed
         anew = StepMemory(lower(graph, assignment, "bf16", less), num_ranks=2).peak_bytes
-        assert vectorized_bytes_at(Tabulated(graph, assignment, "bf16", less), num_ranks=2)[1] == anew
+        assert vectorized_bytes_at(Lowering(graph, assignment, "bf16", less), num_ranks=2)[1] == anew
 
 
 @pytest.mark.parametrize(

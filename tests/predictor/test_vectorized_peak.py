@@ -11,8 +11,7 @@ from graphs import Builder, assignments_for, encoder, graphs, images, mlp
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qsync.lowering.incremental import lower
-from qsync.lowering.vectorized import Tabulated
+from qsync.lowering.incremental import Lowering, lower
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND
@@ -29,7 +28,7 @@ DEVICES = ("cpu", "cuda", "other")
 
 def check(graph: OpGraph, assignment, less=(), device="cpu", num_ranks=2, residuals=None) -> None:
     """The same bytes at every time, and the same peak."""
-    lowered = Tabulated(graph, assignment, "bf16", less)
+    lowered = Lowering(graph, assignment, "bf16", less)
     options = {
         "optimizer_bytes": 1000, "num_ranks": num_ranks, "device": device, "residuals": residuals,
     }  # fmt: skip
@@ -99,7 +98,7 @@ def test_residuals_are_added_either_way(graph):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_bytes_in_use_are_those_of_each_time_with_the_margin_of_the_device(device):
     """On GPUs the margin has a constant part: the segments of which one may be nearly empty."""
-    lowered, times = Tabulated(encoder(), {}), range(2 * len(encoder().ops) + 1)
+    lowered, times = Lowering(encoder(), {}), range(2 * len(encoder().ops) + 1)
     at_each_time = [vectorized_bytes_at(lowered, device=device, when=when) for when in times]
     assert vectorized_bytes_at(lowered, device=device) == max(at_each_time, key=lambda one: one[1])
 
@@ -259,9 +258,9 @@ def test_a_value_is_followed_again_only_if_it_is_itself_read_in_another_type(fol
     a, b = builder.linear("a", x, 8), builder.linear("b", x, 8)
     builder.loss("loss", builder.matmul("product", a, b))
     graph = builder.build()
-    vectorized_bytes_at(Tabulated(graph, {}))
+    vectorized_bytes_at(Lowering(graph, {}))
     followed.clear()
-    vectorized_bytes_at(Tabulated(graph, {"a": Precision.BF16}))
+    vectorized_bytes_at(Lowering(graph, {"a": Precision.BF16}))
     assert "a" in followed and "b" not in followed
 
 
@@ -271,12 +270,12 @@ def test_tensors_are_followed_once_for_every_distinct_case(followed):
         graph = encoder(num_layers)
         assignment = {op.name: Precision.INT8 for op in graph.adjustable}
         followed.clear()
-        first = vectorized_bytes_at(Tabulated(graph, assignment))
+        first = vectorized_bytes_at(Lowering(graph, assignment))
         counts.append(len(followed))
         followed.clear()
-        assert vectorized_bytes_at(Tabulated(graph, assignment)) == first and not followed
+        assert vectorized_bytes_at(Lowering(graph, assignment)) == first and not followed
         # A changed plan asks about what is new in it only.
-        vectorized_bytes_at(Tabulated(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
+        vectorized_bytes_at(Lowering(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
         assert 0 < len(followed) < 20
     assert counts[0] == counts[1] == counts[2] > 0
 

@@ -16,7 +16,6 @@ from qsync.allocator.search_state import State
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.distributed.monitoring.first_steps import corrected
 from qsync.lowering.incremental import Lowering
-from qsync.lowering.vectorized import Tabulated
 from qsync.operators.precision import Precision
 from qsync.records.cluster import Link
 from qsync.records.levers import ClassLevers, Levers
@@ -24,7 +23,6 @@ from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer import profiles_under_levers, replay
 from qsync.replayer.costs.class_costs import ClassCosts
-from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 from qsync.replayer.explanation.phases import expected
 from qsync.replayer.levers.batch_size import times
 from qsync.replayer.slowdown import slowed
@@ -83,13 +81,11 @@ def one_by_one(costs, launches, exchange):
 @given(st.integers(0, 9), st.sampled_from([0.0, 0.3, 1.0, 3.0]), assignments_for(GRAPH, CPU_PRECISIONS))
 def test_a_step_is_done_when_its_kernels_are_launched_and_run(seed, slow, assignment):
     profile, exchange = launched(seed, slow), GradientExchange(GRAPH, CLUSTER)
-    costs = vectorized_costs_of(Tabulated(GRAPH, assignment, "bf16"), profile)
+    costs = ClassCosts(Lowering(GRAPH, assignment, "bf16"), profile)
     work = exchange.work(costs)
     found = (work.lead_s, work.ready_s, work.backward_s, work.optimizer_s)
     for one, other in zip(found, one_by_one(costs, costs.launches, exchange), strict=True):
         assert one == pytest.approx(other, rel=1e-9)
-    one_at_a_time = exchange.work(ClassCosts(Lowering(GRAPH, assignment, "bf16"), profile))
-    assert one_at_a_time.total_s == pytest.approx(work.total_s, rel=1e-12)
 
 
 def test_prices_of_launches_follow_a_change_of_one_operator():
@@ -126,7 +122,7 @@ def test_events_show_what_the_device_waits_for_launches():
 def test_waits_for_launches_are_compute_as_a_rank_measures_it():
     profile = launched(3, 2.0)
     timeline = replay(GRAPH, {"gpu": {}}, {"gpu": profile}, CLUSTER)
-    work = GradientExchange(GRAPH, CLUSTER).work(vectorized_costs_of(Tabulated(GRAPH, {}, "bf16"), profile))
+    work = GradientExchange(GRAPH, CLUSTER).work(ClassCosts(Lowering(GRAPH, {}, "bf16"), profile))
     found, own = expected(timeline)["gpu"], timeline.classes["gpu"]
     before_s = sum(event.duration_s for event in timeline.events if event.name == "host")
     assert found.host_s == pytest.approx(before_s) and before_s >= profile.host_s

@@ -13,14 +13,14 @@ import qsync
 from qsync.allocator import allocate, check_plan, find_warnings
 from qsync.allocator.problem import make_problem
 from qsync.errors import FormatError, MismatchError
-from qsync.lowering.vectorized import Tabulated
+from qsync.lowering.incremental import Lowering
 from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import bytes_throughout
 from qsync.records.levers import ClassLevers, Levers, Without, samples_of
 from qsync.records.plans import Plan
 from qsync.records.profiles import Cost
 from qsync.replayer import GradientExchange, Recapture, profiles_under_levers, replay
-from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
+from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.levers.accumulation import with_other_passes
 from qsync.replayer.levers.batch_size import at_samples, resized
 
@@ -164,7 +164,7 @@ def test_passes_cost_their_sum_but_for_weights_that_are_cast_once(device):
     twice = levered(Recapture(SMALLER, {"infer": half}), whole, cluster, infer=ClassLevers(passes=2))["infer"]
 
     def work(profile, graph):
-        costs = vectorized_costs_of(Tabulated(graph, {"fc1": BF16}, "bf16"), profile)
+        costs = ClassCosts(Lowering(graph, {"fc1": BF16}, "bf16"), profile)
         return GradientExchange(GRAPH, CLUSTER).work(costs)
 
     one, both = work(half, SMALLER), work(twice, twice.graph_of(GRAPH))

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from graphs import cluster_of, profile_of
+from reference_lowering import reference_lowering
 from torch import nn
 
 import qsync
@@ -15,7 +16,6 @@ from qsync.allocator import check_plan
 from qsync.errors import CalibrationError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast
-from qsync.lowering.vectorized import Tabulated
 from qsync.operators.precision import Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.base import base_of_graph
@@ -96,7 +96,7 @@ def test_a_product_that_is_not_lowered_runs_as_traced_without_casts(loaded):
         assert not [node for node in nodes if isinstance(node, Cast)], precision
 
 
-def test_the_lowering_of_all_at_once_is_the_incremental_one(loaded):
+def test_every_product_returns_bf16_and_the_table_lowers_as_the_rules_do(loaded):
     model, ids = loaded
     graph, draw = qsync.capture(model, ids), random.Random(0)
     for _ in range(20):
@@ -104,7 +104,7 @@ def test_the_lowering_of_all_at_once_is_the_incremental_one(loaded):
         for carried in ("bf16", None):
             lowered = lower(graph, assignment, carried)
             assert all(n.output == "bf16" for n in lowered.nodes if getattr(n, "op", "") in assignment)
-            assert Tabulated(graph, assignment, carried).lowered() == lowered
+            assert lowered == reference_lowering(graph, assignment, carried)
 
 
 def test_sensitivity_is_above_bf16_and_leaves_the_weights_as_they_were(loaded):

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.errors import MismatchError
-from qsync.lowering.incremental import Lowering, lower
+from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.operators.precision import Precision
 from qsync.records.profiles import Cost
@@ -138,21 +138,6 @@ def test_views_are_free_unless_measured_and_nothing_else_is():
     assert run_cost(profile, Run(view.name, "fp32", (), ""), view) == Cost(0.0)
     with pytest.raises(MismatchError, match=f"no time of {norm.name}"):
         run_cost(profile, Run(norm.name, "fp32", (), ""), norm)
-
-
-@given(graphs(), st.data())
-def test_arrays_add_up_to_the_nodes_of_the_lowered_graph(graph, data):
-    assume(graph.adjustable)
-    assignment = data.draw(assignments_for(graph))
-    profile = profile_of(graph, precisions=tuple(Precision))
-    ops = {op.name: op for op in graph.ops}
-    nodes = [
-        cast_cost(profile, node) if isinstance(node, Cast) else run_cost(profile, node, ops[node.op])
-        for node in lower(graph, assignment).nodes
-    ]
-    costs = ClassCosts(Lowering(graph, assignment), profile)
-    assert costs.forward_s.sum() == pytest.approx(sum(cost.forward_s for cost in nodes))
-    assert costs.backward_s.sum() == pytest.approx(sum(cost.backward_s for cost in nodes))
 
 
 @given(graphs(), st.data())

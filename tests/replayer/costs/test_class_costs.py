@@ -1,4 +1,4 @@
-"""Replay by tables: the same nodes, times and memory as pricing operator by operator, and few questions."""
+"""Prices by the table: times and memory of every node of the lowered graph, and few questions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from counting import num_calls
 from graphs import CPU_PRECISIONS, assignments_for, cluster_of, encoder, graphs, images, mlp, profile_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from reference_lowering import reference_lowering
 
 from qsync.errors import MismatchError
 from qsync.lowering.incremental import Lowering, lower
-from qsync.lowering.vectorized import Tabulated
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.operators.precision import Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory.peak import peak_memory
@@ -24,11 +25,9 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer import ClassCosts, GradientExchange, replay, step_time
-from qsync.replayer.costs import vectorized_costs
-from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
+from qsync.replayer.costs import class_costs
+from qsync.replayer.costs.class_costs import node_cost
 from qsync.replayer.lazy_sequence import OnAccess
-
-EXACT = {"rel": 1e-12, "abs": 0.0}
 
 
 def drawn(graph: OpGraph, seed: int, among=tuple(Precision)) -> dict[str, Precision]:
@@ -62,25 +61,27 @@ def with_measured_casts(graph: OpGraph, profile: Profile, seed: int = 0) -> Prof
 
 
 def check(graph: OpGraph, assignment, profile: Profile, cluster, cap=None) -> None:
-    """Replay says of one class what the plain path says: nodes, prices, step, memory."""
+    """Replay says of one class what the nodes of its lowered graph say: prices, step, memory."""
     name = cluster.classes[0].name
     timeline = replay(graph, {name: assignment}, {name: profile}, cluster, bucket_cap_bytes=cap)
-    lowering = Lowering(graph, assignment, cluster[name].carried_16bit)
-    costs = ClassCosts(lowering, profile)
-    found = vectorized_costs_of(Tabulated(graph, assignment, cluster[name].carried_16bit), profile)
-    np.testing.assert_allclose(found.forward_s, costs.forward_s, rtol=1e-12)
-    np.testing.assert_allclose(found.backward_s, costs.backward_s, rtol=1e-12)
+    lowered = reference_lowering(graph, assignment, cluster[name].carried_16bit)
+    costs = ClassCosts(Lowering(graph, assignment, cluster[name].carried_16bit), profile)
+    expected, ops = np.zeros((2, len(graph.ops))), {op.name: op for op in graph.ops}
+    position, done = {op.name: i for i, op in enumerate(graph.ops)}, 0
+    for node in lowered.nodes:  # a result's cast stands at its operator, a graph input's before the next
+        done += isinstance(node, Run)
+        at = position.get(node.value, done) if isinstance(node, Cast) else done - 1
+        expected[:, at] += node_cost(profile, node, ops)[:2]
+    np.testing.assert_allclose((costs.forward_s, costs.backward_s), expected, rtol=1e-12)
     exchange = GradientExchange(graph, cluster, cap)
-    assert timeline.step_s == pytest.approx(step_time([exchange.work(costs)], exchange), **EXACT)
-    assert timeline.sequence(name) == lowering.lowered().nodes
-    memory = peak_memory(
-        lowering.lowered(), optimizer_bytes=profile.optimizer_bytes, num_ranks=cluster.num_ranks
-    )
+    assert timeline.step_s == step_time([exchange.work(costs)], exchange)
+    assert timeline.sequence(name) == lowered.nodes
+    memory = peak_memory(lowered, optimizer_bytes=profile.optimizer_bytes, num_ranks=cluster.num_ranks)
     assert timeline[name].memory_bytes == memory.peak_bytes
 
 
 @given(graphs(), st.sampled_from([1, 2]), st.data())
-def test_random_graphs_are_priced_alike(graph, num_ranks, data):
+def test_random_graphs_are_priced_node_by_node(graph, num_ranks, data):
     assume(graph.adjustable)
     profile = profile_of(graph, precisions=tuple(Precision), optimizer_bytes=12345)
     cluster = cluster_of({"infer": num_ranks}, precisions=tuple(Precision))
@@ -89,7 +90,7 @@ def test_random_graphs_are_priced_alike(graph, num_ranks, data):
 
 
 @pytest.mark.parametrize("graph", [mlp(3), encoder(3), images(3)], ids=["mlp", "encoder", "images"])
-def test_blocks_are_priced_alike(graph):
+def test_blocks_are_priced_node_by_node(graph):
     profile = profile_of(graph, precisions=CPU_PRECISIONS)
     cluster = cluster_of({"infer": 3})
     for seed in range(6):
@@ -98,7 +99,7 @@ def test_blocks_are_priced_alike(graph):
 
 
 @pytest.mark.parametrize("family", ["llama", "vit", "resnet"])
-def test_captured_models_are_replayed_alike(family):
+def test_captured_models_are_replayed_node_by_node(family):
     pytest.importorskip("transformers")
     from models import graph_of
 
@@ -162,20 +163,18 @@ def test_what_has_no_price_is_refused_as_the_single_prices_refuse_it():
 
 def test_prices_are_asked_for_once_for_every_distinct_neighbourhood(monkeypatch):
     asked = []
-    real = vectorized_costs.nearest_mode
-    monkeypatch.setattr(
-        vectorized_costs, "nearest_mode", lambda *args: (asked.append(args[1]), real(*args))[1]
-    )
+    real = class_costs.nearest_mode
+    monkeypatch.setattr(class_costs, "nearest_mode", lambda *args: (asked.append(args[1]), real(*args))[1])
     counts = []
     for num_layers in (2, 4, 8):
         graph = encoder(num_layers)
         profile = profile_of(graph)
         assignment = {op.name: Precision.INT8 for op in graph.adjustable}
         asked.clear()
-        vectorized_costs_of(Tabulated(graph, assignment), profile)
+        ClassCosts(Lowering(graph, assignment), profile)
         counts.append(len(asked))
         asked.clear()
-        vectorized_costs_of(Tabulated(graph, assignment), profile)
+        ClassCosts(Lowering(graph, assignment), profile)
         assert not asked
     assert counts[0] == counts[1] == counts[2] > 0
 
@@ -197,8 +196,8 @@ def test_replay_costs_as_many_calls_for_many_ranks_and_few_more_for_many_layers(
 
 def test_a_step_is_replayed_without_laying_out_its_events_and_nodes(monkeypatch):
     made = []
-    real = Tabulated.lowered
-    monkeypatch.setattr(Tabulated, "lowered", lambda self: (made.append(self), real(self))[1])
+    real = Lowering.lowered
+    monkeypatch.setattr(Lowering, "lowered", lambda self: (made.append(self), real(self))[1])
     graph = mlp(2)
     timeline = replay(graph, {"infer": {}}, {"infer": profile_of(graph)}, cluster_of({"infer": 1}))
     assert timeline.step_s > 0 and not made

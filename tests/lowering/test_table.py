@@ -1,4 +1,4 @@
-"""Lowering an assignment by tables: the same graph as operator by operator, and few questions to the rule."""
+"""The table of a graph: the rows that the rules give operator by operator, and few questions to the rules."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from graphs import Builder, assignments_for, encoder, graphs, images, mlp
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from graphs import Builder, encoder, images, mlp
+from reference_lowering import reference_lowering
 
-from qsync.errors import FormatError, MismatchError
-from qsync.lowering import cast_rules, vectorized
+from qsync.lowering import cast_rules, table
 from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.numbering import Numbered
-from qsync.lowering.vectorized import Tabulated, tables
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.graph import OpGraph
-from qsync.records.save_less import can_save_less, ops_that_save_less
+from qsync.records.save_less import ops_that_save_less
 
 
 def drawn(graph: OpGraph, seed: int) -> dict[str, Precision]:
@@ -35,25 +32,13 @@ def many_operands(builder: Builder, x: str) -> str:
     return builder.follow("all", "cat", *parts)
 
 
-@given(graphs(), st.data())
-def test_tables_lower_as_the_rule_does_operator_by_operator(graph, data):
-    assume(graph.adjustable)
-    for _ in range(2):  # the second time from tables that know the graph
-        assignment = data.draw(assignments_for(graph))
-        narrow = data.draw(st.sampled_from(["bf16", None]))
-        able = [op.name for op in graph.ops if can_save_less(op)]
-        less = data.draw(st.sets(st.sampled_from(able))) if able else set()
-        expected = lower(graph, assignment, narrow, less)
-        assert Tabulated(graph, assignment, narrow, less).lowered() == expected
-
-
 @pytest.mark.parametrize("graph", [mlp(3), encoder(2), images(3)], ids=["mlp", "encoder", "images"])
 @pytest.mark.parametrize("saving_less", [(), ("*",)], ids=["plain", "saving less"])
-def test_tables_lower_blocks_as_the_rule_does(graph, saving_less):
+def test_the_table_lowers_blocks_as_the_rules_do(graph, saving_less):
     less = ops_that_save_less(graph, saving_less)
     for seed in range(10):
-        assignment = drawn(graph, seed)
-        assert Tabulated(graph, assignment, "bf16", less).lowered() == lower(graph, assignment, "bf16", less)
+        found = drawn(graph, seed), "bf16", less
+        assert lower(graph, *found) == reference_lowering(graph, *found)
 
 
 def test_more_operands_than_one_key_holds_are_told_apart():
@@ -63,9 +48,9 @@ def test_more_operands_than_one_key_holds_are_told_apart():
     for j in (0, 7, 14):
         # Only if all fifteen are narrow is the sum of them: each operand must count.
         assignment = {f"part{k}": Precision.FP32 if k == j else Precision.BF16 for k in range(15)}
-        assert Tabulated(graph, assignment).lowered() == lower(graph, assignment)
+        assert lower(graph, assignment) == reference_lowering(graph, assignment)
     assignment = {f"part{k}": Precision.BF16 for k in range(15)}
-    assert Tabulated(graph, assignment).lowered() == lower(graph, assignment)
+    assert lower(graph, assignment) == reference_lowering(graph, assignment)
 
 
 def test_an_operator_without_operands_is_no_other_s_neighbour():
@@ -76,7 +61,7 @@ def test_an_operator_without_operands_is_no_other_s_neighbour():
     for j in range(200):
         builder.op(f"made{j}", "other", Role.FIXED, [], (j + 1,))
     graph = builder.build()
-    assert Tabulated(graph, {}).lowered() == lower(graph, {})
+    assert lower(graph, {}) == reference_lowering(graph, {})
 
 
 def test_the_rule_is_asked_once_for_every_distinct_neighbourhood(monkeypatch):
@@ -91,11 +76,11 @@ def test_the_rule_is_asked_once_for_every_distinct_neighbourhood(monkeypatch):
         graph = encoder(num_layers)
         assignment = {op.name: Precision.INT8 for op in graph.adjustable}
         asked.clear()
-        found = Tabulated(graph, assignment)
+        found = Lowering(graph, assignment)
         assert asked
         counts.append(len(asked))
         asked.clear()
-        assert np.array_equal(Tabulated(graph, assignment).neighbourhood, found.neighbourhood)
+        assert np.array_equal(Lowering(graph, assignment).row, found.row)
         assert not asked
     assert counts[0] == counts[1] == counts[2]
 
@@ -104,21 +89,11 @@ def test_tables_are_forgotten_with_their_graph():
     import gc
 
     graph = encoder(1)
-    Tabulated(graph, {})
-    known = len(vectorized._TABLES._held)
+    lower(graph, {})
+    known = len(table._TABLES._held)
     del graph
     gc.collect()
-    assert len(vectorized._TABLES._held) < known
-
-
-def test_what_cannot_be_lowered_is_refused_as_the_rule_refuses_it():
-    graph = encoder(1)
-    with pytest.raises(MismatchError, match="no adjustable operator 'nothing'"):
-        Tabulated(graph, {"nothing": Precision.BF16})
-    with pytest.raises(FormatError, match=r"\(attention\) has no fp8 kernel"):
-        Tabulated(graph, {"layer.0.attention": Precision.FP8})
-    with pytest.raises(MismatchError, match="no operator 'head' that can save less"):
-        Tabulated(graph, {}, saving_less=["head"])
+    assert len(table._TABLES._held) < known
 
 
 def test_types_that_no_assignment_changes_are_settled_once():
@@ -126,8 +101,8 @@ def test_types_that_no_assignment_changes_are_settled_once():
     wider = replace(graph, ops=tuple(replace(op, magnitude=1e39) for op in graph.ops))
     for one in (graph, wider):
         assignment = drawn(one, 0)
-        assert Tabulated(one, assignment).lowered() == Lowering(one, assignment).lowered()
-    assert tables(graph) is not tables(wider)
+        assert lower(one, assignment) == reference_lowering(one, assignment)
+    assert table.table(graph) is not table.table(wider)
 
 
 def test_numbers_stay_what_they_were():
