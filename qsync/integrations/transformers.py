@@ -25,7 +25,7 @@ from qsync.distributed.job import is_rank_zero
 from qsync.distributed.share_sampler import ShareSampler, sampler_of
 from qsync.distributed.shares import SampleOrder
 from qsync.errors import FormatError, UnsupportedError
-from qsync.hybrid_training import hybrid
+from qsync.hybrid_training.hybrid_job import hybrid
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, needs_sampler, warn_of_other_plan
 from qsync.records.plans import Plan
