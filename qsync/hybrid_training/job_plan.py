@@ -66,9 +66,7 @@ def find_plan(
         measuring = api.running(model, loss, dynamic=False, bitwise=asked.bitwise)
         program = agree_locally("running the model", lambda: stack.enter_context(measuring))
         try:
-            graph = job.form_graph(step)
-            agree_locally("reading the batch", lambda: batches.check(graph))
-            plan, folder = _cached_or_made(graph, step, rank, profiling)
+            plan, folder = _cached_or_made(step, batches, rank, profiling)
         except (NothingToLowerError, NoGradientError) as error:  # the same one on every rank
             if job.is_rank_zero():
                 logger.warning("qsync: nothing is planned, and the model trains as it is: %s", error)
@@ -77,12 +75,13 @@ def find_plan(
 
 
 def _cached_or_made(
-    graph: OpGraph, step: job.TrainingStep, rank: job.Rank, profiling: ProfileOptions
+    step: job.TrainingStep, batches: Batches, rank: job.Rank, profiling: ProfileOptions
 ) -> tuple[Plan, Path]:
     """Return the plan of this job, the same on every rank, and its folder on rank 0."""
-    plans = Path(
-        from_rank_zero("a folder for the plan", lambda: str(cache_folder(profiling.asked.cache_dir)))
-    )
+    cache_dir = profiling.asked.cache_dir
+    plans = Path(from_rank_zero("a folder for the plan", lambda: str(cache_folder(cache_dir))))
+    graph = job.form_graph(step)
+    agree_locally("reading the batch", lambda: batches.check(graph))
     classes = job.form_classes(rank)
     options = that_can_be(profiling.asked.for_plan, classes)
     profiling = replace(profiling, asked=replace(profiling.asked, plan_options=options))
