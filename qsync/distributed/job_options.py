@@ -48,10 +48,13 @@ class JobOptions:
     bitwise: bool = False
     plan_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def check_shared(self) -> None:
-        """Raise FormatError for an unknown option of a plan, or an invalid share or class name."""
+    def check_shared(self, *also: str) -> None:
+        """Raise FormatError for an unknown option, or an invalid share or class name.
+
+        `also` are further arguments of the caller, as suggestions for a misspelt name.
+        """
         names = [one.name for one in fields(self) if one.name != "plan_options"]
-        check_options(self.plan_options, also=["example_batch", *names])
+        check_options(self.plan_options, also=(*names, *also))
         share = self.emulated_share
         if share is not None and not (_is_number(share) and 0 < share <= 1):
             raise FormatError(
@@ -138,7 +141,7 @@ class HybridOptions(JobOptions):
 
     def _check_for(self, model: torch.nn.Module) -> None:
         """Raise an error for invalid options, unusable DDP options, or a model that cannot be planned."""
-        self.check_shared()
+        self.check_shared("example_batch")
         if "bucket_cap_bytes" in self.plan_options:
             raise FormatError("bucket_cap_bytes is of qsync.plan; give bucket_cap_mb, for the plan and DDP")
         if not isinstance(self.ddp, bool):

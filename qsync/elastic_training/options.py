@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -159,9 +157,3 @@ def _check_optimizer(model: torch.nn.Module, optimizer: object) -> None:
         raise FormatError(
             "the optimizer has parameters that the model lacks; create it from this model's parameters"
         )
-
-
-def maker_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return a factory of this optimizer with its defaults: momentum needs memory and time."""
-    taken = inspect.signature(type(optimizer)).parameters
-    return partial(type(optimizer), **{k: v for k, v in optimizer.defaults.items() if k in taken})

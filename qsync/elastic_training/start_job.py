@@ -18,10 +18,11 @@ from qsync.elastic_training.elastic_job import ElasticJob
 from qsync.elastic_training.healing import Server
 from qsync.elastic_training.job_token import TOKEN_VARIABLE, JobToken, token_of_environment
 from qsync.elastic_training.meeting import Card
-from qsync.elastic_training.options import ElasticOptions, maker_of
+from qsync.elastic_training.options import ElasticOptions
 from qsync.elastic_training.plan_book import PlanBook, class_costs
 from qsync.elastic_training.rendezvous import Rendezvous
 from qsync.operators.precision import Precision
+from qsync.predictor.profiling.made_optimizer import maker_of
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import digest
 from qsync.records.plans import Plan

@@ -18,10 +18,11 @@ from qsync.backend.devices.device_detection import detect_class
 from qsync.distributed import job
 from qsync.distributed.job_options import JobOptions
 from qsync.elastic_training.elastic_job import ElasticJob
-from qsync.elastic_training.options import ElasticOptions, maker_of
+from qsync.elastic_training.options import ElasticOptions
 from qsync.elastic_training.plan_book import class_costs
 from qsync.elastic_training.training_state import TrainingState
 from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.predictor.profiling.made_optimizer import maker_of
 from qsync.tracing.forward_writes import BuffersBefore
 
 DATASET = [torch.ones(4)] * 32
