@@ -15,6 +15,7 @@ import pytest
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import allocate
+from qsync.commands.tables import new_table
 from qsync.records.cluster import Cluster, Link
 from qsync.records.json_files import write_json
 from qsync.records.levers import ClassLevers, Levers
@@ -719,3 +720,8 @@ def test_churn_that_cannot_be_played_is_one_sentence(refused, planned, tmp_path)
     assert "did you mean start?" in refused("replay", planned, "--churn", "mtbf=1", "--churn-costs", "stat=1")
     assert "add --churn with a trace" in refused("replay", planned, "--churn-costs", "start=1")
     assert "leave out" in refused("replay", planned, "--churn", "mtbf=1", "--steps", "3")
+
+
+def test_columns_of_numbers_stand_at_the_right():
+    columns = new_table("Steps", "class", ">step").columns
+    assert [(each.header, each.justify) for each in columns] == [("class", "left"), ("step", "right")]
