@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # real imports for type checkers only
     from qsync.expansion.transfer.costs_and_sensitivity import carry_profile as carry_profile
     from qsync.expansion.transfer.costs_and_sensitivity import carry_sensitivity as carry_sensitivity
     from qsync.expansion.transfer.memory_check import check_growth as check_growth
-    from qsync.hybrid_training import hybrid as hybrid
+    from qsync.hybrid_training.hybrid_job import hybrid as hybrid
     from qsync.operators.precision import Precision as Precision
     from qsync.planning import plan as plan
     from qsync.planning import replay as replay
@@ -66,7 +66,7 @@ _PUBLIC = {
     "wrap": "qsync.api",
     "unwrap": "qsync.api",
     "coverage": "qsync.runtime.model_coverage",
-    "hybrid": "qsync.hybrid_training",
+    "hybrid": "qsync.hybrid_training.hybrid_job",
     "elastic": "qsync.elastic_training.start_job",
     "divide_optimizer": "qsync.distributed.divided_optimizer",
     "weigh_gradients": "qsync.distributed.gradient_weighting",

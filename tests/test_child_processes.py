@@ -9,7 +9,7 @@ STARTS = """
 import subprocess, sys
 sys.path.append({added!r})
 import ours
-from qsync.child_processes import environment
+from qsync.processes.child_processes import environment
 for how in (["-c", "import random, ours, qsync.errors"], ["-m", "ours"]):
     subprocess.run([sys.executable, *how], env=environment(OURS="set"), check=True)
 """

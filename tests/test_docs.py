@@ -351,7 +351,7 @@ def test_growing_runs_from_end_to_end(tmp_path, monkeypatch):
     optimizer.step()
     ema = {name: value.clone() for name, value in model.state_dict().items()}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("qsync.hybrid_training.hybrid", lambda model, batch: model)
+    monkeypatch.setattr("qsync.hybrid_training.hybrid_job.hybrid", lambda model, batch: model)
     names = {"model": model, "optimizer": optimizer, "ema": ema, "batch": batch}
     exec(text, names)
     assert names["big"].config.n_embd == 48 and (tmp_path / "big").is_dir()

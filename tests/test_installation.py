@@ -24,12 +24,13 @@ NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg
 # What a start has to reach: every folder of the package, and a process that qsync starts; no torch.
 STARTED = """
 import importlib.util, pathlib, subprocess, sys
-import qsync, qsync.child_processes
+import qsync
+from qsync.processes.child_processes import environment
 assert callable(qsync.plan)
 for name in ("backend", "predictor", "replayer", "allocator", "experiments"):
     assert importlib.util.find_spec("qsync." + name).origin
 command = [sys.executable, "-m", "qsync", "--version"]
-subprocess.run(command, env=qsync.child_processes.environment(), check=True, stdout=subprocess.DEVNULL)
+subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
 print("started from", pathlib.Path(qsync.__file__).resolve().parent)
 """
 IN_KERNEL = f"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qsync.progress import shown_on_rank_zero
+from qsync.processes.progress import shown_on_rank_zero
 
 
 @pytest.mark.parametrize(("once", "lines"), [(False, 2), (True, 1)])

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qsync.child_processes import environment
 from qsync.errors import BuildError
+from qsync.processes.child_processes import environment
 
 
 def run_apart(code: str, path: Path) -> None:

@@ -25,11 +25,11 @@ from rich.table import Table
 
 from qsync import QSyncError
 from qsync.errors import FormatError, MismatchError
-from qsync.exit_signals import exit_on_signals
 from qsync.experiments.harness.processes import end_with_parent
 from qsync.experiments.harness.provenance import folder_of, provenance, source
 from qsync.experiments.harness.tables import as_markdown, table_of, write_between, yes
-from qsync.progress import shown_on_rank_zero
+from qsync.processes.exit_signals import exit_on_signals
+from qsync.processes.progress import shown_on_rank_zero
 from qsync.records.json_files import read_json, write_json, write_text
 
 Bar = dict[str, Any]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qsync.child_processes import environment
+from qsync.processes.child_processes import environment
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # Last lines of a script that trains on gloo. Threads of gloo that hold tensors abort an ending interpreter

@@ -21,11 +21,11 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from qsync import QSyncError
 from qsync.backend.devices.emulation import Throttle, busy_share, pin_to_core
-from qsync.child_processes import environment
 from qsync.distributed import job
 from qsync.experiments.harness import processes
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.provenance import folder_of
+from qsync.processes.child_processes import environment
 from qsync.records.json_files import read_json, write_json
 
 # Device classes of two unequal ranks, and of the fast rank with the machine to itself.

@@ -25,6 +25,7 @@ from qsync.allocator.block_levers import block_levers
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
+from qsync.distributed.job_options import HybridOptions
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command, table_of
 from qsync.experiments.harness.planned_steps import PlannedSteps, plans_of_first_rank
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
@@ -113,7 +114,8 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
 def _basis(step: job.TrainingStep, rank: job.Rank, save_less: bool = False) -> Basis:
     torch._dynamo.reset()
     graph = job.form_graph(step)
-    options = ProfileOptions(PRECISIONS, make_optimizer(1e-3), save_less=save_less)
+    asked = HybridOptions(precisions=PRECISIONS, make_optimizer=make_optimizer(1e-3))
+    options = ProfileOptions(asked, save_less)
     return form_basis(step, rank, graph, job.form_cluster(rank), options)[0]
 
 

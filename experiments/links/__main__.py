@@ -18,13 +18,13 @@ from typing import Annotated, Any
 
 import typer
 
-from qsync.child_processes import environment
 from qsync.errors import QSyncError, shortened
 from qsync.experiments.harness import Experiment, Page, run_command
 from qsync.experiments.harness.options import Fresh, Out, Publish
 from qsync.experiments.links import report
 from qsync.experiments.links.hosts import HOSTS, PACED_BY, on_host, pace, two_hosts
 from qsync.experiments.links.rank import WAYS
+from qsync.processes.child_processes import environment
 from qsync.records.json_files import read_json, write_json
 
 RATES = (10.0, 1.0, 0.1)  # gigabits per second

@@ -41,7 +41,7 @@ from qsync.lowering.lowered_graph import Cast, Run
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory import peak
 from qsync.predictor.profiling.memory_trace import measure_residuals
-from qsync.progress import shown_on_rank_zero
+from qsync.processes.progress import shown_on_rank_zero
 from qsync.records.memory_residuals import MemoryResiduals
 from qsync.records.save_less import can_save_less
 from qsync.runtime import choosers, planned_forward

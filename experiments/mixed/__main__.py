@@ -17,13 +17,13 @@ import typer
 
 from qsync import QSyncError
 from qsync.distributed import job
-from qsync.exit_signals import exit_on_signals
 from qsync.experiments.harness import show
 from qsync.experiments.harness.provenance import folder_of
 from qsync.experiments.harness.ranks import Place, ending_on_error
 from qsync.experiments.mixed.launch import configured
 from qsync.experiments.mixed.rank import run
 from qsync.experiments.mixed.report import closing_lines, table
+from qsync.processes.exit_signals import exit_on_signals
 
 
 def main(

@@ -35,8 +35,8 @@ from qsync.distributed import ddp_profiling, job
 from qsync.distributed.agreement import agree, from_rank_zero
 from qsync.distributed.ddp_profiling import DdpProfiler
 from qsync.distributed.gradient_weighting import batch_norms
+from qsync.distributed.job_options import LEAST_WITH_BATCH_NORM, HybridOptions
 from qsync.distributed.monitoring import liveness
-from qsync.distributed.shared_batches import LEAST_WITH_BATCH_NORM
 from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.harness.provenance import source
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES, BUCKET_CAP_MB, Place
@@ -223,10 +223,10 @@ class Measuring:
         model, program = self._attached()
         return DdpProfiler(
             program, job.TrainingStep(model, batch, self._loss_fn), self.rank,
-            ddp_profiling.ProfileOptions(
-                self._precisions, make_optimizer(self._workload.lr), self._loader(), BUCKET_CAP_MB,
-                progress=self.show,
-            ),
+            ddp_profiling.ProfileOptions(HybridOptions(
+                precisions=self._precisions, make_optimizer=make_optimizer(self._workload.lr),
+                loader=self._loader(), bucket_cap_mb=BUCKET_CAP_MB,
+            ), progress=self.show),
         )  # fmt: skip
 
     def _strongest(self, base: Precision) -> str:

@@ -10,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from qsync.card_verdicts import cards_of, graphs_of, judge, link_of
 from qsync.errors import InfeasibleError
 from qsync.experiments.harness import Experiment, Page, bar, run_command
 from qsync.experiments.harness.options import Fresh, Out, Publish
@@ -19,6 +18,7 @@ from qsync.integrations.hugging_face import PREFIX
 from qsync.operators.precision import Precision
 from qsync.records.json_files import write_json
 from qsync.records.verdict import PLAN
+from qsync.what_if.card_verdicts import cards_of, graphs_of, judge, link_of
 
 PILES = ("A100:4,T4:8", "A100:1,T4:1", "H100:8,L4:8", "V100:4,T4:4", "RTX4090:1,RTX3090:1",
          "A6000:2,RTX3090:2", "L40S:4,A10G:4", "H100:1,A100:1")  # fmt: skip

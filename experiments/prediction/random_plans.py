@@ -22,6 +22,7 @@ from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.data_parallel import in_ddp
 from qsync.distributed.ddp_profiling import DdpProfiler, ProfileOptions
+from qsync.distributed.job_options import HybridOptions
 from qsync.distributed.monitoring import liveness
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
@@ -31,7 +32,7 @@ from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.machine_drift import drift_factors
 from qsync.predictor.profiling.made_optimizer import made
-from qsync.progress import shown_on_rank_zero
+from qsync.processes.progress import shown_on_rank_zero
 from qsync.records.kernel_support import unsupported_by_shape
 from qsync.replayer import replay
 from qsync.replayer.exchange_calibration import with_exchange_in_use
@@ -85,7 +86,8 @@ def _run_on_rank(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     step = job.TrainingStep(model.to(place.device), batch)
     with liveness.start(60.0), shown_on_rank_zero("qsync: running random plans") as progress:
         own = job.detect_rank(step.model, None, FAST if dist.get_rank() == 0 else WEAK)
-        options = ProfileOptions(None, make_optimizer(1e-4), None, BUCKET_CAP_MB, progress=progress)
+        asked = HybridOptions(make_optimizer=make_optimizer(1e-4), bucket_cap_mb=BUCKET_CAP_MB)
+        options = ProfileOptions(asked, progress=progress)
         runs = run_plans(step, own, options, config["num_plans"], seed=config["seed"])
     return [asdict(run) for run in runs]
 
@@ -114,7 +116,7 @@ def run_plans(
     cluster, profiles, measured_s = runner.results(graph, cluster)
     runs = []
     for plan, seconds in zip(plans, measured_s, strict=True):
-        timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=options.bucket_cap_bytes)
+        timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=options.asked.bucket_cap_bytes)
         texts = {name: {op: str(p) for op, p in of.items()} for name, of in plan.items()}
         runs.append(PlanRun(texts, timeline.step_s, timeline.interval_s, seconds))
     return runs
@@ -169,9 +171,9 @@ class _Runner:
         self._profiler = DdpProfiler(self._program, step, rank, options)
         model = self._profiler.model
         if job.world_size() > 1 and not self._profiler.in_ddp:
-            model = in_ddp(step.model, options.bucket_cap_mb)
+            model = in_ddp(step.model, options.asked.bucket_cap_mb)
         self._loss = replace(step, model=model).loss()
-        self._optimizer = made(options.make_optimizer, api.trained_parameters(step.model))
+        self._optimizer = made(options.asked.make_optimizer, api.trained_parameters(step.model))
         self._timer = PhaseTimer(model, step.model)
         self._links: list[LinkMeasurement] = []
         self._turns: list[_Turn] = []
@@ -211,7 +213,7 @@ class _Runner:
         link = median_measurement(self._links)
         cluster, profiles = with_exchange_in_use(
             graph, self._profiler.gathered(link, of_profile), replace(cluster, link=link.link),
-            self._profiler.measured_steps(), self._options.bucket_cap_bytes,
+            self._profiler.measured_steps(), self._options.asked.bucket_cap_bytes,
         )  # fmt: skip
         own = [
             (turn.plan, turn.phases.period_s, turn.phases.blocked_s, factor)

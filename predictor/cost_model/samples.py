@@ -96,7 +96,7 @@ def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
     """Estimate a device's data sheet from the highest rates among a profile's operators.
 
     `launch_s` is the median time of operators that move no bytes. Measured peaks are better
-    (`qsync.cost_learning.measure_sheet`).
+    (`qsync.what_if.cost_learning.measure_sheet`).
     """
     rates: dict[str, float] = {}
     rough: dict[str, float] = {}  # rates of types whose products were all too short to time

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -32,6 +34,12 @@ class Chain:
         """Reset the gradients of all optimizers' parameters."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+
+def maker_of(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
+    """Return a factory of this optimizer with its defaults: momentum needs memory and time."""
+    taken = inspect.signature(type(optimizer)).parameters
+    return partial(type(optimizer), **{k: v for k, v in optimizer.defaults.items() if k in taken})
 
 
 def made(make: MakeOptimizer, parameters: Sequence[torch.nn.Parameter]) -> Any:

@@ -27,7 +27,7 @@ from qsync.checkpoints.state import (
 )
 from qsync.distributed.agreement import agree_locally
 from qsync.errors import FormatError, MismatchError, QSyncError, shortened
-from qsync.progress import is_rank_zero
+from qsync.processes.progress import is_rank_zero
 from qsync.records.json_files import check_kind
 
 logger = logging.getLogger("qsync")

@@ -15,7 +15,7 @@ def judge_cards(
     cards: str, link: str, model: str, batch: int, length: int | None, base: str, as_json: bool
 ) -> None:
     """Print the verdict on cards such as `A100:4,T4:8` with a link such as `25Gb`. Simulated."""
-    from qsync.card_verdicts import cards_of, graphs_of, judge, link_of
+    from qsync.what_if.card_verdicts import cards_of, graphs_of, judge, link_of
 
     between, pile = link_of(link), cards_of(cards)
     num_ranks = sum(one.count for one, _ in pile.values())

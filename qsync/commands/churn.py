@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.table import Table
-
 from qsync.commands.options import console, print_json, print_lines
+from qsync.commands.tables import new_table
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer.churn import ChurnCosts, MembershipSteps, RandomChurn, play, read_events
@@ -31,9 +30,10 @@ def replay_churn(
     if as_json:
         print_json(report.to_json())
         return
-    table = Table(title=f"{report.duration_s:.6g} s of {plan.model} (simulated)")
-    for heading in ("spent on", "samples of a card", "step", "steps", "seconds", "part"):
-        table.add_column(heading, justify="left" if heading == "spent on" else "right")
+    table = new_table(
+        f"{report.duration_s:.6g} s of {plan.model} (simulated)",
+        "spent on", ">samples of a card", ">step", ">steps", ">seconds", ">part",
+    )  # fmt: skip
     for one in report.memberships[:_SHOWN_MEMBERSHIPS]:
         table.add_row(
             ", ".join(f"{name} {count}" for name, count in one.ranks.items()),

@@ -23,6 +23,7 @@ from qsync.commands.options import (
     print_lines,
     working,
 )
+from qsync.commands.tables import new_table
 from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 
@@ -74,7 +75,7 @@ def fit(
 
 
 def _of_cards(cards: str, model: str, batch: int, length: int | None) -> tuple[Basis, Recapture]:
-    from qsync.card_verdicts import basis_of, cards_of, graphs_of, link_of
+    from qsync.what_if.card_verdicts import basis_of, cards_of, graphs_of, link_of
 
     pile = cards_of(cards)
     with working("capturing the model"):
@@ -125,9 +126,8 @@ def described(way: Way, found: Fit) -> str:
 
 
 def _table(found: Fit) -> Table:
-    table = Table(title=f"Ways to fit on {found.device_class}, least step first (simulated)")
-    for heading in ("way", "peak", "step", "adds variance"):
-        table.add_column(heading, justify="left" if heading == "way" else "right")
+    title = f"Ways to fit on {found.device_class}, least step first (simulated)"
+    table = new_table(title, "way", ">peak", ">step", ">adds variance")
     for way in found.ways[:_SHOWN]:
         longer = way.step_s / found.base.step_s - 1
         variance = f"{way.added_variance:.1e}" if way.added_variance else "-"

@@ -30,8 +30,8 @@ def learn(
         raise QSyncError(f"--samples must be at least 1, found {samples}; give e.g. 160")
     graph = OpGraph.load(basis / "graph.json")
     with working("learning costs") as progress:
-        from qsync import cost_learning
         from qsync.predictor.cost_model.op_calls import calls
+        from qsync.what_if import cost_learning
 
         model = cost_learning.learn(
             device=device, wanted=[call for _, call in calls(graph)], num=samples, progress=progress

@@ -10,11 +10,10 @@ from typing import Any
 from qsync.errors import FormatError, MismatchError
 from qsync.records.cluster import Cluster
 from qsync.records.datasheets import datasheet
-from qsync.records.levers import Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
-from qsync.replayer import Recapture, changed_since_planned, profiles_under_levers
+from qsync.replayer import Recapture, changed_since_planned, under_levers
 
 COSTS = "costs.json"  # the cost model of `qsync learn`, beside the profiles
 
@@ -77,13 +76,6 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: 
         origin = f"simulated device, {WHAT_IF}"
         simulated = {name: replace(profile, origin=origin) for name, profile in simulated.items()}
     return replace(basis, profiles={**basis.profiles, **simulated})
-
-
-def under_levers(basis: Basis, levers: Levers | None, other: Recapture | None) -> Basis:
-    """Return the basis with profiles adapted to a plan's levers."""
-    return replace(
-        basis, profiles=profiles_under_levers(basis.graph, basis.profiles, basis.cluster, levers, other)
-    )
 
 
 def _forced(basis: Basis) -> dict[str, Profile]:

@@ -28,7 +28,7 @@ from qsync.commands import (
     report,
 )  # fmt: skip
 from qsync.errors import QSyncError, shortened
-from qsync.exit_signals import exit_on_signals
+from qsync.processes.exit_signals import exit_on_signals
 
 app = typer.Typer(
     help="Train one model synchronously over unequal devices, and let nobody wait.",

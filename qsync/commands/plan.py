@@ -208,8 +208,7 @@ def _search_levers(
     basis: Basis, goal: _Goal, levers: str, folder: Path, options: Mapping[str, Any]
 ) -> tuple[Basis, Plan]:
     from qsync.allocator import search as search_levers
-    from qsync.commands.loading import under_levers
-    from qsync.replayer import Recapture
+    from qsync.replayer import Recapture, under_levers
 
     other = Recapture.load(folder)
     named = [name.strip() for name in levers.split(",") if name.strip()]

@@ -30,6 +30,14 @@ _WHY_UNPROVED = {
 }
 
 
+def new_table(title: str, *headings: str) -> Table:
+    """Return an empty table; a column whose heading begins with ">" holds numbers, at the right."""
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left")
+    return table
+
+
 def labelled(of_classes: Mapping[str, Any], profiles: Mapping[str, Profile]) -> dict[str, Any]:
     """Return values under the class names shown in tables and pictures."""
     return {shown(name, profiles[name].origin): value for name, value in of_classes.items()}
@@ -37,9 +45,8 @@ def labelled(of_classes: Mapping[str, Any], profiles: Mapping[str, Profile]) -> 
 
 def reasons_table(reasons: list[Any]) -> Table:
     """Return a table of lowered operators: saving, added variance, reason against a higher precision."""
-    table = Table(title=f"Why {len(reasons)} operators are lowered (simulated)")
-    for heading in ("class", "operator", "runs in", "saves", "adds variance", "why not higher"):
-        table.add_column(heading, justify="right" if heading in ("saves", "adds variance") else "left")
+    title = f"Why {len(reasons)} operators are lowered (simulated)"
+    table = new_table(title, "class", "operator", "runs in", ">saves", ">adds variance", "why not higher")
     for reason in reasons:
         table.add_row(
             shown(reason.device_class, reason.origin), reason.op, str(reason.precision),
@@ -51,12 +58,8 @@ def reasons_table(reasons: list[Any]) -> Table:
 
 def shadow_prices_table(prices: Sequence[Any]) -> Table:
     """Return a table of classes: variance saved by more time or memory, and the next moves."""
-    table = Table(title="Variance that more time or memory would save, to first order (simulated)")
-    table.add_column("class")
-    for heading in ("per ms more", "per MiB more"):
-        table.add_column(heading, justify="right")
-    for heading in ("next to raise", "next to lower"):
-        table.add_column(heading)
+    title = "Variance that more time or memory would save, to first order (simulated)"
+    table = new_table(title, "class", ">per ms more", ">per MiB more", "next to raise", "next to lower")
     for price in prices:
         table.add_row(
             shown(price.device_class, price.origin), _variance(price.variance_per_s, 1e-3),
@@ -92,9 +95,8 @@ def _next_lowering(found: Any) -> str:
 
 def path_table(path: Any, profiles: Mapping[str, Profile], counts: Mapping[str, int]) -> Table:
     """Return a table of the critical path: one row per run of events of a class and phase."""
-    table = Table(title=f"The critical path: what makes the step of {path.step_s * 1e3:.1f} ms (simulated)")
-    for heading in ("who", "phase", "takes", "of the step", "of it slowed", "largest"):
-        table.add_column(heading, justify="left" if heading in ("who", "phase", "largest") else "right")
+    title = f"The critical path: what makes the step of {path.step_s * 1e3:.1f} ms (simulated)"
+    table = new_table(title, "who", "phase", ">takes", ">of the step", ">of it slowed", "largest")
     for run in path.stretches():
         name = run[0].device_class
         ranks = f", any of {counts[name]}" if counts.get(name, 1) > 1 else ""
@@ -114,9 +116,8 @@ def path_table(path: Any, profiles: Mapping[str, Profile], counts: Mapping[str, 
 
 def what_ifs_table(found: Sequence[Any], profiles: Mapping[str, Profile], step_s: float, most: int) -> Table:
     """Return a table of what-if changes, most seconds first; like operators share a row."""
-    table = Table(title=f"What would shorten the step of {step_s * 1e3:.1f} ms (simulated)")
-    for heading in ("what", "class", "wins", "of the step", "adds variance"):
-        table.add_column(heading, justify="left" if heading in ("what", "class") else "right")
+    title = f"What would shorten the step of {step_s * 1e3:.1f} ms (simulated)"
+    table = new_table(title, "what", "class", ">wins", ">of the step", ">adds variance")
     alike: dict[tuple[str, str | None], list[Any]] = {}
     for one in found:
         alike.setdefault((re.sub(r"\d+", "*", one.what), one.device_class), []).append(one)
@@ -159,10 +160,8 @@ def drift_lines(logged: Mapping[str, Any]) -> list[str]:
 
 def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Profile]) -> Table:
     """Return a table of memory peaks in bytes by kind, a column per class, with budgets."""
-    table = Table(title="Memory of a rank at its fullest, MiB (simulated)")
-    table.add_column("what for")
-    for name in labelled(memory, profiles):
-        table.add_column(name, justify="right")
+    names = (f">{name}" for name in labelled(memory, profiles))
+    table = new_table("Memory of a rank at its fullest, MiB (simulated)", "what for", *names)
 
     def row(what: str, of_classes: Iterable[int], **options: Any) -> None:
         table.add_row(what, *(f"{n / 2**20:.1f}" if n else "-" for n in of_classes), **options)
@@ -185,9 +184,8 @@ def unsupported_table(unsupported: Sequence[Any], profiles: Mapping[str, Profile
         where = shown(name, profiles[name].origin) if name else "all"
         key = (where, str(one.precision or "all lower"), one.why)
         alike.setdefault(key, []).append(one)
-    table = Table(title="What no kernel serves, and what it runs in instead")
-    for heading in ("class", "precision", "operators", "run in", "why"):
-        table.add_column(heading)
+    title = "What no kernel serves, and what it runs in instead"
+    table = new_table(title, "class", "precision", "operators", "run in", "why")
     for (device_class, precision, why), those in alike.items():
         some = ", ".join(one.op for one in those[:2])
         more = f" and {len(those) - 2} more" if len(those) > 2 else ""
@@ -198,9 +196,10 @@ def unsupported_table(unsupported: Sequence[Any], profiles: Mapping[str, Profile
 
 def plan_table(plan: Plan) -> Table:
     """Return a table of classes: lowered operators by precision, and predictions."""
-    table = Table(title=f"Plan for {plan.model}: {1e3 * (plan.step_s or 0.0):.1f} ms a step (simulated)")
-    for heading in ("class", "lowered", "precisions", "waiting", "memory peak", "added variance"):
-        table.add_column(heading, justify="left" if heading in ("class", "precisions") else "right")
+    table = new_table(
+        f"Plan for {plan.model}: {1e3 * (plan.step_s or 0.0):.1f} ms a step (simulated)",
+        "class", ">lowered", "precisions", ">waiting", ">memory peak", ">added variance",
+    )  # fmt: skip
     for name, entry in plan.classes.items():
         counts: dict[str, int] = {}
         for precision in entry.assignment.values():
@@ -264,9 +263,8 @@ def base_lines(plan: Plan) -> list[str]:
 
 def frontier_table(plans: Sequence[Plan]) -> Table:
     """Return a table of the trade-off's plans, fastest first."""
-    table = Table(title=f"Step time against added variance of {plans[0].model} (simulated)")
-    for heading in ("plan", "step", "added variance", "perhaps needless", "lowered"):
-        table.add_column(heading, justify="left" if heading in ("plan", "lowered") else "right")
+    title = f"Step time against added variance of {plans[0].model} (simulated)"
+    table = new_table(title, "plan", ">step", ">added variance", ">perhaps needless", "lowered")
     for number, plan in enumerate(plans, 1):
         lowered = [
             f"{len(entry.lowered)} on {shown(name, entry.origin)}"
@@ -286,9 +284,10 @@ def timeline_table(timeline: Timeline, model: str) -> Table:
         f", {timeline.interval_s[0] * 1e3:.1f} to {timeline.interval_s[1] * 1e3:.1f} in nine of ten runs of "
         f"{RUN_S / 60:.0f} minutes" if timeline.interval_s else ""
     )  # fmt: skip
-    table = Table(title=f"One step of {model}: {timeline.step_s * 1e3:.1f} ms{interval} (simulated)")
-    for heading in ("class", "ranks", "loading", "compute", "communication", "waiting", "memory peak"):
-        table.add_column(heading, justify="left" if heading == "class" else "right")
+    table = new_table(
+        f"One step of {model}: {timeline.step_s * 1e3:.1f} ms{interval} (simulated)",
+        "class", ">ranks", ">loading", ">compute", ">communication", ">waiting", ">memory peak",
+    )  # fmt: skip
     for name, entry in timeline.classes.items():
         table.add_row(
             shown(name, entry.origin), str(entry.num_ranks),
@@ -313,9 +312,8 @@ def loading_lines(profiles: Mapping[str, Profile]) -> list[str]:
 
 def learned_costs_table(error: Any) -> Table:
     """Return a table of operator kinds: the error of learned costs (a cost model's `error`)."""
-    table = Table(title="Error of the learned costs, at shapes held out (measured)")
-    for heading in ("operator", "median", "95th percentile"):
-        table.add_column(heading, justify="left" if heading == "operator" else "right")
+    title = "Error of the learned costs, at shapes held out (measured)"
+    table = new_table(title, "operator", ">median", ">95th percentile")
     for kind, (median, most) in {**error.by_kind, "all": error.overall}.items() if error else ():
         table.add_row(kind, f"{median:.0%}", f"{most:.0%}")
     return table

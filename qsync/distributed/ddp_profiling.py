@@ -16,7 +16,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -33,17 +33,17 @@ from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally, check_same
 from qsync.distributed.exchange_prices import compression_errors, measure_codecs
 from qsync.distributed.gradient_weighting import compress_gradients
+from qsync.distributed.job_options import HybridOptions
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.operators.precision import Precision
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.loader_wait import undrawn
 from qsync.predictor.profiling.machine_drift import drift_factors
-from qsync.predictor.profiling.made_optimizer import MakeOptimizer
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
 from qsync.records.cluster import Cluster
-from qsync.records.compression import AUTO, asked_kinds, kinds_for
+from qsync.records.compression import AUTO, kinds_for
 from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile, Sensitivity, shown_shapes
@@ -64,30 +64,20 @@ _NEVER = 1e6  # assignment cost that excludes pairing a step that saves less wit
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """How the classes of a job are profiled.
+    """How the classes of a job are profiled, beside the options of the job.
 
-    `precisions` are the precisions to profile; None means all that are worth choosing from. `loader` is the
-    loader of this rank's training loop: before every step a batch is fetched from it, timed and not used.
-    `ddp_options` are DDP's arguments in steps of the job.
-    With `save_less` following operators are also timed in their forms that save less for backward, which
-    takes twice as many steps.
-    A plan's `base` is profiled even where it is not worth choosing. Planning began at `began_s`
-    (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times. `bitwise`: the
-    program runs FP32 by torch's own kernels. `compression`: what gradients are sent in.
+    Before every step a batch is fetched from the job's loader, timed and not used. With `save_less` following
+    operators are also timed in their forms that save less for backward, which takes twice as many steps. A
+    plan's `base` is profiled even where it is not worth choosing. Planning began at `began_s`
+    (`time.perf_counter`). With `briefly` a round is enough: no choice hangs on the times.
     """
 
-    precisions: Sequence[Precision | str] | None = None
-    make_optimizer: MakeOptimizer = torch.optim.AdamW
-    loader: Iterable[Any] | None = None
-    bucket_cap_mb: float | None = None
-    ddp_options: Mapping[str, Any] | None = None
+    asked: HybridOptions = field(default_factory=HybridOptions)
     save_less: bool = False
     progress: job.Progress = job.silent
     base: Precision | None = None
     began_s: float = field(default_factory=time.perf_counter)
     briefly: bool = False
-    bitwise: bool = False
-    compression: str | None = None
 
     def until_s(self, step_s: float, more: float = 0.0) -> float:
         """Return when planning shall end, if a step takes so long, with so much `more` of the time.
@@ -98,16 +88,12 @@ class ProfileOptions:
         whole_s = profile_seconds() if asked else max(PROFILE_S, PROFILE_STEPS * step_s)
         return self.began_s + (1.0 + more) * whole_s
 
-    @property
-    def bucket_cap_bytes(self) -> int | None:
-        """The size of DDP's buckets in bytes; None for DDP's own."""
-        return int(self.bucket_cap_mb * 2**20) if self.bucket_cap_mb else None
-
     def of_profiler(self, num_precisions: int, warm_until_s: float) -> ProfilerOptions:
         """Return the part of these options that one rank's profiler takes."""
         return ProfilerOptions(
-            self.make_optimizer, self.progress, self.save_less, self.loader, num_precisions, warm_until_s
-        )
+            self.asked.make_optimizer, self.progress, self.save_less, self.asked.loader, num_precisions,
+            warm_until_s,
+        )  # fmt: skip
 
 
 def form_basis(
@@ -129,13 +115,13 @@ def form_basis(
     is this rank's own.
     """
     cluster, link = formed
-    if options.compression is not None:
+    if options.asked.compression is not None:
         options.progress("compressed exchanges")
         is_alike = len({each.hardware for each in cluster.classes}) == 1
-        kinds = kinds_for(is_alike) if options.compression == AUTO else (options.compression,)
+        kinds = kinds_for(is_alike) if options.asked.compression == AUTO else (options.asked.compression,)
         link = measure_codecs([kind for kind in kinds if kind != "fp32"], link, rank)
-        cluster = replace(cluster, codecs=link.codecs, compression=asked_kinds(options.compression) or {})
-    ddp = options.ddp_options or {}
+        cluster = replace(cluster, codecs=link.codecs, compression=options.asked.kinds or {})
+    ddp = options.asked.ddp_options or {}
     broadcasts = ddp.get("forward_sync_buffers", ddp.get("broadcast_buffers", True))
     cluster = replace(cluster, broadcasts_buffers=bool(broadcasts), link=link.link)
     options.progress("sensitivity")
@@ -147,7 +133,7 @@ def form_basis(
     errors: dict[str, tuple[float, ...]] = {}
     # One batch, whose shapes are those of the graph; what a loader gives is not used.
     running = api.running(step.model, step.loss(), dynamic=False)
-    with undrawn(options.loader), running as program:
+    with undrawn(options.asked.loader), running as program:
         profilers = [DdpProfiler(program, step, rank, options)]
         first, more = profilers[0], 0.0
         if second is not None:
@@ -159,10 +145,10 @@ def form_basis(
         profiles, *others = gathered_together(profilers, link)
         steps = measured_together(profilers, others)
         graphs = [replace(profiler.profiler.graph, num_calls=graph.num_calls) for profiler in profilers[1:]]
-        if options.compression == AUTO and job.world_size() > 1:
+        if options.asked.compression == AUTO and job.world_size() > 1:
             options.progress("errors of compression")
             gradients = agree_locally("errors of compression", partial(_gradients, step))
-            those = buckets(graph, options.bucket_cap_bytes)
+            those = buckets(graph, options.asked.bucket_cap_bytes)
             errors = compression_errors(gradients, those, list(link.codecs))
         if second is not None:  # training goes on from the planned batch
             agree_locally("profiling", step.loss())
@@ -173,7 +159,7 @@ def form_basis(
         dist.destroy_process_group(group)
     agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
     options.progress("links in use")
-    basis = calibrated(basis_of(profiles), steps, options.bucket_cap_bytes)
+    basis = calibrated(basis_of(profiles), steps, options.asked.bucket_cap_bytes)
     return basis, Recapture(graphs[0], others[0]) if others else None
 
 
@@ -245,7 +231,9 @@ class DdpProfiler:
         self._turn = 0
         self.precisions = agree_locally(
             "profiling",
-            lambda: precisions_to_profile(rank.device_class, step.model, options.precisions, options.base),
+            lambda: precisions_to_profile(
+                rank.device_class, step.model, options.asked.precisions, options.base
+            ),
         )
         parameters = agree_locally("profiling", lambda: api.trained_parameters(step.model))
         clock = job_clock(rank.device, rank.device_class.emulated_share)
@@ -254,7 +242,7 @@ class DdpProfiler:
         self.model = step.model  # what steps call: the model, or DDP around it
         self.group: dist.ProcessGroup | None = None  # of that DDP
         self._loss = _checked_loss(program, step.loss(), parameters)
-        self._bucket_bytes = _bucket_bytes(parameters, options.ddp_options or {})
+        self._bucket_bytes = _bucket_bytes(parameters, options.asked.ddp_options or {})
         most = max(agree("profiling", lambda: len(self.precisions)))
         warm_until_s = options.until_s(math.inf) if first is None else -math.inf
         self.profiler = agree_locally("profiling", lambda: Profiler(
@@ -297,14 +285,14 @@ class DdpProfiler:
         elif self.in_ddp:
             options = self._options
             patience = timedelta(seconds=max(MIN_PATIENCE_S, PATIENCE_STEPS * max(typical_s)))
-            ddp_options = dict(options.ddp_options or {})
+            ddp_options = dict(options.asked.ddp_options or {})
             agree_locally("profiling", lambda: self._check_unused(self._step.model, ddp_options))
             given = ddp_options.get("process_group")
             backend = dist.get_backend(given) if given is not None else None
             self.group = ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
             ddp_options["init_sync"] = False  # it would write to the model, which is put back afterwards
-            self.model = data_parallel.in_ddp(self._step.model, options.bucket_cap_mb, ddp_options)
-            compress_gradients(self.model, asked_kinds(options.compression), self.group)
+            self.model = data_parallel.in_ddp(self._step.model, options.asked.bucket_cap_mb, ddp_options)
+            compress_gradients(self.model, options.asked.kinds, self.group)
         if self.in_ddp:
             self._loss = replace(self._step, model=self.model).loss()
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,29 +133,6 @@ def check_models(model: torch.nn.Module, extra: Mapping[str, object] | None = No
     }
     check_same({**facts, **(extra or {})})
     check_same({f"parameter {i}": text for i, text in enumerate(layout)})
-
-
-def check_options(emulated_share: object, device_class: object, bucket_cap_mb: object) -> None:
-    """Raise FormatError on every rank if any rank has an invalid share, class name or bucket size."""
-
-    def check() -> None:
-        if emulated_share is not None and not (_is_number(emulated_share) and 0 < emulated_share <= 1):
-            raise FormatError(
-                f"emulated_share must be in (0, 1], found {shortened(emulated_share)}; leave it out for a "
-                "whole core"
-            )
-        if device_class is not None and not (isinstance(device_class, str) and device_class):
-            raise FormatError(f"device_class must be a name, found {shortened(device_class)}; leave it out")
-        if bucket_cap_mb is not None and not (_is_number(bucket_cap_mb) and 2**-20 <= bucket_cap_mb < 2**43):
-            raise FormatError(
-                f"bucket_cap_mb must be positive, found {shortened(bucket_cap_mb)}; DDP's default is 25"
-            )
-
-    agree_locally("checking options", check)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def ranks_on_host() -> int:

@@ -11,8 +11,9 @@ from qsync.distributed import accelerate_state
 from qsync.distributed.agreement import agree, check_same
 from qsync.distributed.monitoring.drift_monitor import prediction_of
 from qsync.distributed.share_sampler import RankSampler
-from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
+from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.records.graph import digest
+from qsync.records.json_files import check_whole
 from qsync.records.levers import SHARE
 from qsync.replayer.costs.sequence_costs import SequenceCost, hand_out
 from qsync.runtime.wrapping import plan_of
@@ -67,11 +68,8 @@ class LengthSampler(RankSampler):
                     "the plan already divides the batch by samples, which a LengthSampler would divide by "
                     "time; plan with levers=(), or use the plan's ShareSampler"
                 )
-            for what, number in (("batch_size", batch_size), ("max_tokens", max_tokens or 1)):
-                if type(number) is not int or number < 1:
-                    raise FormatError(
-                        f"{what} must be a whole number of at least 1, found {shortened(number)}; correct it"
-                    )
+            check_whole("batch_size", batch_size, 1)
+            check_whole("max_tokens", max_tokens or 1, 1)
             if not len(lengths) or not all(int(length) > 0 for length in lengths):
                 raise FormatError(
                     "lengths must be positive whole numbers; give the number of tokens of each sequence"

@@ -16,6 +16,7 @@ from qsync.distributed import accelerate_state
 from qsync.distributed.monitoring.loader_batches import listen
 from qsync.distributed.shares import SampleOrder, Share, share_out
 from qsync.errors import FormatError, MismatchError, shortened
+from qsync.records.json_files import check_whole
 
 
 class RankSampler(Sampler[list[int]]):
@@ -70,11 +71,9 @@ class ShareSampler(RankSampler):
     ) -> None:
         self._data = data
         length = self._length()
-        for what, number in (("batch_size", batch_size), ("the length of the dataset", length)):
-            if type(number) is not int or number < 1:
-                raise FormatError(f"{what} must be a whole number of at least 1, found {shortened(number)}")
-        if type(seed) is not int or seed < 0:
-            raise FormatError(f"seed must be a whole number of at least 0, found {shortened(seed)}")
+        check_whole("batch_size", batch_size, 1)
+        check_whole("the length of the dataset", length, 1)
+        check_whole("seed", seed, 0)
         if length < batch_size:
             raise FormatError(
                 f"a global batch of {batch_size} samples is more than the dataset, which has {length}; give "
@@ -194,8 +193,7 @@ class ShareSampler(RankSampler):
 
         After `load_state_dict` of a step in this epoch, the next iteration is the rest of it.
         """
-        if type(epoch) is not int or epoch < 0:
-            raise FormatError(f"the epoch must be a whole number of at least 0, found {shortened(epoch)}")
+        check_whole("the epoch", epoch, 0)
         if not accelerate_state.counts_epochs():
             self._epoch, self._is_set = epoch, True
 

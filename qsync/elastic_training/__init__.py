@@ -1,8 +1,11 @@
 """Elastic training: cards join and leave a running job, and every step stays one global batch.
 
 `start_job`         `elastic`: join a job
+`options`           its options, and their checks
 `elastic_job`       what a training loop holds: steps, shares, leaving, healing
-`rendezvous`        the cards of a step, from torchft's lighthouse
+`elastic_step`      one step, and whether a loop uses it whole
+`rendezvous`        the records of all cards, from torchft's lighthouse
+`meeting`           who is in a step, and who heals from whom
 `elastic_ddp`       DDP over a process group that changes
 `share_loader`      the samples of this card's share, loaded
 `plan_book`         profiles by class and plans by membership, made ahead

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 
 from qsync.elastic_training.elastic_ddp import ElasticDDP
+from qsync.elastic_training.meeting import Card
+from qsync.elastic_training.options import ElasticOptions
 from qsync.elastic_training.pace import Pace
 from qsync.elastic_training.plan_book import Membership, PlanBook, membership_of, shown
-from qsync.elastic_training.rendezvous import Card
-from qsync.elastic_training.share_loader import Options
 from qsync.errors import InfeasibleError
 from qsync.records.graph import digest
 from qsync.records.plans import Plan
@@ -25,7 +25,7 @@ class CardPlan:
     `rate` is in samples per second (0: unknown), `limit` the most samples per pass (None: no limit).
     """
 
-    def __init__(self, card: Card, model: ElasticDDP, book: PlanBook | None, options: Options) -> None:
+    def __init__(self, card: Card, model: ElasticDDP, book: PlanBook | None, options: ElasticOptions) -> None:
         self._name, self._class = card.name, card.device_class
         self._model, self._book, self._options = model, book, options
         self._membership: Membership = ()

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import replace as with_fields
 from typing import Any
 
@@ -25,13 +24,16 @@ import torch.distributed as dist
 
 from qsync.backend.devices.device_detection import device_of
 from qsync.distributed.job import backend_for
-from qsync.distributed.shares import Share, num_passes, share_out
+from qsync.distributed.shares import num_passes, share_out
 from qsync.elastic_training.card_plan import CardPlan
 from qsync.elastic_training.elastic_ddp import ElasticDDP, MembershipGroup
+from qsync.elastic_training.elastic_step import ElasticStep, LoopChecks
 from qsync.elastic_training.healing import Server, decode, encode, fetch
+from qsync.elastic_training.meeting import Card, Meeting
+from qsync.elastic_training.options import ElasticOptions
 from qsync.elastic_training.plan_book import PlanBook, membership_of, shown
-from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous, in_background
-from qsync.elastic_training.share_loader import Options, ShareLoader
+from qsync.elastic_training.rendezvous import Rendezvous, in_background
+from qsync.elastic_training.share_loader import ShareLoader
 from qsync.elastic_training.training_state import Hyperparameters, TrainingState
 from qsync.elastic_training.waiting import Waiting
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
@@ -48,43 +50,6 @@ _MANY_FAILURES = 4  # consecutive failures with the same cards
 _LINK_BYTES = 4 * 2**20  # bytes of the all-reduce that measures the link
 
 
-class ElasticStep:
-    """One step on this card: iterate over its micro-batches, then check `arrived`."""
-
-    def __init__(self, job: ElasticJob, number: int, share: Share, is_behind: bool) -> None:
-        self._job, self._share = job, share
-        self.number = number
-        self.is_behind = is_behind
-        self.samples = share.samples
-        self.began_s = time.perf_counter()
-        self.outcome: bool | None = None
-        self.num_taken = 0  # micro-batches so far
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield this card's micro-batches; run forward and backward of each before the next."""
-        if self.num_taken:
-            raise FormatError("the training loop iterates over a step twice; use each micro-batch once")
-        for k in range(self.num_passes):
-            batch = self._job._loader.next_batch()
-            self.num_taken += 1
-            with nullcontext() if k == self.num_passes - 1 else self._job.model.no_sync():
-                yield batch
-
-    @property
-    def num_passes(self) -> int:
-        """Return the number of micro-batches."""
-        return self._share.passes
-
-    def arrived(self) -> bool:
-        """Return whether the gradients are the mean over all samples; call it after backward.
-
-        If a card was lost, they are not: skip the optimizer, and the step is repeated.
-        """
-        if self.outcome is None:
-            self.outcome = self._job._finish(self)
-        return self.outcome
-
-
 class ElasticJob:
     """A card's part in an elastic job; created by `qsync.elastic`."""
 
@@ -95,7 +60,7 @@ class ElasticJob:
         card: Card,
         rendezvous: Rendezvous,
         server: Server,
-        options: Options,
+        options: ElasticOptions,
         book: PlanBook | None,
     ) -> None:
         model = states["model"]
@@ -118,7 +83,6 @@ class ElasticJob:
         self._next: Future[Meeting | None] | None = None  # the meeting of the next step
         self._num_steps: int | None = None
         self._meeting: Meeting | None = None
-        self._present: ElasticStep | None = None
         self._before: Hyperparameters = []  # hyperparameters at the start of a healing step
         self._seen_step = 0
         self._waiting = Waiting(self.card, options.join_timeout_s)
@@ -126,11 +90,10 @@ class ElasticJob:
         self._failing: tuple[str, ...] = ()  # cards of the last failed exchanges, and the number of failures
         self._failures_in_a_row = 0
         self._has_left, self._is_relieved, self._patient_until = False, False, 0.0
-        self._has_stepped = True  # whether the optimizer has stepped since gradients arrived
         self._buffers = BuffersBefore(model)  # buffers at the start of the step
         encode(self._training.without_weights())  # raises now, while no other card depends on it
         self._released = threading.Event()
-        self._order_hook = states["optimizer"].register_step_pre_hook(self._check_order)
+        self._loop = LoopChecks(self.model, states["optimizer"])
 
     # --- The training loop ---
 
@@ -162,7 +125,7 @@ class ElasticJob:
                     self._is_relieved = True
                     return
                 yield step
-                self._end(step)
+                self._loop.end(step)
         finally:
             restore()
             self._leave()
@@ -307,11 +270,11 @@ class ElasticJob:
             return False
         if any(card.has_trained for card in meeting.cards):
             return True
-        if len(meeting.cards) < self._options.start_with:
-            missing = self._options.start_with - len(meeting.cards)
+        if len(meeting.cards) < self._options.num_first:
+            missing = self._options.num_first - len(meeting.cards)
             here = ", ".join(card.name for card in meeting.cards)
             self._waiting.note(
-                f"{missing} more of the {self._options.start_with} cards that it starts with, beside {here}",
+                f"{missing} more of the {self._options.num_first} cards that it starts with, beside {here}",
                 is_bounded=True,
             )
             return False
@@ -420,12 +383,12 @@ class ElasticJob:
         self._before = self._training.marked() if is_behind else []
         self._loader.turn(self.step, share)
         self._buffers = BuffersBefore(self.model)
-        self._present = ElasticStep(self, self.step, share, is_behind)
-        return self._present
+        return self._loop.begin(ElasticStep(self, self.step, share, is_behind))
 
     def _finish(self, step: ElasticStep) -> bool:
         """Receive the state if this card is behind; return whether the step counts."""
-        self._check_whole(step)
+        if self._exchange.failure is None:
+            self._loop.check_whole(step)
         if self._exchange.failure is None and step.is_behind:
             assert self._pending is not None
             try:
@@ -447,7 +410,8 @@ class ElasticJob:
             self._go_alone()
             return False
         self.step += 1
-        self._has_stepped, self._failures_in_a_row = False, 0
+        self._failures_in_a_row = 0
+        self._loop.note_arrival()
         history = digest([self._own.history, self.group])
         self._own = with_fields(
             self._own,
@@ -482,54 +446,6 @@ class ElasticJob:
                 _MANY_FAILURES, shortened(self._exchange.failure, 200), places,
             )  # fmt: skip
 
-    def _check_whole(self, step: ElasticStep) -> None:
-        """Raise FormatError if this card's loop skipped a part of the step."""
-        if self._exchange.failure is not None:
-            return
-        if step.num_taken < step.num_passes:
-            raise FormatError(
-                f"the training loop used {step.num_taken} of {step.num_passes} micro-batches of the step; "
-                "write `for batch in step:` without break"
-            )
-        if not self.model.hook.is_complete:
-            raise FormatError(
-                "backward did not reach all parameters; call job.model in the loss, run backward of every "
-                "micro-batch, and freeze unused parameters (requires_grad_(False)) before qsync.elastic"
-            )
-        if step.num_passes > 1 and self.model.hook.num_reduced > 1:
-            raise FormatError(
-                f"gradients were exchanged {self.model.hook.num_reduced} times in a step of "
-                f"{step.num_passes} micro-batches; run forward and backward of each once, before the next"
-            )
-
-    def _end(self, step: ElasticStep) -> None:
-        if step.outcome is None:
-            raise FormatError(
-                "the training loop did not check step.arrived(); write `if step.arrived(): optimizer.step()`"
-            )
-        self._present = None
-        if not self._has_stepped and self._holds_gradients():
-            raise FormatError(
-                "the optimizer did not step although gradients arrived, and the next step would add to "
-                "them; call optimizer.step() and zero_grad() in every step, and accumulate by batch_size "
-                "and max_samples instead"
-            )
-        self._has_stepped = True
-
-    def _holds_gradients(self) -> bool:
-        """Return whether finite gradients remain; a GradScaler skips only non-finite ones."""
-        found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return any(bool(each.any()) for each in found) and all(bool(each.isfinite().all()) for each in found)
-
-    def _check_order(self, *_: Any) -> None:
-        """Raise FormatError for an optimizer step on gradients that did not arrive."""
-        if self._present is not None and not self._present.outcome:
-            raise FormatError(
-                "the optimizer would step on incomplete gradients; write `if step.arrived(): "
-                "optimizer.step()`"
-            )
-        self._has_stepped = True
-
     # --- Leaving ---
 
     def _listen(self) -> Callable[[], None]:
@@ -550,14 +466,14 @@ class ElasticJob:
 
     def _leave(self) -> None:
         """Leave the job; if other cards continue it, free all training memory but the weights."""
-        self._has_left, self._present = True, None
+        self._has_left = True
         self._rendezvous.leave()
         if self._book is not None:
             self._book.close()
         self._server.close()
         self._exchange.close()
         self._store = None  # ends its server
-        self._order_hook.remove()  # so that the optimizer holds no reference to a finished job
+        self._loop.close()
         self._loader.close()
         if self._is_relieved:
             self._training.free()

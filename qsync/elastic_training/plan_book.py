@@ -18,19 +18,22 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from qsync import api
 from qsync.backend.precisions_that_pay import precisions_to_profile
-from qsync.child_processes import environment
-from qsync.distributed.plan_cache import make_folder, stable_text, step_key
+from qsync.distributed.ddp_profiling import profile_seconds
+from qsync.distributed.job_options import JobOptions
+from qsync.distributed.plan_cache import cache_folder, make_folder, stable_text, step_key
 from qsync.elastic_training.healing import Server, fetch
-from qsync.elastic_training.rendezvous import Card
+from qsync.elastic_training.meeting import Card
 from qsync.errors import InfeasibleError, QSyncError
 from qsync.operators.precision import Precision
+from qsync.predictor.profiling.made_optimizer import MakeOptimizer
+from qsync.processes.child_processes import environment
+from qsync.records.base import parse_base
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph, digest
 from qsync.records.json_files import read_json, write_json
@@ -102,34 +105,29 @@ class CardCosts:
 
 
 def class_costs(
-    model: torch.nn.Module,
-    batch: Any,
-    loss_fn: api.LossFunction | None,
-    device_class: DeviceClass,
-    folder: Path,
-    base: Precision | None = None,
-    **options: Any,
+    model: torch.nn.Module, batch: Any, asked: JobOptions, device_class: DeviceClass, maker: MakeOptimizer
 ) -> CardCosts:
     """Return the costs of this card's class, from the cache or by measuring.
 
-    The cache key covers step, loss, optimizer and hardware, but no number of cards. `options` are those of
-    `qsync.profile`.
+    The cache key covers step, loss, optimizer and hardware, but no number of cards.
     """
-    chosen = precisions_to_profile(
-        device_class, model, options.pop("precisions", None), base or Precision.FP32
-    )
-    graph = api.trace_step(model, batch, loss_fn)
+    base = parse_base(asked.base) if asked.base is not None else Precision.FP32
+    chosen = precisions_to_profile(device_class, model, asked.precisions, base)
+    graph = api.trace_step(model, batch, asked.loss_fn)
     own: list[Any] = [device_class.name, device_class.hardware, device_class.emulated_share]
     own += [[str(precision) for precision in each] for each in (device_class.precisions, chosen)]
-    own += [stable_text(loss_fn), stable_text(options.get("make_optimizer")), options.get("bitwise")]
-    path = folder / "classes" / f"{digest([step_key(graph), own])}.json"
+    own += [stable_text(asked.loss_fn), stable_text(maker), asked.bitwise]
+    path = cache_folder(asked.cache_dir) / "classes" / f"{digest([step_key(graph), own])}.json"
     try:
         return CardCosts.from_json(read_json(path))
     except (QSyncError, KeyError, TypeError):
         pass
     make_folder(path.parent)
-    profile = api.profile(model, batch, loss_fn, device_class=device_class, precisions=chosen, **options)
-    costs = CardCosts(device_class, graph, profile, api.sensitivity(model, [batch], loss_fn))
+    profile = api.profile(
+        model, batch, asked.loss_fn, device_class=device_class, precisions=chosen, make_optimizer=maker,
+        seconds=profile_seconds(), bitwise=asked.bitwise,
+    )  # fmt: skip
+    costs = CardCosts(device_class, graph, profile, api.sensitivity(model, [batch], asked.loss_fn))
     write_json(path, costs.to_json())
     return costs
 

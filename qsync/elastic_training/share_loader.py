@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from qsync.distributed.shares import SampleOrder, Share
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of an elastic job; see `qsync.elastic`."""
-
-    batch_size: int
-    seed: int
-    start_with: int
-    timeout_s: float
-    share: bool
-    max_samples: int | None
-    num_workers: int
-    collate_fn: Callable[[list[Any]], Any]
-    join_timeout_s: float = 600.0
+from qsync.elastic_training.options import ElasticOptions
 
 
 def _outlive_signal(_: int) -> None:
@@ -38,7 +23,7 @@ def _outlive_signal(_: int) -> None:
 class ShareLoader:
     """Loads this card's micro-batches, also ahead in worker processes; `turn` invalidates those ahead."""
 
-    def __init__(self, dataset: Any, options: Options) -> None:
+    def __init__(self, dataset: Any, options: ElasticOptions) -> None:
         self._order = SampleOrder(len(dataset), options.seed)
         self._batch_size = options.batch_size
         self._asked: list[int] = []  # generation of every batch requested from workers

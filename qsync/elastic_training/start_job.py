@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import default_collate
 
 import qsync
 from qsync import api
-from qsync.allocator import check_options
-from qsync.backend.devices.device_detection import detect_class, device_of
-from qsync.backend.devices.emulation import slow_down
 from qsync.distributed import job
-from qsync.distributed.data_parallel import check_not_parallel
-from qsync.distributed.ddp_profiling import profile_seconds
-from qsync.distributed.plan_cache import cache_folder
 from qsync.elastic_training.elastic_job import ElasticJob
 from qsync.elastic_training.healing import Server
-from qsync.elastic_training.job_token import TOKEN_VARIABLE, token_of_environment
+from qsync.elastic_training.job_token import TOKEN_VARIABLE, JobToken, token_of_environment
+from qsync.elastic_training.meeting import Card
+from qsync.elastic_training.options import ElasticOptions
 from qsync.elastic_training.plan_book import PlanBook, class_costs
-from qsync.elastic_training.rendezvous import LIGHTHOUSE_VARIABLE, Card, Rendezvous
-from qsync.elastic_training.share_loader import Options
-from qsync.errors import FormatError, shortened
+from qsync.elastic_training.rendezvous import Rendezvous
 from qsync.operators.precision import Precision
-from qsync.records.base import parse_base
+from qsync.predictor.profiling.made_optimizer import maker_of
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import digest
 from qsync.records.plans import Plan
@@ -42,7 +31,6 @@ from qsync.tracing.held_state import undisturbed
 logger = logging.getLogger("qsync")
 
 _PROFILED_PARTS = 4  # classes are profiled on a batch divided by this number
-_RESERVED = ("model", "optimizer", "job", "random", "random_cuda")
 
 
 def elastic(
@@ -127,192 +115,66 @@ def elastic(
         ...     if step.arrived():
         ...         optimizer.step()
     """
-    check_options(options, also=list(inspect.signature(elastic).parameters)[3:-1])
-    check_not_parallel(model)
-    _check_kinds(model, optimizer, plan, share, collate_fn, states)
-    if share and plan is not None and not _predicts(plan):
-        raise FormatError(
-            "share=True needs predicted seconds, which this plan lacks; leave out plan, pass a result of "
-            "qsync.plan, or leave out share"
-        )
-    job.check_options(emulated_share, device_class, None)
-    if start_with is None:
-        text = os.environ.get("WORLD_SIZE", "1")
-        start_with = int(text) if text.isascii() and text.isdigit() else text  # type: ignore[assignment]
-    assert start_with is not None
-    _check(options, states or {}, dataset, timeout_s, join_timeout_s, batch_size=batch_size,
-           start_with=start_with, seed=seed, max_samples=max_samples, num_workers=num_workers)  # fmt: skip
-    for what, value in (("card", card), ("device_class", device_class)):
-        if value is not None and not (isinstance(value, str) and value.strip()):
-            raise FormatError(f"{what} must be a name, found {shortened(value)}; correct it")
-    address = lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
-    if address is None:
-        raise FormatError(
-            "the lighthouse's address is missing; start one with `qsync lighthouse`, and set "
-            f"{LIGHTHOUSE_VARIABLE} to its address"
-        )
+    asked = ElasticOptions(
+        batch_size=batch_size, loss_fn=loss_fn, lighthouse=lighthouse, start_with=start_with, seed=seed,
+        states=states, plan=plan, card=card, device_class=device_class, emulated_share=emulated_share,
+        precisions=precisions, base=base, bitwise=bitwise, share=share, max_samples=max_samples,
+        timeout_s=timeout_s, join_timeout_s=join_timeout_s, num_workers=num_workers, collate_fn=collate_fn,
+        cache_dir=cache_dir, plan_options=options,
+    ).settled(model, optimizer, dataset)  # fmt: skip
     token = token_of_environment()
-    rendezvous = Rendezvous(address, timeout_s, token)
+    rendezvous = _rendezvous(asked, token)
+    own = job.detect_rank(model, asked.emulated_share, asked.device_class).device_class
+    server = Server(rendezvous.own_host(), asked.timeout_s, token)
+    book = None
+    if isinstance(asked.plan, Plan):
+        api.wrap_as(model, asked.plan, own.name, speaks=True, bitwise=asked.bitwise)
+    elif asked.plan is None:
+        book = _book(model, optimizer, dataset, asked, own, server)
+    parts = {"model": model, "optimizer": optimizer, **(asked.states or {})}
+    name = asked.card or f"{own.name}-{uuid.uuid4().hex[:6]}"
+    facts = {**_facts(parts, dataset), **asked.facts()}
+    entry = Card(name, own.name, time.time(), facts, limit=asked.max_samples)
+    return ElasticJob(parts, dataset, entry, rendezvous, server, asked, book)
+
+
+def _rendezvous(asked: ElasticOptions, token: JobToken) -> Rendezvous:
+    """Return the meeting at the lighthouse; log a warning if the job has no token."""
+    assert asked.lighthouse is not None, "settled options have an address"
+    rendezvous = Rendezvous(asked.lighthouse, asked.timeout_s, token)
     if not token:
         logger.warning(
             "qsync: this job has no token: anyone who reaches its ports can join it and read its weights; "
             "set %s to the same secret on every card", TOKEN_VARIABLE,
         )  # fmt: skip
-    how = Options(
-        batch_size,
-        seed,
-        start_with,
-        timeout_s,
-        share,
-        max_samples,
-        num_workers,
-        collate_fn or default_collate,
-        join_timeout_s,
-    )
-    if emulated_share is not None:
-        slow_down(device_of(model), emulated_share)
-    found = detect_class(device_of(model), emulated_share, job.ranks_on_host())
-    own = replace(found, name=device_class) if device_class else found
-    server = Server(rendezvous.own_host(), timeout_s, token)
-    book = None
-    if isinstance(plan, Plan):
-        api.wrap_as(model, plan, own.name, speaks=True, bitwise=bitwise)
-    elif plan is not False:
-        # Equal on every card, whatever their number: profiles of classes must have one shape.
-        samples = min(-(-batch_size // _PROFILED_PARTS), max_samples or batch_size, len(dataset))
-        batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in (samples, max(1, samples // 2))]
-        book = _book(model, batches, loss_fn, own, server, cache_folder(cache_dir), precisions, base,
-                     bitwise, _maker_of(optimizer), options)  # fmt: skip
-    given = plan.to_json() if isinstance(plan, Plan) else plan
-    states = {"model": model, "optimizer": optimizer, **(states or {})}
-    asked = {"base": base or "fp32", "bitwise": bitwise, "plan": given}
-    facts = _facts(states, dataset, how, {**options, **asked})
-    name = card or f"{own.name}-{uuid.uuid4().hex[:6]}"
-    entry = Card(name, own.name, time.time(), facts, limit=max_samples)
-    return ElasticJob(states, dataset, entry, rendezvous, server, how, book)
-
-
-def _predicts(plan: object) -> bool:
-    """Return whether a plan predicts compute times for its classes."""
-    return isinstance(plan, Plan) and all(own.predicted is not None for own in plan.classes.values())
-
-
-def _check_kinds(
-    model: torch.nn.Module,
-    optimizer: object,
-    plan: object,
-    share: object,
-    collate_fn: object,
-    states: object,
-) -> None:
-    """Raise FormatError for an argument of a wrong type, or another model's optimizer."""
-    device_of(model)  # raises for a wrong type
-    own, is_plan = set(model.parameters()), plan is None or plan is False or isinstance(plan, Plan)
-    for name, value, is_right, what in (
-        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "an optimizer of torch's"),
-        ("plan", plan, is_plan, "a Plan, False or None"),
-        ("share", share, isinstance(share, bool), "True or False"),
-        ("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "a function"),
-        ("states", states, states is None or isinstance(states, Mapping), "a dict of name -> object"),
-    ):
-        if not is_right:
-            raise FormatError(f"{name} must be {what}, found {shortened(value)}; correct it")
-    groups: Any = getattr(optimizer, "param_groups", ())
-    if any(parameter not in own for group in groups for parameter in group["params"]):
-        raise FormatError(
-            "the optimizer has parameters that the model lacks; create it from this model's parameters"
-        )
-
-
-def _check(
-    options: Mapping[str, Any],
-    states: Mapping[str, Any],
-    dataset: Any,
-    timeout_s: Any,
-    join_timeout_s: Any,
-    **numbers: Any,
-) -> None:
-    """Raise FormatError for an invalid option."""
-    if options.get("levers"):
-        raise FormatError(
-            "an elastic job takes no levers, as it divides samples itself; give share=True instead"
-        )
-    if options.get("divide_state"):
-        raise FormatError(
-            "an elastic job does not divide the optimizer's state, because any card heals one that joins "
-            "from its own; leave divide_state out"
-        )
-    least = {"seed": 0, "num_workers": 0, "max_samples": 1, "batch_size": 1, "start_with": 1}
-    for name, number in numbers.items():
-        if name == "max_samples" and number is None:
-            continue
-        if type(number) is not int or number < least[name]:
-            raise FormatError(
-                f"{name} must be a whole number of at least {least[name]}, found {shortened(number)}; "
-                "correct it"
-            )
-    for name, number in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.1 <= number < 1e6:
-            raise FormatError(f"{name} must be at least 0.1 seconds, found {shortened(number)}; give e.g. 30")
-    if numbers["start_with"] > numbers["batch_size"]:
-        raise FormatError(
-            f"{numbers['start_with']} cards cannot share {numbers['batch_size']} samples per step; give a "
-            "larger batch_size, or fewer cards"
-        )
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
-        raise FormatError(
-            f"dataset must have a length above 0 and indices, found {shortened(type(dataset).__name__)}; "
-            "give a map-style dataset"
-        )
-    for name, one in states.items():
-        if (
-            not isinstance(name, str)
-            or name in _RESERVED
-            or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))
-        ):
-            raise FormatError(
-                f"states[{shortened(name)}] must be an object with state_dict and load_state_dict, under "
-                f"another name than {', '.join(_RESERVED)}"
-            )
+    return rendezvous
 
 
 def _book(
     model: torch.nn.Module,
-    batches: Sequence[Any],
-    loss_fn: api.LossFunction | None,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    asked: ElasticOptions,
     own: DeviceClass,
     server: Server,
-    folder: Path,
-    precisions: Sequence[Precision | str] | None,
-    base: str | None,
-    bitwise: bool,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    options: Mapping[str, Any],
 ) -> PlanBook:
     """Profile the class and trace the model for any number of samples, before joining a meeting."""
-    costs = class_costs(
-        model, batches[0], loss_fn, own, folder, parse_base(base) if base is not None else None,
-        precisions=precisions, make_optimizer=make_optimizer, seconds=profile_seconds(),
-        bitwise=bitwise,
-    )  # fmt: skip
-    options = {**options, "base": base} if base is not None else options
-    api.wrap(model, base=base or "fp32", bitwise=bitwise)
+    assert asked.collate_fn is not None, "settled options have one"
+    # Equal on every card, whatever their number: profiles of classes must have one shape.
+    samples = min(
+        -(-asked.batch_size // _PROFILED_PARTS), asked.max_samples or asked.batch_size, len(dataset)
+    )
+    batches = [asked.collate_fn([dataset[i] for i in range(n)]) for n in (samples, max(1, samples // 2))]
+    costs = class_costs(model, batches[0], asked, own, maker_of(optimizer))
+    api.wrap(model, base=asked.base or "fp32", bitwise=asked.bitwise)
     with undisturbed(model):
         for batch in batches:
-            api.loss_of(model, batch, loss_fn)().backward()  # type: ignore[no-untyped-call]
-    return PlanBook(costs, server, options)
+            api.loss_of(model, batch, asked.loss_fn)().backward()  # type: ignore[no-untyped-call]
+    return PlanBook(costs, server, asked.for_plan)
 
 
-def _maker_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return a factory of this optimizer with its defaults: momentum needs memory and time."""
-    taken = inspect.signature(type(optimizer)).parameters
-    return partial(type(optimizer), **{k: v for k, v in optimizer.defaults.items() if k in taken})
-
-
-def _facts(
-    states: Mapping[str, Any], dataset: Any, how: Options, options: Mapping[str, Any]
-) -> dict[str, str]:
-    """Return the facts that must be equal on every card, by their names in messages."""
+def _facts(states: Mapping[str, Any], dataset: Any) -> dict[str, str]:
+    """Return facts of model, optimizer and dataset that must be equal on every card, by their names."""
     model, optimizer = states["model"], states["optimizer"]
     layout = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
     buffers = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
@@ -327,9 +189,4 @@ def _facts(
         "the optimizer": f"{type(optimizer).__name__} of {' + '.join(groups)} parameters",
         "states": ", ".join(f"{name}: {type(one).__name__}" for name, one in sorted(states.items())),
         "the number of samples in the dataset": str(len(dataset)),
-        "batch_size": str(how.batch_size),
-        "max_samples": str(how.max_samples),
-        "share": str(how.share),
-        "seed": str(how.seed),
-        "the options of the plan": digest([str(value) for value in sorted(options.items())]),
     }

@@ -20,7 +20,7 @@ from qsync.distributed.agreement import agree_locally, check_same
 from qsync.distributed.data_parallel import check_ddp_options, stated_options
 from qsync.distributed.share_sampler import RankSampler, ShareSampler, sampler_of
 from qsync.errors import FormatError, UnsupportedError, shortened
-from qsync.hybrid_training import hybrid
+from qsync.hybrid_training.hybrid_job import hybrid
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, needs_sampler, warn_of_other_plan
 from qsync.predictor.profiling.loader_wait import undrawn

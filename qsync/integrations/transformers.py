@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 from collections.abc import Mapping
@@ -25,9 +24,10 @@ from qsync.distributed.job import is_rank_zero
 from qsync.distributed.share_sampler import ShareSampler, sampler_of
 from qsync.distributed.shares import SampleOrder
 from qsync.errors import FormatError, UnsupportedError
-from qsync.hybrid_training import hybrid
+from qsync.hybrid_training.hybrid_job import hybrid
 from qsync.integrations.supported_versions import check_version
 from qsync.integrations.trainer_plans import check_hybrid_options, needs_sampler, warn_of_other_plan
+from qsync.predictor.profiling.made_optimizer import maker_of
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of
 from qsync.tracing.held_state import undisturbed
@@ -114,13 +114,10 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         """Return the arguments of `qsync.hybrid`, and whether losses are divided by the step's tokens."""
         ddp = self.accelerator.ddp_handler.to_kwargs() if self.accelerator.ddp_handler else {}
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper
-        kind: Any = type(optimizer)
-        known = inspect.signature(kind).parameters
-        settings = {name: value for name, value in optimizer.defaults.items() if name in known}
         found = {
             "base": "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else None,
             "ddp_options": {**ddp, **(self._hybrid_options.get("ddp_options") or {})},
-            "make_optimizer": partial(kind, **settings),
+            "make_optimizer": maker_of(optimizer),
         }
         sampler, num_items = sampler_of(self._loader), None
         batch: Any = None

@@ -116,3 +116,11 @@ def check_kind(given: object, kind: type | tuple[type, ...], name: str, how: str
     """Raise FormatError for an argument of another type; `how` names the function that returns this one."""
     if not isinstance(given, kind):
         raise FormatError(f"{name} is a {type(given).__name__}, {shortened(given)}; give what {how} returns")
+
+
+def check_whole(name: str, number: object, least: int) -> None:
+    """Raise FormatError unless an argument is a whole number of at least `least`."""
+    if type(number) is not int or number < least:
+        raise FormatError(
+            f"{name} must be a whole number of at least {least}, found {shortened(number)}; correct it"
+        )

@@ -18,7 +18,7 @@ from qsync.backend import Kernels
 from qsync.backend.devices.kernel_timing import apart, fastest
 from qsync.backend.kernel_cache import rounded_up
 from qsync.lowering.lowered_graph import LoweredGraph, Run
-from qsync.progress import shown_on_rank_zero
+from qsync.processes.progress import shown_on_rank_zero
 from qsync.records.graph import digest
 from qsync.runtime import operator_timing
 from qsync.runtime.rewriting import rewrite

@@ -28,7 +28,7 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import LoweredGraph, Run
 from qsync.operators.declaration import Role
 from qsync.operators.precision import EIGHT_BIT, Precision
-from qsync.progress import shown_on_rank_zero
+from qsync.processes.progress import shown_on_rank_zero
 from qsync.records.graph import Input, Op, OpGraph
 from qsync.runtime.rewriting import rewrite
 from qsync.tracing.operator_table import DTYPES, traced_shape, traced_size

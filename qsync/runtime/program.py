@@ -27,7 +27,7 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.operators.declaration import Role
 from qsync.operators.precision import FLOATS, Precision
-from qsync.progress import shown_on_rank_zero
+from qsync.processes.progress import shown_on_rank_zero
 from qsync.records.graph import OpGraph
 from qsync.runtime.assignment_timing import fastest_assignment
 from qsync.runtime.choosers import Chooser, SavingChooser, at_base, candidates, kept, saving, unsupported

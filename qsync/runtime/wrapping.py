@@ -16,7 +16,7 @@ from qsync.backend.devices.device_detection import device_of
 from qsync.backend.precisions_that_pay import emulation_note
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.operators.precision import FLOATS, Precision
-from qsync.progress import is_rank_zero
+from qsync.processes.progress import is_rank_zero
 from qsync.records.base import bases_of, check_base, is_below, parse_base
 from qsync.records.plans import Plan
 from qsync.records.profiles import shown_shapes

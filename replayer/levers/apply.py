@@ -14,11 +14,18 @@ from qsync.operators.precision import keeps_weight_casts
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import CarriedTo, ClassLevers, Levers, samples_of
+from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
 from qsync.replayer.levers.accumulation import in_passes, with_other_passes
 from qsync.replayer.levers.batch_size import Recapture, at_samples, resized
 from qsync.replayer.levers.recomputation import mark_recomputed, with_recomputation
 from qsync.replayer.levers.state_division import divided
+
+
+def under_levers(basis: Basis, levers: Levers | None, other: Recapture | None) -> Basis:
+    """Return the basis with profiles under a plan's levers; see `profiles_under_levers`."""
+    profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, levers, other)
+    return replace(basis, profiles=profiles)
 
 
 def profiles_under_levers(

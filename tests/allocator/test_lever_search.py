@@ -12,7 +12,7 @@ from qsync import planning
 from qsync.allocator import allocate, check_plan, search, uniform
 from qsync.allocator.levers.search import LeverSetting, Search
 from qsync.errors import FormatError, InfeasibleError, MismatchError
-from qsync.hybrid_training import save_with_warnings
+from qsync.hybrid_training.saved_plan import save_with_warnings
 from qsync.operators.precision import Precision
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis

@@ -23,7 +23,6 @@ from qsync.backend import decode, encode, reference_kernel
 from qsync.backend.encoding import block_codes, decode_blocks
 from qsync.backend.precisions_that_pay import default_precisions, precisions_to_profile
 from qsync.backend.selection.kernel_candidates import candidates, device_precisions
-from qsync.card_verdicts import cards_of
 from qsync.errors import FormatError, UnsupportedError
 from qsync.operators.precision import Precision, scale_bytes
 from qsync.predictor.cost_model.op_calls import calls, parts
@@ -32,6 +31,7 @@ from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.datasheets import DATASHEETS
 from qsync.records.kernel_support import precisions_up, why_not_multiplied
 from qsync.records.plans import Plan
+from qsync.what_if.card_verdicts import cards_of
 
 FP32, MXFP8 = Precision.FP32, Precision.MXFP8
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import pytest
 from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
-from qsync.card_verdicts import cards_of, graphs_of, judge, link_of
 from qsync.commands.main import app
 from qsync.errors import FormatError, InfeasibleError, QSyncError
+from qsync.what_if.card_verdicts import cards_of, graphs_of, judge, link_of
 
 pytestmark = pytest.mark.slow
 

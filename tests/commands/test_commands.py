@@ -15,14 +15,14 @@ import pytest
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import allocate
-from qsync.commands.loading import under_levers
+from qsync.commands.tables import new_table
 from qsync.records.cluster import Cluster, Link
 from qsync.records.json_files import write_json
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
-from qsync.replayer import Recapture
+from qsync.replayer import Recapture, under_levers
 
 CLUSTER_TOML = """
 [[classes]]
@@ -626,7 +626,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 @pytest.mark.parametrize("code", [CAUGHT, SLOW], ids=["a library catches its exit", "it is slow to end"])
 def test_a_program_that_is_told_to_end_has_the_code_of_its_signal(code):
-    begin = "import os, signal, time\nfrom qsync import exit_signals\nexit_signals._AGAIN_S = 0.2\n"
+    begin = "import os, signal, time\nfrom qsync.processes import exit_signals\nexit_signals._AGAIN_S = 0.2\n"
     done = subprocess.run(
         [sys.executable, "-c", f"{begin}exit_signals.exit_on_signals()\n{code}"], timeout=50, check=False
     )
@@ -714,3 +714,8 @@ def test_churn_that_cannot_be_played_is_one_sentence(refused, planned, tmp_path)
     assert "did you mean start?" in refused("replay", planned, "--churn", "mtbf=1", "--churn-costs", "stat=1")
     assert "add --churn with a trace" in refused("replay", planned, "--churn-costs", "start=1")
     assert "leave out" in refused("replay", planned, "--churn", "mtbf=1", "--steps", "3")
+
+
+def test_columns_of_numbers_stand_at_the_right():
+    columns = new_table("Steps", "class", ">step").columns
+    assert [(each.header, each.justify) for each in columns] == [("class", "left"), ("step", "right")]

@@ -10,9 +10,7 @@ import pytest
 import torch
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
-from qsync import cost_learning
 from qsync.commands.loading import load_basis
-from qsync.cost_learning import can_measure
 from qsync.errors import FormatError
 from qsync.operators.precision import Precision
 from qsync.predictor.cost_model.model import CostModel
@@ -21,6 +19,8 @@ from qsync.predictor.cost_model.samples import samples_of
 from qsync.predictor.cost_model.shape_pool import pool
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
+from qsync.what_if import cost_learning
+from qsync.what_if.cost_learning import can_measure
 
 CLUSTER = """
 [[classes]]

@@ -66,7 +66,7 @@ def test_a_report_of_another_shape_and_an_unknown_device_are_refused():
     for content in ({"runs": 3}, {"runs": [{}]}, {"runs": {"a": 1}}):
         with pytest.raises(FormatError, match="is not an output of qsync demo"):
             Measured.of_demo(content)
-    from qsync import cost_learning
+    from qsync.what_if import cost_learning
 
     with pytest.raises(QSyncError, match="cpu or cuda only, found 'cpux'"):
         cost_learning.learn(device="cpux")

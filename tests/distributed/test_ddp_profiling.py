@@ -12,17 +12,19 @@ from two_ranks import launch, said
 
 from qsync.distributed import ddp_profiling, job
 from qsync.distributed.ddp_profiling import orders_of_classes
+from qsync.distributed.job_options import HybridOptions
 from qsync.predictor.profiling import profiler
 
 pytestmark = pytest.mark.dist
 
 PROFILED = """
 from qsync.distributed import job
+from qsync.distributed.job_options import HybridOptions
 
 def profiled(model, device_class, precisions=None):
     job.join_job(torch.device("cpu"))
     own, step = job.detect_rank(model, name=device_class), job.TrainingStep(model, batch(seed=rank), loss_fn)
-    options = ddp_profiling.ProfileOptions(precisions)
+    options = ddp_profiling.ProfileOptions(HybridOptions(precisions=precisions))
     return ddp_profiling.form_basis(step, own, job.form_graph(step), job.form_cluster(own), options)[0]
 """
 
@@ -158,7 +160,8 @@ def two_sizes(monkeypatch):
     model, rows = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.randn(4, 8)
     taken, bases = [], []
     step = job.TrainingStep(model, rows, lambda model, rows: model(rows).sum())
-    rank, options = job.detect_rank(model), ddp_profiling.ProfileOptions(["fp32", "bf16"])
+    options = ddp_profiling.ProfileOptions(HybridOptions(precisions=["fp32", "bf16"]))
+    rank = job.detect_rank(model)
     measure = profiler.Profiler.measure
 
     def noting(self, k):

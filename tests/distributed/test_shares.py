@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from qsync.distributed.shares import SampleOrder, Share, num_passes, share_out
 from qsync.elastic_training.card_plan import CardPlan
-from qsync.elastic_training.rendezvous import Card
-from qsync.elastic_training.share_loader import Options, ShareLoader
+from qsync.elastic_training.meeting import Card
+from qsync.elastic_training.options import ElasticOptions
+from qsync.elastic_training.share_loader import ShareLoader
 
 
 @st.composite
@@ -59,7 +60,7 @@ def test_what_a_card_holds_goes_by_what_is_trained_and_by_its_optimizer(frozen, 
     fixed = (4 * 10 + 4 * (10 - frozen) + optimizer_bytes) * mega
     card = CardPlan(
         Card("c", "train", 0.0, {}), SimpleNamespace(module=model, parameters=model.parameters), None,
-        Options(64, 0, 1, 5.0, False, None, 0, None),
+        ElasticOptions(batch_size=64),
     )  # fmt: skip
     book = SimpleNamespace(
         samples=16, memory_bytes=fixed + 25 * 4 * mega, optimizer_bytes=optimizer_bytes * mega
@@ -100,7 +101,7 @@ class Numbers(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_was_loaded_ahead_for_another_share_is_thrown_away(num_workers):
-    options = Options(10, 3, 1, 1.0, False, None, num_workers, torch.tensor)
+    options = ElasticOptions(batch_size=10, seed=3, num_workers=num_workers, collate_fn=torch.tensor)
     loader, order = ShareLoader(Numbers(), options), SampleOrder(100, 3)
 
     def taken(step, share):

@@ -10,14 +10,14 @@ from torch import nn
 from two_ranks import launch, said
 
 import qsync
-from qsync import hybrid_training
 from qsync.errors import CalibrationError, FormatError
+from qsync.hybrid_training import job_plan
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch, tmp_path):
     monkeypatch.setenv("QSYNC_PROFILE_S", "0.1")
-    monkeypatch.setattr(hybrid_training, "cache_folder", lambda chosen: tmp_path)
+    monkeypatch.setattr(job_plan, "cache_folder", lambda chosen: tmp_path)
 
 
 def network():

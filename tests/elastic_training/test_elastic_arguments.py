@@ -16,12 +16,13 @@ import qsync
 from qsync import api
 from qsync.backend.devices.device_detection import detect_class
 from qsync.distributed import job
+from qsync.distributed.job_options import JobOptions
 from qsync.elastic_training.elastic_job import ElasticJob
+from qsync.elastic_training.options import ElasticOptions
 from qsync.elastic_training.plan_book import class_costs
-from qsync.elastic_training.share_loader import Options
-from qsync.elastic_training.start_job import _maker_of
 from qsync.elastic_training.training_state import TrainingState
 from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.predictor.profiling.made_optimizer import maker_of
 from qsync.tracing.forward_writes import BuffersBefore
 
 DATASET = [torch.ones(4)] * 32
@@ -130,7 +131,7 @@ def test_a_card_that_heals_keeps_the_rate_that_its_loop_has_set(rate):
 @pytest.mark.parametrize("name", ["seed", "batch_size", "num_samples"])
 def test_a_position_in_another_order_of_samples(name):
     one = ElasticJob.__new__(ElasticJob)
-    one._options, one._num_samples = Options(4, 0, 1, 10.0, False, None, 0, None), 32
+    one._options, one._num_samples = ElasticOptions(batch_size=4), 32
     order = {"seed": 0, "batch_size": 4, "num_samples": 32}
     with pytest.raises(MismatchError, match=f"has {name} {order[name] + 1}, but this job has"):
         one.load_state_dict({"step": 4, "history": "", **order, name: order[name] + 1})
@@ -152,29 +153,31 @@ def test_the_cache_of_a_class_knows_what_was_asked_for_and_what_is_trained(tmp_p
     def loss_fn(model, batch):
         return model(batch).sum()
 
+    def costs(maker=torch.optim.AdamW, loss_fn=loss_fn, own=own, **options):
+        class_costs(model, batch, JobOptions(loss_fn=loss_fn, cache_dir=tmp_path, **options), own, maker)
+
     for precisions in (["fp32"], None, ["fp32"]):
-        class_costs(model, batch, loss_fn, own, tmp_path, precisions=precisions)
+        costs(precisions=precisions)
     assert keys[0] == keys[2] != keys[1]
     for loss in (loss_fn, lambda model, batch: model(batch).square().sum()):
         for momentum in (0.0, 0.9):
-            maker = _maker_of(torch.optim.SGD(model.parameters(), momentum=momentum))
-            class_costs(model, batch, loss, own, tmp_path, make_optimizer=maker)
+            costs(maker_of(torch.optim.SGD(model.parameters(), momentum=momentum)), loss)
     model[0].bias.requires_grad_(False)
-    class_costs(model, batch, loss_fn, own, tmp_path)
+    costs()
     assert len(set(keys)) == 7
     assert list(measured[0]) == ["fp32"] and len(measured[1]) > 1
     with pytest.raises(FormatError, match="zz"):
-        class_costs(model, batch, loss_fn, own, tmp_path, precisions=["zz"])
+        costs(precisions=["zz"])
     lacking = replace(own, precisions=(qsync.Precision.FP32,))
     with pytest.raises(UnsupportedError, match="does not support int8"):
-        class_costs(model, batch, loss_fn, lacking, tmp_path, precisions=["int8"])
+        costs(own=lacking, precisions=["int8"])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_class_is_profiled_with_the_optimizer_s_own_defaults(kind):
     parameters = [torch.nn.Parameter(torch.ones(2))]
     optimizer = kind(parameters, lr=0.25, weight_decay=0.5)
-    made = _maker_of(optimizer)([torch.nn.Parameter(torch.ones(3))])
+    made = maker_of(optimizer)([torch.nn.Parameter(torch.ones(3))])
     assert type(made) is kind and made.defaults == optimizer.defaults
 
 

@@ -17,7 +17,8 @@ import torch
 
 from qsync.elastic_training.elastic_ddp import ElasticHook
 from qsync.elastic_training.healing import fetch
-from qsync.elastic_training.rendezvous import Card, Rendezvous, checked_address, meeting_of
+from qsync.elastic_training.meeting import Card, meeting_of
+from qsync.elastic_training.rendezvous import Rendezvous, checked_address
 from qsync.errors import FormatError, MismatchError, QSyncError
 from qsync.experiments.elastic.cluster import GO, STOP, Cards
 

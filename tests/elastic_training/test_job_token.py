@@ -16,7 +16,8 @@ from lighthouses import lighthouse
 from qsync.elastic_training import healing
 from qsync.elastic_training.healing import Server, fetch
 from qsync.elastic_training.job_token import JobToken, token_of_environment
-from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous, ask_to_leave
+from qsync.elastic_training.meeting import Card, Meeting
+from qsync.elastic_training.rendezvous import Rendezvous, ask_to_leave
 from qsync.errors import FormatError, MismatchError, QSyncError
 
 OURS, THEIRS = JobToken("0123456789abcdef"), JobToken("fedcba9876543210")

@@ -12,8 +12,8 @@ from graphs import cluster_of, mlp, profile_of, sensitivity_of
 from qsync.allocator import allocate
 from qsync.elastic_training import plan_book
 from qsync.elastic_training.healing import Server
+from qsync.elastic_training.meeting import Card
 from qsync.elastic_training.plan_book import CardCosts, PlanBook, membership_of
-from qsync.elastic_training.rendezvous import Card
 from qsync.errors import QSyncError
 from qsync.records.cluster import Link
 

@@ -8,8 +8,9 @@ import pytest
 
 from qsync import QSyncError
 from qsync.elastic_training.healing import Server
+from qsync.elastic_training.meeting import Card, meeting_of
 from qsync.elastic_training.plan_book import membership_of, next_memberships, shown
-from qsync.elastic_training.rendezvous import Card, Rendezvous, checked_address, meeting_of
+from qsync.elastic_training.rendezvous import Rendezvous, checked_address
 
 FACTS = {"torch": "2.13.0", "seed": "0"}
 

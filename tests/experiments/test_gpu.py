@@ -114,7 +114,7 @@ def test_a_run_that_is_told_to_end_ends_its_piece(number, tmp_path):
     code = (
         "import signal, sys\n"
         "from pathlib import Path\n"
-        "from qsync.exit_signals import exit_on_signals\n"
+        "from qsync.processes.exit_signals import exit_on_signals\n"
         "from qsync.experiments.gpu.commands import run_within\n"
         f"signal.signal({number}, signal.SIG_DFL)\n"  # the tests may run under nohup
         "exit_on_signals()\n"

@@ -11,6 +11,7 @@ from torch import nn
 
 from qsync.distributed import job
 from qsync.distributed.ddp_profiling import ProfileOptions
+from qsync.distributed.job_options import HybridOptions
 from qsync.experiments.prediction.random_plans import PlanRun, random_plans, run_plans
 from qsync.operators.precision import Precision
 
@@ -22,7 +23,7 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 def test_a_process_runs_plans_alone():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     step = job.TrainingStep(model, (torch.randn(8, 16), torch.randint(0, 4, (8,))), loss)
-    options = ProfileOptions(["fp32", "bf16"])
+    options = ProfileOptions(HybridOptions(precisions=["fp32", "bf16"]))
     runs = run_plans(step, job.detect_rank(model, name="here"), options, 3, turns=2)
     assert len(runs) == 3
     assert all(run.measured_s > 0 and run.predicted_s > 0 for run in runs)

@@ -12,8 +12,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 import qsync
-from qsync import hybrid_training
 from qsync.errors import MismatchError
+from qsync.hybrid_training import job_plan
 from qsync.runtime.wrapping import plan_of
 from qsync.tracing.replaced_forward import is_replaced
 
@@ -73,7 +73,7 @@ def test_a_copy_runs_its_own_weights(accelerator):
 
 def test_what_is_saved_has_its_plan(accelerator, monkeypatch, tmp_path):
     monkeypatch.setenv("QSYNC_PROFILE_S", "0.2")
-    monkeypatch.setattr(hybrid_training, "cache_folder", lambda chosen: tmp_path / "cache")
+    monkeypatch.setattr(job_plan, "cache_folder", lambda chosen: tmp_path / "cache")
     model = qsync.hybrid(network(), X, lambda m, x: m(x).square().mean(), precisions=["fp32", "bf16"])
     plan = plan_of(model)
     assert plan is not None and plan_of(accelerator.prepare(model)) is plan

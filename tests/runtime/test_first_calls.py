@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qsync
-from qsync import hybrid_training
+from qsync.hybrid_training import job_plan
 
 
 class Codebook(nn.Module):
@@ -87,7 +87,7 @@ MAKES = {
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_a_model_that_the_first_batch_sets_up_trains_as_without_a_plan(make, monkeypatch, tmp_path):
     monkeypatch.setenv("QSYNC_PROFILE_S", "0.1")
-    monkeypatch.setattr(hybrid_training, "cache_folder", lambda chosen: tmp_path)
+    monkeypatch.setattr(job_plan, "cache_folder", lambda chosen: tmp_path)
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)

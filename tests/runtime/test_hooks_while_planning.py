@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, sa
 from torch.nn.modules.module import register_module_forward_hook
 
 import qsync
-from qsync import hybrid_training
 from qsync.errors import UnsupportedError
+from qsync.hybrid_training import job_plan
 from qsync.tracing.held_state import undisturbed
 
 NUM_CALLS = 0
@@ -248,7 +248,7 @@ def test_what_hangs_on_a_model_is_left_alone(hang):
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch, tmp_path):
     monkeypatch.setenv("QSYNC_PROFILE_S", "0.1")
-    monkeypatch.setattr(hybrid_training, "cache_folder", lambda chosen: tmp_path)
+    monkeypatch.setattr(job_plan, "cache_folder", lambda chosen: tmp_path)
 
 
 def planned(model, x):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import qsync
-from qsync import hybrid_training
 from qsync.errors import CalibrationError, FormatError, UnsupportedError
+from qsync.hybrid_training import job_plan
 
 X = torch.randn(8, 16)
 
@@ -20,7 +20,7 @@ X = torch.randn(8, 16)
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch, tmp_path):
     monkeypatch.setenv("QSYNC_PROFILE_S", "0.2")
-    monkeypatch.setattr(hybrid_training, "cache_folder", lambda chosen: tmp_path)
+    monkeypatch.setattr(job_plan, "cache_folder", lambda chosen: tmp_path)
 
 
 def network():

@@ -75,7 +75,7 @@ def attempt(what, **changes):
 _WARM = multiprocessing.get_context("forkserver")
 _WARM.set_forkserver_preload(
     [
-        "qsync.hybrid_training",
+        "qsync.hybrid_training.hybrid_job",
         "qsync.runtime.wrapping",
         "torch._functorch.aot_autograd",
         "scipy.optimize",

@@ -39,7 +39,7 @@ from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.replayer import Recapture, profiles_under_levers, replay
+from qsync.replayer import Recapture, replay, under_levers
 from qsync.replayer.costs.sequence_costs import SequenceCost, sequence_costs
 from qsync.replayer.explanation.phases import (
     TOLERANCE,
@@ -76,17 +76,14 @@ class Prediction:
 
         def predict() -> dict[str, Any] | None:
             try:
-                basis = Basis.load(folder)
-                profiles = profiles_under_levers(
-                    basis.graph, basis.profiles, basis.cluster, plan.levers, Recapture.load(folder)
-                )
+                basis = under_levers(Basis.load(folder), plan.levers, Recapture.load(folder))
                 timeline = replay(
-                    basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
+                    basis.graph, plan, basis.profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
                 )
             except QSyncError as error:  # e.g. the profiles of a cached plan are gone
                 logger.warning("steps are not compared with a prediction: %s", error)
                 return None
-            costs = sequence_costs(basis.graph, timeline, profiles)
+            costs = sequence_costs(basis.graph, timeline, basis.profiles)
             calls = basis.graph.num_calls
             return {
                 "phases": {name: phases.to_json() for name, phases in expected(timeline).items()},

@@ -181,8 +181,7 @@ class Watch:
         """Return the sentence that names a dead rank, if it may have caused `error` in a collective."""
         if self._store is None or self._ended.is_set() or not isinstance(error, RuntimeError):
             return None
-        # A living rank beats once per interval. If a peer reported an error, the watch stops this process
-        # now.
+        # A living rank beats once per interval. At an error of a peer the watch stops this process now.
         time.sleep(4 * self._interval_s)
         silent = self._pulses.silent(time.monotonic(), 3 * self._interval_s)
         if silent:
@@ -279,8 +278,8 @@ class Watch:
             if other == 0 and not beat[:1].isdigit():
                 self._store.set(f"read/{self.rank}", "1")
             if beat.startswith(_FAREWELL):
-                reason = beat.removeprefix(_FAREWELL)
-                self._stop(self._failed(other, reason))
+                left = f"{self._names[other]} left with an error ({beat.removeprefix(_FAREWELL)})"
+                self._stop(f"{left}, so rank {self.rank} stops too; mend that")
         silent = self._pulses.silent(time.monotonic(), self.timeout_s)
         if silent:
             self._stop(self._stopped(silent[0], self.timeout_s))
@@ -369,9 +368,6 @@ class Watch:
             f"{self._names[other]} finished before rank {self.rank}, so a collective with it fails; "
             "let all ranks take the same number of steps, or look at its output if it called sys.exit"
         )
-
-    def _failed(self, other: int, reason: str) -> str:
-        return f"{self._names[other]} left with an error ({reason}), so rank {self.rank} stops too; mend that"
 
     def _lost_store(self, reason: str) -> str:
         return (

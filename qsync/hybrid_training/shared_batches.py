@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 from qsync.allocator.levers.shares import BatchShares
 from qsync.allocator.planner import Options
 from qsync.backend.devices.device_detection import device_of
-from qsync.distributed import accelerate_state, job
+from qsync.distributed import job
 from qsync.distributed.agreement import agree, agree_locally, from_rank_zero
-from qsync.distributed.gradient_weighting import batch_norms, of_samples
+from qsync.distributed.gradient_weighting import of_samples
 from qsync.distributed.share_sampler import ShareSampler
 from qsync.errors import CalibrationError
 from qsync.predictor.profiling.loader_wait import first_batch, undrawn
@@ -26,7 +26,6 @@ from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.tracing.held_state import undisturbed
 
-LEAST_WITH_BATCH_NORM = 16  # samples of a pass
 _OF_PLANNER = {field.name for field in fields(Options)}
 
 
@@ -65,27 +64,6 @@ class Batches:
             found = first_batch(self.loader)
         device = device_of(self.model)
         return tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, found)
-
-
-def with_shares(
-    options: Mapping[str, Any], sampler: ShareSampler | None, model: torch.nn.Module, ddp: bool
-) -> dict[str, Any]:
-    """Return the options with the levers that a ShareSampler stands for, where none are given."""
-    found = dict(options)
-    if sampler is not None:
-        sampler.check_free(model)
-        # Accelerate's loops take a batch in one pass: what they accumulate are global batches. The ranks of a
-        # sharded model (without qsync's DDP) gather its parameters in every pass.
-        in_one = accelerate_state.is_used() or not ddp
-        found = {"levers": (SHARE,) if in_one else (SHARE, ACCUMULATE), **found}
-    if takes_samples(found) and batch_norms(model):
-        found = {"least_samples": LEAST_WITH_BATCH_NORM, **found}
-    return found
-
-
-def takes_samples(options: Mapping[str, Any]) -> bool:
-    """Return whether ranks may take other numbers of samples than their batch has."""
-    return not {SHARE, ACCUMULATE}.isdisjoint(options.get("levers") or ())
 
 
 def that_can_be(options: Mapping[str, Any], classes: Sequence[DeviceClass]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def learn(
     The operators represent the `wanted` ones and those of common models: every kind, from small to large. The
     model's stated error is measured on held-out shapes, and saved with it.
 
-    >>> qsync.cost_learning.learn("cpu").save("costs.json")
+    >>> qsync.what_if.cost_learning.learn("cpu").save("costs.json")
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
         raise QSyncError(f"costs can be learned on cpu or cuda only, found {shortened(str(device))}")

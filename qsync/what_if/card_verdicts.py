@@ -105,7 +105,7 @@ def _sheet_of_this_cpu() -> DataSheet:
     """Measure this machine's processor, in about a second."""
     import torch
 
-    from qsync.cost_learning import measure_sheet
+    from qsync.what_if.cost_learning import measure_sheet
 
     return replace(measure_sheet(torch.device("cpu")), name=CPU)
 
