@@ -54,6 +54,7 @@ from qsync.distributed.shared_batches import (
     that_can_be,
     with_shares,
 )
+from qsync.distributed.shares import Share
 from qsync.errors import (
     DoesNotFitError,
     FormatError,
@@ -169,8 +170,10 @@ def hybrid(
         report: rank 0 writes the page of `qsync report` about the plan here (.html), or warns that it cannot.
             Not with a `plan`.
         check: compare the first 20 steps of training with the prediction; where a class computes more than
-            3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
-            number of optimizer steps. Not with a `plan` or `levers`.
+            3 % longer or shorter, correct the profiles and plan again, once, shares of a `qsync.ShareSampler`
+            included: these change at the first step that no loader has drawn. Every rank must take the same
+            number of optimizer steps. Not with a `plan`, and with `levers` only in qsync's DDP with such a
+            loader.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`,
             `divide_state`, `levers` and their `other`). With a `qsync.ShareSampler` the levers are "share"
             and "accumulate" unless others are given, and "share" alone under Accelerate and with `ddp=False`;
@@ -209,7 +212,7 @@ def hybrid(
         options = with_shares(options, sampler, model, ddp)
         _check_options(model, options, ddp, ddp_options, bucket_cap_mb)
         check_compression(compression)
-        _check_first_steps_option(check, plan, options)
+        _check_first_steps_option(check, plan, options, sampler if ddp else None)
         _check_report_option(report, plan)
         if plan is not None:
             check_kind(plan, Plan, "plan", "qsync.plan or qsync.Plan.load")
@@ -406,8 +409,13 @@ class _PlannedRank:
     def plan_again(self, measured: Measured) -> Plan:
         """Return the plan of profiles corrected by the first steps; it replaces the cached one."""
         assert self.plan and self.prediction and self.folder, "there is something to check"
-        basis = corrected(Basis.load(self.folder), self.prediction.phases, measured)
-        options = {**self.options, "base": str(self.plan.base)}
+        basis, other = Basis.load(self.folder), Recapture.load(self.folder)
+        if other is not None:
+            of_others = replace(basis, profiles=other.profiles)
+            other = replace(other, profiles=corrected(of_others, self.prediction.phases, measured).profiles)
+        basis = corrected(basis, self.prediction.phases, measured)
+        options = {**that_can_be(self.options, basis.cluster.classes), "base": str(self.plan.base)}
+        options |= {"other": other} if takes_samples(options) else {}
         return _plan_and_save(basis, self.folder, self.plan.bucket_cap_bytes, options)
 
     def adopt(
@@ -416,14 +424,36 @@ class _PlannedRank:
         model: Callable[[], torch.nn.Module | None],
         plan: Plan,
     ) -> None:
-        """Run the model, which is in use, under another plan, and watch it against that plan's prediction."""
-        trained = model()
-        assert trained is not None and self.folder is not None, "its optimizer has just stepped"
+        """Run the model, which is in use, under another plan, and watch it against that plan's prediction.
+
+        Where shares change, it does so as soon as the loop takes the first batch of the new ones.
+        """
+        trained, parallel = model(), called()
+        assert trained is not None and parallel is not None, "its optimizer has just stepped"
+        if self.sampler is None:
+            self._switch(called, model, plan, None)
+            return
+        share, num_steps = hand_out_shares(self.sampler, trained, plan, self.device_class, later=True)
+        has_shares = plan.levers is not None or (self.plan is not None and self.plan.levers is not None)
+        weighed = share if has_shares and dist.is_initialized() else None
+        _timers[parallel].after(num_steps, partial(self._switch, called, model, plan, weighed))
+
+    def _switch(
+        self,
+        called: Callable[[], torch.nn.Module | None],
+        model: Callable[[], torch.nn.Module | None],
+        plan: Plan,
+        share: Share | None,
+    ) -> None:
+        trained, parallel = model(), called()
+        assert trained is not None and parallel is not None and self.folder is not None
         agree_locally("changing the plan", lambda: swap_plan(trained, plan, self.device_class))
+        if share is not None and self.sampler is not None:
+            set_share(parallel, share.samples, share.passes, self.sampler.global_batch)
         prediction = Prediction.of(plan, self.folder)
         if prediction is not None:
             note_prediction(trained, prediction, self.device_class)
-            monitor = monitors.get(called())  # type: ignore[arg-type]
+            monitor = monitors.get(parallel)
             if monitor is not None:
                 monitor.expect(prediction)
 
@@ -466,18 +496,20 @@ def _attend(
         StepLog(log, timer, called, device_class)
 
 
-def _check_first_steps_option(check: object, plan: Plan | None, options: Mapping[str, Any]) -> None:
-    """Raise FormatError for a `check` that cannot be made."""
+def _check_first_steps_option(
+    check: object, plan: Plan | None, options: Mapping[str, Any], sampler: ShareSampler | None
+) -> None:
+    """Raise FormatError for a `check` that cannot be made; `sampler` is one whose shares may change."""
     if not isinstance(check, bool):
         raise FormatError(f"check must be True or False, found {shortened(check)}; leave it out for False")
     if check and plan is not None:
         raise FormatError(
             "check=True corrects profiles, and a given plan has none here; leave one of them out"
         )
-    if check and options.get("levers"):
+    if check and options.get("levers") and (sampler is None or accelerate_state.is_used()):
         raise FormatError(
-            "check=True would change shares under a running loop; leave it out, or give levers=() (a "
-            "ShareSampler brings levers with it)"
+            "check=True changes levers in a running loop only in qsync's own DDP, with a loader of a "
+            "qsync.ShareSampler and without Accelerate; leave it out, or give levers=()"
         )
 
 
