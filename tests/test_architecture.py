@@ -20,8 +20,8 @@ FOLDERS = ("qsync", *BESIDE_QSYNC)
 LAYERS = (
     "errors", "exit_signals", "child_processes", "progress", "operators", "records", "lowering", "backend",
     "predictor", "replayer", "allocator", "planning", "figures", "tracing", "runtime", "api", "expansion",
-    "cost_learning", "distributed", "checkpoints", "hybrid_training", "elastic_training", "integrations",
-    "card_verdicts", "experiments", "commands", "__main__",
+    "cost_learning", "fingerprint", "distributed", "checkpoints", "hybrid_training", "elastic_training",
+    "integrations", "card_verdicts", "experiments", "commands", "__main__",
 )  # fmt: skip
 # Where torch may not be imported at all: planning works on a laptop.
 TORCH_FREE = ("operators", "records", "lowering", "replayer", "allocator", "planning")
