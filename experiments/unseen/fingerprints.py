@@ -50,7 +50,7 @@ def tables(found: Named) -> list[Table]:
 def _of_processor(processor: str, found: Named) -> Iterator[Table]:
     own = {name: one for name, one in found.items() if one.processor == processor}
     models = [(name, one, model) for name, one in own.items() for model in one.models]
-    headings = ("model", "report", "steps", "error of steps", "of memory", "GFLOP/s", "copies", "load")
+    headings = ("model", "report", "steps", "error of steps", "of memory", "running processes")
     rows = [(model.name, name, *_measured(one, model)) for name, one, model in models]
     yield table_of(f"Predictions of small models on {processor} (measured)", headings, rows, left=2)
     gaps = [(model.name, gap) for *_, model in models for gap in model.gaps if abs(gap.ratio - 1.0) > LARGE]
@@ -73,8 +73,7 @@ def _measured(one: Fingerprint, model: SmallModel) -> Sequence[str]:
     errors = (
         ", ".join(f"{error:+.1%}" for error in errors) for errors in (model.step_errors, model.memory_errors)
     )
-    peaks = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in one.peak_flops_per_s.items())
-    return steps, *errors, peaks, f"{one.copied_bytes_per_s / 1e9:.1f} GB/s", f"{one.load_average:.1f}"
+    return steps, *errors, f"{one.load_average:.1f}"
 
 
 def _difference(gap: Gap) -> Sequence[str]:
