@@ -38,6 +38,11 @@ def processor() -> str:
     return f"{found['model name']} {found.get('cpu family', '')}.{found.get('model', '')} {widest}".strip()
 
 
+def instruction_sets() -> tuple[str, ...]:
+    """Return the granted instruction sets on which kernels depend, widest first."""
+    return tuple(name for name, flag in _SETS.items() if flag in granted_flags())
+
+
 def granted_flags() -> frozenset[str]:
     """Return the granted instruction sets by Linux's names; empty if they are not listed."""
     found = _described()

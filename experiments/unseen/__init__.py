@@ -2,4 +2,5 @@
 
 `family_runs`  measurements of one family, in a fresh process
 `report`       bars and tables
+`fingerprints` tables of fingerprints, by processor
 """

@@ -5,7 +5,8 @@
 Every family is measured in separate processes, and every part of it is a piece. `--only` also accepts the
 larger models of qsync.experiments.gpu. Held-out families are measured on request only, and marked in the
 report. `--publish` writes the table into `docs/results/unseen.md`; `--beside` writes it below, for a second
-kind of processor.
+kind of processor. `--reports` reads a folder of fingerprints (`qsync doctor --report`) instead, and measures
+nothing: a table for each processor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qsync.errors import QSyncError
 from qsync.experiments.harness import Experiment, Page, run_command, show
 from qsync.experiments.harness.options import Beside, Fresh, Out, Publish
 from qsync.experiments.harness.processes import in_fresh_process
-from qsync.experiments.unseen import family_runs, report
+from qsync.experiments.unseen import family_runs, fingerprints, report
 from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, LARGE, SEEN, family_named
 
 _PAGE = Page(Path("docs/results/unseen.md"), note="One thread.")
@@ -40,10 +41,16 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size: to try the command.")] = False,
     kept: Annotated[bool, typer.Option("--kept", help="Report what --out has; measure nothing.")] = False,
     beside: Beside = False,
+    reports: Annotated[
+        Path | None, typer.Option(help="Folder of fingerprints to show, written by qsync doctor --report.")
+    ] = None,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Measure the suite and judge it; an interrupted run continues."""
+    if reports is not None:
+        fingerprints.show_all(reports, out, fresh, _PAGE if publish else None)
+        return
     for name in only or ():
         if family_named(name).held_out and not held_out:
             raise QSyncError(f"{name} is held out; add --held-out, and do not tune on its results")

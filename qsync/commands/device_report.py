@@ -45,7 +45,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     """Describe one device: its class, precisions, peaks and kernels, measured with one thread."""
     kernels = backend.select(device)
     found = detect_class(device)
-    with _one_thread():
+    with one_thread():
         rows = kernels.describe()
         peaks = measured_peaks(device)
     chosen = {(row["kind"], row["precision"]): row for row in rows}
@@ -124,7 +124,7 @@ def _note(row: dict[str, Any], device: torch.device) -> str | None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Time kernels on one thread: torchrun gives a rank one, unless OMP_NUM_THREADS is set."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -171,10 +171,11 @@ class HybridOptions(JobOptions):
             raise FormatError(
                 "check=True corrects profiles, and a given plan has none here; leave one of them out"
             )
-        if self.check and self.levers:
+        changes_shares = self.sampler is not None and self.ddp and not accelerate_state.is_used()
+        if self.check and self.levers and not changes_shares:
             raise FormatError(
-                "check=True would change shares under a running loop; leave it out, or give levers=() (a "
-                "ShareSampler brings levers with it)"
+                "check=True changes levers in a running loop only in qsync's own DDP, with a loader of a "
+                "qsync.ShareSampler and without Accelerate; leave it out, or give levers=()"
             )
 
     def _check_report(self) -> None:

@@ -82,6 +82,7 @@ class ShareSampler(RankSampler):
         self.global_batch = batch_size
         self._order = data if isinstance(data, SampleOrder) else SampleOrder(length, seed, bool(shuffle))
         self._shares: list[Share] | None = None  # by rank; None: equal ones
+        self._later: tuple[int, list[Share]] | None = None  # shares from a later step on
         self._changes = 0
         self._epoch = 0  # of the iteration under way, or of the next one
         self._is_set = False  # by `set_epoch`: the next iteration is of that epoch
@@ -148,8 +149,16 @@ class ShareSampler(RankSampler):
                 "loader of its own"
             )
 
-    def take_shares(self, model: torch.nn.Module, samples: Sequence[int], passes: Sequence[int]) -> None:
-        """Hand out these samples a step, by rank, from the next iteration on.
+    def take_shares(
+        self,
+        model: torch.nn.Module,
+        samples: Sequence[int],
+        passes: Sequence[int],
+        since: int | None = None,
+    ) -> list[Share]:
+        """Hand out these samples a step, by rank, from the next iteration on, or from a step that none drew.
+
+        Returns the shares by rank.
 
         Where a plan's shares do not make up the batch, because ranks do not divide it, the first ranks that
         can take one sample more or fewer. Raises MismatchError where that is not enough.
@@ -167,8 +176,13 @@ class ShareSampler(RankSampler):
                 f"{self.global_batch}; plan again with these ranks and this batch_size"
             )
         starts = [sum(taken[:rank]) for rank in range(len(taken))]
-        self._shares = [Share(*one) for one in zip(starts, taken, passes, strict=True)]
-        self._changes += 1
+        shares = [Share(*one) for one in zip(starts, taken, passes, strict=True)]
+        if since is None:
+            self._shares = shares
+            self._changes += 1
+        else:
+            self._later = since, shares
+        return shares
 
     def share_as(self, other: ShareSampler) -> None:
         """Hand out what another sampler of the same model hands out, made anew for each of its loaders."""
@@ -204,6 +218,11 @@ class ShareSampler(RankSampler):
         if self._num_fetched is None:
             return {"step": self._begun + self._num_yielded}
         return {"step": self._begun + self._num_fetched - accelerate_state.num_ahead(self)}
+
+    def ahead(self) -> tuple[int, int]:
+        """Return the step of the loop's next batch, and the first step that no loader has drawn yet."""
+        step = self.state_dict()["step"]
+        return step, max(step, self._begun + self._num_yielded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a step, with any number of ranks. Raises FormatError for another state."""
@@ -253,6 +272,9 @@ class ShareSampler(RankSampler):
                     "the shares of the batch have changed since this loader was begun; begin it anew, with "
                     "iter(loader)"
                 )
+            if self._later is not None and step >= self._later[0]:
+                (_, self._shares), self._later = self._later, None
+                own = self.share
             self._num_yielded += 1
             yield self._order.indices(step * self.global_batch + own.start, own.samples)
 

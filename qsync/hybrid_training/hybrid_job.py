@@ -106,8 +106,10 @@ def hybrid(
         report: rank 0 writes the page of `qsync report` about the plan here (.html), or warns that it cannot.
             Not with a `plan`.
         check: compare the first 20 steps of training with the prediction; where a class computes more than
-            3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
-            number of optimizer steps. Not with a `plan` or `levers`.
+            3 % longer or shorter, correct the profiles and plan again, once, shares of a `qsync.ShareSampler`
+            included: these change at the first step that no loader has drawn. Every rank must take the same
+            number of optimizer steps. Not with a `plan`, and with `levers` only in qsync's DDP with such a
+            loader.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`,
             `divide_state`, `levers` and their `other`). With a `qsync.ShareSampler` the levers are "share"
             and "accumulate" unless others are given, and "share" alone under Accelerate and with `ddp=False`;

@@ -36,12 +36,14 @@ from qsync.distributed.monitoring.first_steps import Measured, check_first_steps
 from qsync.distributed.monitoring.reached_rate import ReachedRate
 from qsync.distributed.monitoring.step_log import StepLog
 from qsync.distributed.monitoring.step_phases import PhaseTimer
+from qsync.distributed.shares import Share
 from qsync.hybrid_training.framework_ddp import FirstCall
 from qsync.hybrid_training.saved_plan import plan_and_save, write_report
-from qsync.hybrid_training.shared_batches import hand_out_shares
+from qsync.hybrid_training.shared_batches import hand_out_shares, that_can_be
 from qsync.records.levers import ClassLevers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
+from qsync.replayer import Recapture
 from qsync.runtime.program import Program
 from qsync.runtime.wrapping import swap_plan
 
@@ -179,8 +181,14 @@ class PlannedRank:
     def _plan_again(self, predicted: Measured, measured: Measured) -> Plan:
         """Return the plan of profiles corrected by the first steps; it replaces the cached one."""
         assert self.plan is not None and self.folder is not None, "there is something to check"
-        basis = corrected(Basis.load(self.folder), predicted, measured)
-        options = {**self.options.plan_options, "base": str(self.plan.base)}
+        basis, other = Basis.load(self.folder), Recapture.load(self.folder)
+        if other is not None:
+            of_other = corrected(replace(basis, profiles=other.profiles), predicted, measured)
+            other = replace(other, profiles=of_other.profiles)
+        basis = corrected(basis, predicted, measured)
+        asked = {**self.options.plan_options, "base": str(self.plan.base)}
+        options = that_can_be(asked, basis.cluster.classes)
+        options |= {"other": other} if self.options.takes_samples else {}
         return plan_and_save(basis, self.folder, self.plan.bucket_cap_bytes, options)
 
     def _adopt(
@@ -189,13 +197,36 @@ class PlannedRank:
         model: Callable[[], torch.nn.Module | None],
         plan: Plan,
     ) -> None:
-        """Run the model, which is in use, under another plan, and watch it against that plan's prediction."""
-        trained = model()
-        assert trained is not None, "its optimizer has just stepped"
+        """Run the model, which is in use, under another plan, and watch it against that plan's prediction.
+
+        Where shares change, it does so as soon as the loop takes the first batch of the new ones.
+        """
+        trained, parallel, sampler = model(), called(), self.options.sampler
+        assert trained is not None and parallel is not None, "its optimizer has just stepped"
+        if sampler is None:
+            self._switch(called, model, plan, None)
+            return
+        share, num_steps = hand_out_shares(sampler, trained, plan, self.device_class, later=True)
+        has_shares = plan.levers is not None or (self.plan is not None and self.plan.levers is not None)
+        weighed = share if has_shares and dist.is_initialized() else None
+        _timers[parallel].after(num_steps, partial(self._switch, called, model, plan, weighed))
+
+    def _switch(
+        self,
+        called: Callable[[], torch.nn.Module | None],
+        model: Callable[[], torch.nn.Module | None],
+        plan: Plan,
+        share: Share | None,
+    ) -> None:
+        """Swap the plan of the model in use, and weigh its gradients by the new `share`."""
+        trained, parallel, sampler = model(), called(), self.options.sampler
+        assert trained is not None and parallel is not None
         agree_locally("changing the plan", lambda: swap_plan(trained, plan, self.device_class))
+        if share is not None and sampler is not None:
+            set_share(parallel, share.samples, share.passes, sampler.global_batch)
         prediction = self._prediction(plan)
         if prediction is not None:
             note_prediction(trained, prediction, self.device_class)
-            monitor = monitors.get(called())  # type: ignore[arg-type]
+            monitor = monitors.get(parallel)
             if monitor is not None:
                 monitor.expect(prediction)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from qsync.allocator.levers.shares import BatchShares
@@ -17,6 +18,7 @@ from qsync.distributed import job
 from qsync.distributed.agreement import agree, agree_locally, from_rank_zero
 from qsync.distributed.gradient_weighting import of_samples
 from qsync.distributed.share_sampler import ShareSampler
+from qsync.distributed.shares import Share
 from qsync.errors import CalibrationError
 from qsync.predictor.profiling.loader_wait import first_batch, undrawn
 from qsync.records.cluster import DeviceClass
@@ -87,12 +89,22 @@ def batch_of_share(step: job.TrainingStep, rank: job.Rank, options: Mapping[str,
     return agree_locally("making a second batch", lambda: of_samples(step.batch, captured, samples))
 
 
-def hand_out_shares(sampler: ShareSampler, model: torch.nn.Module, plan: Plan, device_class: str) -> None:
-    """Let the sampler of every rank hand out what the plan gives its class."""
+def hand_out_shares(
+    sampler: ShareSampler, model: torch.nn.Module, plan: Plan, device_class: str, later: bool = False
+) -> tuple[Share, int]:
+    """Let the sampler of every rank hand out what the plan gives its class; return this rank's share.
 
-    def own() -> tuple[int, int]:
+    With `later`, from the first step on that no rank's loader has drawn. Returns also how many steps the loop
+    takes before that.
+    """
+
+    def own() -> tuple[int, ...]:
         levers = plan.levers_of(device_class)
-        return levers.samples or sampler.global_batch // job.world_size(), levers.passes
+        samples = levers.samples or sampler.global_batch // job.world_size()
+        return samples, levers.passes, *sampler.ahead()
 
-    samples, passes = zip(*agree("sharing the batch", own), strict=True)
-    agree_locally("sharing the batch", lambda: sampler.take_shares(model, samples, passes))
+    samples, passes, steps, undrawn_steps = zip(*agree("sharing the batch", own), strict=True)
+    since = max(undrawn_steps) if later else None
+    shares = agree_locally("sharing the batch", lambda: sampler.take_shares(model, samples, passes, since))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return shares[rank], since - steps[rank] if since is not None else 0

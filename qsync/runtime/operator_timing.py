@@ -28,6 +28,7 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import LoweredGraph, Run
 from qsync.operators.declaration import Role
 from qsync.operators.precision import EIGHT_BIT, Precision
+from qsync.operators.structure import OUTPUT
 from qsync.processes.progress import shown_on_rank_zero
 from qsync.records.graph import Input, Op, OpGraph
 from qsync.runtime.rewriting import rewrite
@@ -40,6 +41,8 @@ _ROUNDS, _TIMED_S = 20, 0.05  # rounds and seconds per choice
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _OFFSETS = "offsets"  # kind of argument: offsets of groups of rows
 _READER = "the readers of the result"
+# (value, whether of its gradient) -> strides
+Strides = Mapping[tuple[str, bool], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ def fastest_precisions(
 
     >>> fastest_precisions(segment, lowered, {"fc1": [Precision.INT8, Precision.BF16]}, kernels)
     """
-    part = _Part(segment, lowered)
+    part = Part(segment, lowered)
     groups: dict[tuple[Any, ...], list[str]] = {}
     for op, precisions in candidates.items():
         if len(precisions) > 1:
@@ -112,7 +115,7 @@ def known_choices(device: torch.device, bitwise: bool) -> Choices:
     return Choices("precisions", facts)
 
 
-class _Part:
+class Part:
     """A lowered segment from which operators are taken to run alone."""
 
     def __init__(self, segment: Segment, lowered: LoweredGraph) -> None:
@@ -135,6 +138,11 @@ class _Part:
             self._nodes |= {name: node for node, name in one.op_of.items()}
             self._value_of |= one.value_of
 
+    def members(self, op: str) -> list[str]:
+        """Return an operator and its followers, as `pass_of` runs them; empty if they cannot be repeated."""
+        calls = self._calls([op])
+        return [self._value_of[node] for node in calls] if self._described(calls) else []
+
     def activations(self, op: str) -> tuple[str, ...]:
         """Return the values that an operator reads from other operators."""
         return tuple(name for name in self._ops[op].inputs if name not in self._inputs)
@@ -150,7 +158,8 @@ class _Part:
         """
         calls = self._calls(ops)
         found = self._described(calls)
-        return (self._results_16bit(calls), *found) if found else ()
+        in_order = tuple(map(self._is_read_by_channels, self._results(calls)))
+        return (self._results_16bit(calls), in_order, *found) if found else ()
 
     def _described(self, calls: Sequence[torch.fx.Node]) -> tuple[Any, ...]:
         found: list[Any] = []
@@ -171,7 +180,7 @@ class _Part:
         gpus = [kernels.device] if kernels.device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus), torch.enable_grad():
             torch.manual_seed(0)
-            runs = [self._pass_of(ops, precision, kernels) for precision in precisions]
+            runs = [self.pass_of(ops, precision, kernels) for precision in precisions]
             if gpus:  # an 8-bit product launches more kernels
                 return fastest_on_gpu(runs, [precision in EIGHT_BIT for precision in precisions], _TIE)
             return fastest(runs, _ROUNDS, _TIMED_S, _TIE)
@@ -228,6 +237,15 @@ class _Part:
         ]
         return bool(taken) and all(map(takes_16bit, taken))
 
+    def _is_read_by_channels(self, node: torch.fx.Node) -> bool:
+        """Return whether readers of an image take it in channels-last order, and return its gradient so.
+
+        Callers of the graph get it as traced.
+        """
+        readers = [op for op, _ in self._taken.get(self._value_of[node], ())]
+        inside = [self._runs[op] for op in readers if self._ops[op].kind != OUTPUT.kind]
+        return len(self._op(node).shape) == 4 and any(run.channels_last for run in inside)
+
     def _value(self, node: torch.fx.Node, reader: torch.fx.Node) -> _Value:
         """Return the properties of a value as its reader gets it."""
         name, example = self._value_of[node], node.meta["example_value"]
@@ -243,8 +261,15 @@ class _Part:
         requires_grad = entry.requires_grad and self._op(reader).requires_grad
         return _Value(traced_shape(example), order, carried, kind, requires_grad)
 
-    def _pass_of(self, ops: Sequence[str], precision: Precision, kernels: Kernels) -> Callable[[], None]:
-        """Return a function that runs these operators and their followers forward and backward."""
+    def pass_of(
+        self, ops: Sequence[str], precision: Precision, kernels: Kernels, strides: Strides | None = None
+    ) -> Callable[[], None]:
+        """Return a function that runs these operators and their followers forward and backward.
+
+        `strides` are those of values and gradients in a step; without them values are as traced, and a
+        gradient is as its result.
+        """
+        in_step = strides or {}
         graph, new = torch.fx.Graph(), dict[torch.fx.Node, Any]()
         op_of: dict[torch.fx.Node, str] = {}
         value_of: dict[torch.fx.Node, str] = {}
@@ -265,6 +290,9 @@ class _Part:
             op_of[new[node]] = value_of[new[node]] = name = self._value_of[node]
             taken_out.append(self._ops[name])
         results = self._results(calls)
+        for node in filter(self._is_read_by_channels, results):  # else it is handed out as traced
+            traced = node.meta["example_value"]
+            new[node].meta["example_value"] = traced.contiguous(memory_format=torch.channels_last)
         narrow = kernels.sixteen_bit is not None and self._results_16bit(calls)
         role, kind = (Role.ADJUSTABLE, "linear") if narrow else (Role.FIXED, "output")
         read = tuple(self._value_of[node] for node in results)
@@ -278,17 +306,34 @@ class _Part:
         rows = next((value.shape[0] for value in values.values() if value.kind == "parameter"), 1)
         if any(value.kind == _OFFSETS for value in values.values()):
             rows = next(iter(values.values())).shape[0]  # rows of the first operand, which are grouped
-        operands = [value.made(rows, kernels.device) for value in values.values()]
+        operands = [
+            _laid_out(value.made(rows, kernels.device), in_step.get((name, False)))
+            for name, value in values.items()
+        ]
         leaves = [operand for operand in operands if operand.requires_grad]
         gradients: list[torch.Tensor] = []
 
         def step() -> None:
             found = tree_leaves(run(*operands))  # a recurrence also returns its states
             if leaves:
-                gradients.extend(torch.randn_like(one) for one in found[len(gradients) :])
+                names = read if len(read) == len(found) else ("",) * len(found)
+                new = [*zip(names, found, strict=True)][len(gradients) :]
+                gradients.extend(
+                    _laid_out(torch.randn_like(one), in_step.get((name, True))) for name, one in new
+                )
                 torch.autograd.grad(found, leaves, gradients, allow_unused=True)
 
         return step
+
+
+def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """Return a tensor of floats with other strides, 0 where it is expanded; itself for its own."""
+    is_other = strides is not None and len(strides) == tensor.ndim and tensor.stride() != strides
+    if not is_other or strides is None or not tensor.is_floating_point():
+        return tensor
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    storage = torch.randn(length, device=tensor.device).to(tensor.dtype)
+    return storage.as_strided(tensor.shape, strides).requires_grad_(tensor.requires_grad)
 
 
 def _is_integer(value: Any) -> bool:

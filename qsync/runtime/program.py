@@ -187,10 +187,11 @@ class Program:
     @property
     def graph(self) -> OpGraph:
         """Return the last call's graph: its segments joined in execution order."""
-        return join(self._segments, self.name)
+        return join(self.segments, self.name)
 
     @property
-    def _segments(self) -> list[Segment]:
+    def segments(self) -> list[Segment]:
+        """Return the last call's traced segments, in execution order."""
         return [entry.segment for entry in self._ran]
 
     @property
@@ -265,7 +266,7 @@ class Program:
             if entry.rivals:
                 self._compare(entry, args)
             if self._observer is not None:
-                self.names = names_at(self._segments, len(self._ran) - 1)
+                self.names = names_at(self.segments, len(self._ran) - 1)
                 self._observer.began()
             return entry.run.forward(*args)
 
@@ -279,7 +280,7 @@ class Program:
 
     def _enter(self, module: torch.fx.GraphModule, inputs: list[Any]) -> _Entry:
         """Read a traced graph, and rewrite it."""
-        segment = read_segment(module, inputs, self._names_in_call(), self._segments)
+        segment = read_segment(module, inputs, self._names_in_call(), self.segments)
         graph = join([segment], self.name)
         entry = _Entry(segment, graph, LoweredGraph(graph, ()), {}, segment.module)
         self._lower(entry)

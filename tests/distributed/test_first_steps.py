@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from graphs import cluster_of, mlp, profile_of
 from two_ranks import launch, said
@@ -46,8 +48,60 @@ def test_a_job_that_computes_longer_than_profiled_is_planned_again_once(tmp_path
         profile.outside.total_s + sum(c["fp32"].total_s for c in profile.ops.values() if "fp32" in c) > 0.04
     )
     assert "check must be True or False" in said(output, "no bool")[0]
-    assert "leave it out, or give levers=()" in said(output, "levers")[0]
+    assert "only in qsync's own DDP, with a loader of a qsync.ShareSampler" in said(output, "levers")[0]
     assert "leave one of them out" in said(output, "a plan")[0]
+
+
+SHARES = """
+import logging
+from torch.utils.data import DataLoader, TensorDataset
+logging.getLogger("qsync").addHandler(logging.StreamHandler(sys.stdout))
+x, y = batch(size=400, width=512)
+data = TensorDataset(x, y, torch.arange(400))
+sampler = qsync.ShareSampler(data, batch_size=100)
+loader = DataLoader(data, batch_sampler=sampler, num_workers=1, multiprocessing_context="fork")
+plain = make(width=512, depth=4)
+model = qsync.hybrid(
+    make(width=512, depth=4), loader=loader, loss_fn=lambda model, batch: loss_fn(model, batch[:2]),
+    cache_dir=cache, check=True, base="fp32", precisions=["fp32"], device_class=("strong", "weak")[rank],
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+order, sizes, worst = [], [], 0.0
+for epoch in range(10):
+    sampler.set_epoch(epoch)
+    for found in loader:
+        sizes.append(len(found[0]))
+        for part in qsync.micro_batches(model, found):
+            loss = loss_fn(model, part[:2])
+            time.sleep(0.0004 * len(part[0]) * (1 + 3 * rank))  # by samples, and the profile did not see that
+            loss.backward()
+        parts = [None, None]
+        dist.all_gather_object(parts, found[2].tolist())
+        order += sum(parts, [])
+        plain.load_state_dict(model.module.state_dict())
+        whole = torch.autograd.grad(loss_fn(plain, (x[order[-100:]], y[order[-100:]])), plain.parameters())
+        for mine, theirs in zip(model.parameters(), whole):
+            worst = max(worst, float((mine.grad - theirs).norm() / theirs.norm()))
+        optimizer.step()
+        optimizer.zero_grad()
+changes = [step for step in range(1, 40) if sizes[step] != sizes[step - 1]]
+say(f"sizes: {[sizes[0], sizes[-1]]} changes {len(changes)} {bool(changes) and changes[0] > 20}")
+say(f"once: {all(sorted(order[e * 400:e * 400 + 400]) == list(range(400)) for e in range(10))}")
+say(f"exact: {worst < 1e-4} {worst}")
+say("samples_of: " + str(qsync.samples_of(model) == sizes[-1]))
+"""
+
+
+@pytest.mark.dist
+def test_shares_follow_what_the_first_steps_show_while_the_loop_goes_on(tmp_path):
+    output = launch(tmp_path, SHARES)
+    assert output.count("planning again") == 1
+    strong, weak = said(output, "sizes")
+    assert strong.endswith("changes 1 True") and weak.endswith("changes 1 True"), (strong, weak)
+    before, after = ast.literal_eval(weak.partition(" changes")[0])
+    assert after < before  # four times as long for a sample
+    assert said(output, "once") == ["True", "True"] and said(output, "samples_of") == ["True", "True"]
+    assert all(one.startswith("True") for one in said(output, "exact")), said(output, "exact")
 
 
 def test_what_the_first_steps_took_is_what_their_class_takes():

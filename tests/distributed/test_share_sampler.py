@@ -151,6 +151,31 @@ def test_a_copy_counts_its_own_batches_and_is_free_for_another_model(place):
     assert copied.state_dict() == {"step": 1} and sampler.state_dict() == {"step": 0}
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_shares_change_under_a_loop_at_the_first_step_that_no_loader_has_drawn(place, num_workers):
+    data = TensorDataset(torch.arange(100))
+
+    def batches(rank):
+        place(rank, 2)
+        sampler = qsync.ShareSampler(data, 10)
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=num_workers)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for number, batch in enumerate(loader):
+                if (epoch, number) == (0, 2):
+                    step, undrawn = sampler.ahead()
+                    assert (step, undrawn) == (3, 7 if num_workers else 3)
+                    sampler.take_shares(torch.nn.Linear(1, 1), [7, 3], [1, 1], since=8)
+                    assert sampler.share.samples == 5
+                yield batch[0].tolist()
+
+    mine, others = list(batches(0)), list(batches(1))
+    assert [len(batch) for batch in mine] == [5] * 8 + [7] * 12
+    whole = [sorted(a + b) for a, b in zip(mine, others, strict=True)]
+    for epoch in range(2):
+        assert sorted(i for batch in whole[10 * epoch :][:10] for i in batch) == list(range(100))
+
+
 def test_a_loop_that_reads_while_shares_change_is_told(place):
     place(0, 2)
     sampler = qsync.ShareSampler(100, 10)

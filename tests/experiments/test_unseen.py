@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from qsync.backend.precisions_that_pay import emulation_note
-from qsync.errors import QSyncError
+from qsync.errors import FormatError, QSyncError
 from qsync.experiments.harness import pairing
 from qsync.experiments.unseen import __main__ as command
-from qsync.experiments.unseen import family_runs, report
+from qsync.experiments.unseen import family_runs, fingerprints, report
 from qsync.experiments.workloads.families import HELD_OUT
+from qsync.records.fingerprint import Fingerprint, Gap, SmallModel
 from qsync.records.json_files import read_json
 
 
@@ -157,3 +158,38 @@ def test_what_fails_is_a_sentence(monkeypatch):
     monkeypatch.setitem(family_runs.MODES, "cpu", ("nothing",))
     found = family_runs.memory("lstm", True)
     assert list(found) == ["failed"] and "nothing" in found["failed"]
+
+
+def fingerprint(processor: str, ratio: float) -> Fingerprint:
+    """What `qsync doctor --report` writes where a linear layer takes `ratio` of its time alone in a step."""
+    gap = Gap("bf16", "linear of 4x8, 8x8", 2, ratio * 2e-3, 2e-3, {"layout": (ratio - 1.0) * 1e-3})
+    model = SmallModel("gpt", {"fp32": 0.1}, (0.01, -0.02), (0.003,), {}, {}, (gap,))
+    return Fingerprint(
+        processor, ("AVX2",), (), 2, 2**30, {"qsync": "0"}, 0.5, 60.0, {"fp32": 1e11}, 1e10, (), (model,)
+    )
+
+
+def test_fingerprints_are_shown_by_processor_and_only_what_differs_in_a_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, page = tmp_path / "reports", tmp_path / "docs" / "results" / "unseen.md"
+    for name, processor, ratio in (("a", "Zen", 1.5), ("b", "Zen", 1.19), ("c", "Xeon", 0.7)):
+        fingerprint(processor, ratio).save(folder / f"{name}.json")
+    page.parent.mkdir(parents=True)
+    page.write_text("<!-- fingerprints:begin --><!-- fingerprints:end -->")
+    command.main(out=tmp_path / "out", reports=folder, publish=True)
+    text = page.read_text()
+    assert text.count("Predictions of small models on Zen") == 1
+    assert ", on Zen: 1 of 2 (measured)" in text and ", on Xeon: 1 of 1 (measured)" in text
+    assert "| linear of 4x8, 8x8 | gpt | bf16 | 2 | 3 ms | 2 ms | 1.50 | +0.50 |" in text
+    assert "| 0.70 | -0.30 |" in text and "1.19" not in text and "+1.0%, -2.0%" in text and "50%" in text
+    assert read_json(tmp_path / "out" / "figures.json")["fingerprints"]["c"]["processor"] == "Xeon"
+    assert "on Zen" in capsys.readouterr().out
+
+
+def test_a_folder_without_fingerprints_is_one_sentence(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(QSyncError, match="write one into it with qsync doctor --report"):
+            fingerprints.read(folder)
+    (tmp_path / "foreign.json").write_text('{"kind": "plan", "version": 1}')
+    with pytest.raises(FormatError, match="foreign.json: expected a fingerprint file, found 'plan'"):
+        fingerprints.read(tmp_path)

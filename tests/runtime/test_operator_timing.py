@@ -407,3 +407,44 @@ def test_a_result_that_whole_numbers_index_is_timed_without_them(form, precision
     wrapped = qsync.wrap(Indexed(), precision)
     wrapped(X).square().sum().backward()
     assert wrapped.fc.weight.grad.isfinite().all()
+
+
+class Images(nn.Module):
+    """Two convolutions of one shape, of which the first alone is read by a lowered one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()).relu()
+
+
+def test_images_alone_lie_as_in_the_step_and_so_do_their_gradients(monkeypatch):
+    images = torch.randn(2, 8, 6, 6)
+    model = qsync.wrap(Images(), "bf16", strict=True)
+    model(images).sum().backward()
+    (segment,), (lowered,) = program_of(model).segments, program_of(model).lowered
+    part, seen, grad = operator_timing.Part(segment, lowered), [], torch.autograd.grad
+
+    def seeing(results, leaves, gradients, **options):
+        seen.append((results[0], gradients[0]))
+        return grad(results, leaves, gradients, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", seeing)
+    for op in ("first", "second"):
+        part.pass_of([op], BF16, backend.select("cpu"))()
+    orders = [[t.is_contiguous(memory_format=torch.channels_last) for t in pair] for pair in seen]
+    assert orders == [[True, True], [False, False]]  # callers of the model get the last image as torch's
+    assert part.description(["first"]) != part.description(["second"])
+    assert part.members("first") == ["first", "relu"]
+
+
+def test_a_pass_takes_the_strides_that_a_step_has():
+    expanded = operator_timing._laid_out(torch.ones(3, 4), (0, 1))
+    assert expanded.shape == (3, 4) and expanded.stride() == (0, 1) and torch.equal(expanded[0], expanded[2])
+    own, numbers = torch.ones(3, 4), torch.ones(3, 4, dtype=torch.int64)
+    assert operator_timing._laid_out(own, (4, 1)) is own and operator_timing._laid_out(own, None) is own
+    assert operator_timing._laid_out(numbers, (1, 3)) is numbers
+    trained = operator_timing._laid_out(torch.ones(3, 4, requires_grad=True), (1, 3))
+    assert trained.requires_grad and trained.is_leaf and trained.stride() == (1, 3)

@@ -156,6 +156,21 @@ class PhaseTimer:
         self.numbers.clear()
         self.others.clear()
 
+    def after(self, num_steps: int, then: Callable[[], None]) -> None:
+        """Call `then` at the end of a later step, now for 0 steps; steps until then are not counted."""
+
+        def ended() -> None:
+            nonlocal num_steps
+            num_steps -= 1
+            if num_steps == 0:
+                self.when_resumed = None
+                then()
+
+        if num_steps:
+            self.when_resumed = ended
+        else:
+            then()
+
     @contextmanager
     def fetching(self, batches: Any = None) -> Iterator[None]:
         """Count the time inside as waiting for the next batch.
