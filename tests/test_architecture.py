@@ -19,8 +19,8 @@ FOLDERS = ("qsync", *BESIDE_QSYNC)
 # Arrows point one way: a layer imports what stands before it, and itself.
 LAYERS = (
     "errors", "processes", "operators", "records", "lowering", "backend", "predictor", "replayer",
-    "allocator", "planning", "figures", "tracing", "runtime", "api", "expansion", "fingerprint", "distributed",
-    "checkpoints", "hybrid_training", "elastic_training", "integrations", "what_if", "experiments",
+    "allocator", "planning", "figures", "tracing", "runtime", "api", "expansion", "fingerprint",
+    "distributed", "checkpoints", "hybrid_training", "elastic_training", "integrations", "what_if", "experiments",
     "commands", "__main__",
 )  # fmt: skip
 # Where torch may not be imported at all: planning works on a laptop.
