@@ -2,244 +2,50 @@
 
     seconds = sum over alternatives of running a node of (its price) x (its binary variable)
 
-The sums are exact: at every integer solution they equal replay's result for that assignment. The functions of
-lowering (`cast_rules`) decide how a node runs and which casts exist; no rule is repeated here. Further binary
-variables are conjunctions of choices: a value is carried in some type, its readers want 16 bits, or it is in
-channels_last order.
+The sums are exact: at every integer solution they equal replay's result for that assignment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-from qsync.allocator.block_levers import LESS, RECOMPUTED, Treatment
+from qsync.allocator.block_levers import RECOMPUTED
 from qsync.allocator.problem import ClassProblem
-from qsync.allocator.solvers.milp_expressions import (
-    ONE,
-    ZERO,
-    FloatArray,
-    IntegerProgram,
-    Sum,
-    difference,
-    negated,
-    total,
-)
+from qsync.allocator.solvers.linear_lowering import LinearLowering
+from qsync.allocator.solvers.milp_expressions import ZERO, Sum, difference
 from qsync.errors import MismatchError
 from qsync.lowering import cast_rules as rule
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.lowering.wiring import wiring
-from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision, keeps_weight_casts
-from qsync.operators.registry import FORMS, REPLACED
-from qsync.records.graph import Input, Op, OpGraph
+from qsync.operators.registry import REPLACED
+from qsync.records.graph import Input, OpGraph
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs.class_costs import cast_cost, run_cost
 from qsync.replayer.levers.apply import recomputing
 
-Binaries = dict[str, Sum]  # type -> binary variable: 1 if a value or mode has this type; the sum is 1
 
+class ClassModel(LinearLowering):
+    """The choices of one class (`LinearLowering`), and the seconds of every operator with its casts.
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """One way in which lowering may run an operator, with its binary variable.
-
-    `taken` are the types to which its inputs are cast, None for inputs that are not floats.
-    """
-
-    mode: str
-    output: str
-    form: str
-    taken: tuple[str | None, ...]
-    binary: Sum
-
-
-class ClassModel:
-    """The choices of one class, and the seconds of every operator with its casts.
-
-    `chosen[op][p]` is 1 if `op` runs in `p`. `forward_s[i]` and `backward_s[i]` are the seconds of operator i
-    with its casts, as in `ClassCosts`. `weight` scales the variances of the choices to costs of the program.
-    A choice whose cost exceeds `most` is left out. `captured` is the graph of which `part.graph` is a pass.
-    `levers[k][lever]` is 1 if block k has this lever. `carried[value]` maps the types that may carry a value
-    (`Wiring` number) to their variables.
+    `forward_s[i]` and `backward_s[i]` are the seconds of operator i with its casts, as in `ClassCosts`.
+    `captured` is the graph of which `part.graph` is a pass.
     """
 
     def __init__(self, captured: OpGraph, part: ClassProblem, weight: float, most: float) -> None:
-        self.program = IntegerProgram()
-        graph = part.graph
-        self._captured, self._graph, self._part = captured, graph, part
-        self.wiring = wiring(graph)
-        self._float16 = part.device_class.carried_16bit
-        self._choose_levers()
-        self.chosen: dict[str, dict[Precision, Sum]] = {}
-        for op, options in part.choices.items():
-            # A choice that adds more variance than a whole known plan cannot be in a better plan.
-            able = [p for p in options if weight * part.variance[op][p] <= most] or [options[-1]]
-            binaries = self.program.choice([weight * part.variance[op][p] for p in able])
-            self.chosen[op] = dict(zip(able, binaries, strict=True))
-        for op, partners in part.partners.items():
-            self.chosen |= dict.fromkeys(partners, self.chosen[op])
-        self.settled_cost = sum(
-            weight * part.variance[op][next(iter(binaries))]
-            for op, binaries in self.chosen.items()
-            if len(binaries) == 1
-        )
-        self.forward_s = [Sum() for _ in graph.ops]
-        self.backward_s = [Sum() for _ in graph.ops]
-        self._wanted = self._wanted_in_16_bit()
-        self._in_16_bit: dict[tuple[int, Precision], Sum] = {}
-        self._modes: list[Binaries] = []
-        self.carried: list[Binaries] = [{traced: ONE} for traced in self.wiring.traced[: self.wiring.offset]]
-        self._channels_last: list[Sum] = [ZERO] * self.wiring.offset
-        for i in range(len(graph.ops)):
-            self._lower(i)
-        chosen = [self.chosen[op.name] for op in graph.adjustable]
-        self._as_traced = self.program.all_of(found.get(Precision.FP32, ZERO) for found in chosen)
-        self.alternatives = [list(self._alternatives(i)) for i in range(len(graph.ops))]
-        # By operator: each alternative's binary variable if the operator is recomputed, too.
-        self.again = [
-            self.program.parted([one.binary for one in found], self.is_again[i])
-            for i, found in enumerate(self.alternatives)
-        ]
-        for i in range(len(graph.ops)):
+        super().__init__(part, weight, most)
+        recomputed = [block.path for block in part.blocks if RECOMPUTED in block.options]
+        self._profile_again = part.profile
+        if recomputed:
+            self._profile_again = recomputing(captured, part.profile, recomputed, part.device_class.device)
+        self.forward_s = [Sum() for _ in part.graph.ops]
+        self.backward_s = [Sum() for _ in part.graph.ops]
+        for i in range(len(part.graph.ops)):
             self._price_run(i)
             self._price_switch(i)
         for value in range(self.wiring.num_values):
             self._price_casts(value)
-
-    def assignment(self, point: FloatArray) -> dict[str, Precision]:
-        """Return the assignment that a solution of the program encodes."""
-        return {
-            op: max(binaries, key=lambda p: binaries[p].at(point)) for op, binaries in self.chosen.items()
-        }
-
-    @property
-    def orders(self) -> tuple[bool, ...]:
-        """Return whether images may be channels-last: (False,), or both."""
-        return (False, True) if any(not order.settled for order in self._channels_last) else (False,)
-
-    def treatment(self, point: FloatArray) -> Treatment:
-        """Return the levers of the blocks that a solution of the program encodes."""
-        return tuple(max(of, key=lambda lever: of[lever].at(point)) for of in self.levers)
-
-    def _choose_levers(self) -> None:
-        """Add a variable for each lever of each block, and list the levers of every operator."""
-        part, ops = self._part, self._graph.ops
-        self.levers: list[dict[str, Sum]] = []
-        self.block: list[int | None] = [None] * len(ops)  # of operators that may be recomputed
-        self.is_again = [ZERO] * len(ops)
-        less = {name: ONE for name in part.saving_less}
-        for number, block in enumerate(part.blocks):
-            binaries = self.program.choice([0.0] * len(block.options))
-            self.levers.append(dict(zip(block.options, binaries, strict=True)))
-            again = self.levers[-1].get(RECOMPUTED, ZERO)
-            for i in block.ops if RECOMPUTED in block.options else ():
-                self.block[i], self.is_again[i] = number, again
-                if ops[i].name in less:
-                    less[ops[i].name] = negated(again)
-            less |= dict.fromkeys(block.less, self.levers[-1].get(LESS, ZERO))
-        self._less = [less.get(op.name, ZERO) for op in ops]
-        recomputed = [block.path for block in part.blocks if RECOMPUTED in block.options]
-        self._profile_again = part.profile
-        if recomputed:
-            self._profile_again = recomputing(
-                self._captured, part.profile, recomputed, part.device_class.device
-            )
-
-    def _wanted_in_16_bit(self) -> dict[int, Sum]:
-        """Return by value a variable: 1 if all readers want 16 bits; only for values that depend on it."""
-        wiring, ops = self.wiring, self._graph.ops
-        asked = [False] * wiring.num_values
-        for i, op in enumerate(ops):
-            value = wiring.offset + i
-            if op.role is Role.ADJUSTABLE and any(self._depends(op, p) for p in self.chosen[op.name]):
-                asked[value] = True
-            if asked[value]:
-                for reader in wiring.consumers[value]:
-                    asked[wiring.offset + reader] |= wiring.passes_16bit_on[reader]
-        wanted: dict[int, Sum] = {}
-        for value in reversed(range(wiring.num_values)):
-            if asked[value]:
-                readers = wiring.consumers[value]
-                found = [self._wants_16_bit(i, value, wanted) for i in readers]
-                wanted[value] = self.program.all_of(found) if readers else ZERO
-        return wanted
-
-    def _wants_16_bit(self, i: int, value: int, wanted: Mapping[int, Sum]) -> Sum:
-        op, wiring = self._graph.ops[i], self.wiring
-        if op.role is not Role.ADJUSTABLE:
-            return wanted[wiring.offset + i] if wiring.passes_16bit_on[i] else ZERO
-        slots = [j for j, operand in enumerate(wiring.operands[i]) if operand == value]
-        traced = wiring.traced[value]
-        return total(
-            binary
-            for p, binary in self.chosen[op.name].items()
-            if all(rule.takes_16bit(rule.taken_type(op, j, traced, p, str(p))) for j in slots)
-        )
-
-    def _depends(self, op: Op, precision: Precision) -> bool:
-        """Return whether an operator's output type depends on readers that want 16 bits."""
-        return self._output(op, precision, False) != self._output(op, precision, True)
-
-    def _output(self, op: Op, precision: Precision, wanted: bool) -> str:
-        return rule.output_of(op, precision, str(precision), self._float16, wanted)
-
-    def _lower(self, i: int) -> None:
-        """Add variables for the modes, output types and channels_last order of operator i."""
-        op, operands = self._graph.ops[i], self.wiring.operands[i]
-        first = self._channels_last[operands[0]] if operands else ZERO
-        if op.role is Role.ADJUSTABLE:
-            self._modes.append({str(p): binary for p, binary in self.chosen[op.name].items()})
-            carried: Binaries = {}
-            for precision in self.chosen[op.name]:
-                for output, binary in self._output_types(i, precision):
-                    carried.setdefault(output, Sum()).add(binary)
-            alone, passing = (
-                total(b for p, b in self.chosen[op.name].items() if rule.makes_channels_last(op, p, ordered))
-                for ordered in (False, True)
-            )
-            through = self.program.all_of([difference(passing, alone), first])
-            channels_last = total([alone, through])
-        else:
-            modes = self._widest(op, [self.carried[value] for value in self.wiring.floats[i]])
-            self._modes.append(modes)
-            carried = {}
-            for mode, binary in modes.items():
-                output = rule.output_of(op, Precision.FP32, mode, self._float16, False)
-                carried.setdefault(output, Sum()).add(binary)
-            channels_last = first if rule.makes_channels_last(op, Precision.FP32, True) else ZERO
-        self.carried.append(carried)
-        self._channels_last.append(channels_last)
-
-    def _output_types(self, i: int, precision: Precision) -> Iterator[tuple[str, Sum]]:
-        """Yield (output type, binary variable) of an operator in one precision."""
-        op = self._graph.ops[i]
-        binary, output = self.chosen[op.name][precision], self._output(op, precision, False)
-        if not self._depends(op, precision):
-            yield output, binary
-            return
-        if (i, precision) not in self._in_16_bit:
-            wanted = self._wanted[self.wiring.offset + i]
-            self._in_16_bit[i, precision] = self.program.all_of([binary, wanted])
-        in_16_bit = self._in_16_bit[i, precision]
-        yield output, difference(binary, in_16_bit)
-        yield self._output(op, precision, True), in_16_bit
-
-    def _widest(self, op: Op, inputs: Sequence[Binaries]) -> Binaries:
-        """Return the binary variables of a following operator's modes, the widest type of its inputs."""
-
-        def mode(types: Iterable[str]) -> str:
-            return rule.mode_of(op, Precision.FP32, types)
-
-        settled = [next(iter(binaries)) for binaries in inputs if len(binaries) == 1]
-        open_ = [binaries for binaries in inputs if len(binaries) > 1]
-        # A value of undecided type is carried in FP32 or BF16 (`cast_rules.output_of`).
-        wide, narrow = (mode([*settled, name]) for name in ("fp32", "bf16")) if open_ else [mode(settled)] * 2
-        if wide == narrow:
-            return {wide: ONE}
-        every = self.program.all_of(binaries.get("bf16", ZERO) for binaries in open_)
-        return {narrow: every, wide: negated(every)}
 
     def _price_run(self, i: int) -> None:
         op, wiring = self._graph.ops[i], self.wiring
@@ -276,70 +82,6 @@ class ClassModel:
             self.backward_s[i].add(alike, -price.backward_s)
             self.forward_s[after].add(other, price.forward_s)
             self.forward_s[after].add(alike, -price.forward_s)
-
-    def _alternatives(self, i: int) -> Iterator[Alternative]:
-        op, ops = self._graph.ops[i], self._graph.ops
-        product, follower = self.wiring.product[i], self.wiring.epilogue[i]
-        if op.role is Role.ADJUSTABLE:
-            for precision in self.chosen[op.name]:
-                able = follower is not None and rule.computes_follower(op, precision, False)
-                is_less = self._less[follower] if able and follower is not None else ZERO
-                for output, binary in self._output_types(i, precision):
-                    taken = self._taken(i, precision, str(precision))
-                    for saves_less, binary_so in self._split(binary, is_less):
-                        computed = ops[follower].kind if able and not saves_less else None  # type: ignore[index]
-                        form = rule.run_form_of(op, computed, False, False, lambda: False)
-                        yield Alternative(str(precision), output, form, taken, binary_so)
-            return
-        computed_there = ZERO
-        if product is not None:
-            chosen = self.chosen[ops[product].name].items()
-            computed_there = total(
-                binary for p, binary in chosen if rule.computes_follower(ops[product], p, False)
-            )
-        is_less = self._less[i]
-        is_saved = (
-            ZERO if is_less.settled and not is_less.constant else self._is_saved(self.wiring.offset + i)
-        )
-        for mode, binary in self._modes[i].items():
-            output = rule.output_of(op, Precision.FP32, mode, self._float16, False)
-            taken = self._taken(i, Precision.FP32, mode)
-            for saves_less, binary_there in self._split(binary, is_less):
-                by = computed_there
-                if saves_less:
-                    by = is_saved if len(set(FORMS[op.kind])) > 1 else ZERO
-                for flag, binary_so in self._split(binary_there, by):
-                    is_computed, saved = flag and not saves_less, flag and saves_less
-                    form = rule.run_form_of(op, None, is_computed, saves_less, lambda saved=saved: saved)  # type: ignore[misc]
-                    yield Alternative(mode, output, form, taken, binary_so)
-
-    def _is_saved(self, value: int) -> Sum:
-        """Return a variable: 1 if some operator saves the value, or a view of it, without a cast."""
-        wiring, found = self.wiring, list[Sum]()
-        for i, j, at in wiring.storage_readers(value):
-            op = self._graph.ops[i]
-            for p, binary in self.chosen[op.name].items() if op.role is Role.ADJUSTABLE else ():
-                taken = rule.taken_type(op, j, wiring.traced[at], p, str(p))
-                found += [
-                    self.program.all_of([binary, carried_so])
-                    for carried, carried_so in self.carried[at].items()
-                    if rule.saves_operand(op, j, taken, carried)
-                ]
-        return self.program.any_of(found)
-
-    def _taken(self, i: int, precision: Precision, mode: str) -> tuple[str | None, ...]:
-        op, traced = self._graph.ops[i], self.wiring.traced
-        return tuple(
-            rule.taken_type(op, j, traced[value], precision, mode)
-            for j, value in enumerate(self.wiring.operands[i])
-        )
-
-    def _split(self, binary: Sum, by: Sum) -> list[tuple[bool, Sum]]:
-        """Split a binary variable into two by another: conjunctions with its being 0, and 1."""
-        if by.settled:
-            return [(by.constant == 1.0, binary)]
-        both = self.program.all_of([binary, by])
-        return [(False, difference(binary, both)), (True, both)]
 
     def _add(self, i: int, binary: Sum, cost: Callable[[], Cost]) -> None:
         """Add a price to operator i if a variable is 1; force the variable to 0 without a price."""
@@ -409,27 +151,3 @@ class ClassModel:
                     self._add_again(owner, both, lambda profile, cast=cast: cast_cost(profile, cast))  # type: ignore[misc]
             if not made.settled:
                 self.program.at_most(needed, made)
-
-    def takers(self, value: int, last: int | None = None) -> dict[str, list[Sum]]:
-        """Return by type the variables of readers that take this value in that type (`Wiring` number).
-
-        With `last`, leave out the readers after this operator.
-        """
-        found: dict[str, list[Sum]] = {}
-        traced = self.wiring.traced[value]
-        for i in self.wiring.consumers[value]:
-            if last is not None and i > last:
-                continue
-            op = self._graph.ops[i]
-            for j, operand in enumerate(self.wiring.operands[i]):
-                if operand != value:
-                    continue
-                by_type: dict[str, Sum] = {}
-                for mode, binary in self._modes[i].items():
-                    precision = Precision(mode) if op.role is Role.ADJUSTABLE else Precision.FP32
-                    taken = rule.taken_type(op, j, traced, precision, mode)
-                    if taken is not None:
-                        by_type.setdefault(taken, Sum()).add(binary)
-                for taken, binary in by_type.items():
-                    found.setdefault(taken, []).append(binary)
-        return found

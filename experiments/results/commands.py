@@ -56,11 +56,7 @@ RERUNS: Mapping[str, Rerun] = {
     "limits": Rerun(5, "prediction.md", (_published("prediction.limits"),)),
     "pays": Rerun(15, "pays.md", (_published("pays"),)),
     "links": Rerun(10, "links.md", (_published("links"),)),
-    "levers": Rerun(
-        15, "levers.md",
-        (_published("levers.measured_levers"),
-         _published("levers.measured_levers", "--tight", out=f"{_OUT}/tight")),
-    ),
+    "levers": Rerun(15, "levers.md", (_published("small_memory"),)),
     "kernels": Rerun(20, "kernels.md", (_published("kernels.compare_kernels"),)),
     "speedup": Rerun(35, "speedup.md", (_published("speedup"),)),
     "takeover": Rerun(
