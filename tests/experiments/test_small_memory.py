@@ -16,7 +16,7 @@ from qsync.records.plan_folder import Basis
 
 GRAPH = chain(4)
 STATE = {value.name: 2 * value.num_bytes for value in GRAPH.parameters}
-PARTS = [1.0, 0.7]
+PARTS = [1.0, 0.85]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def found():
     plans = dict(ranks._planned(basis, PARTS, 1.0))
     of_plans = {title: ranks.figures(plan) for title, plan in plans.items()}
     step_s = max(row["predicted_s"] for row in of_plans.values())
-    joint = f"{ranks.JOINT} at 0.7"
+    joint = f"{ranks.JOINT} at 0.85"
     row = of_plans[joint]
     measured = {"step_s": row["predicted_s"] / 1.1, "peak_bytes": row["predicted_bytes"]}
     one = {"step_s": step_s, "parts": PARTS, "plans": of_plans, "measured": {joint: measured}}
@@ -55,24 +55,24 @@ def test_every_way_keeps_its_budget_and_the_joint_plan_is_no_slower(found):
     for title, row in plans.items():
         assert row["predicted_bytes"][1] <= float(title.split()[-1]) * whole, title
     assert {f"{way} at 1" for way in ranks.WAYS if way != ranks.SIXTEEN} <= set(plans)
-    assert f"{ranks.JOINT} at 0.7" in plans and f"{ranks.DIVIDED} at 0.7" not in plans
+    assert f"{ranks.JOINT} at 0.85" in plans and f"{ranks.DIVIDED} at 0.85" not in plans
     held = bars_of(found)
     assert held[report.UNFITTED]["holds"] and held[report.SLOWER]["holds"] and held[report.OVER]["holds"]
     assert held[report.STEP_ERROR]["measured"] == pytest.approx(0.1)
 
 
 def test_missed_promises_are_named(found):
-    joint = f"{ranks.JOINT} at 0.7"
+    joint = f"{ranks.JOINT} at 0.85"
     row = found["a model"]["plans"][joint]
     slow = bars_of(changed(found, f"{ranks.JOINT} at 1", predicted_s=1.0))
     assert slow[report.SLOWER]["holds"] is False
     small = bars_of(changed(found, joint, budgets={name: 1000 for name in row["budgets"]}))
-    assert small[report.OVER]["which"] == ["a model at 70%"] * 2
+    assert small[report.OVER]["which"] == ["a model at 85%"] * 2
     wrong = bars_of(changed(found, joint, predicted_bytes=[2 * own for own in row["predicted_bytes"]]))
     assert wrong[report.PEAK_ERROR]["measured"] == pytest.approx(1.0)
     plans = {title: row for title, row in found["a model"]["plans"].items() if title != joint}
     missing = {"a model": {**found["a model"], "plans": plans, "measured": {}}}
-    assert bars_of(missing)[report.UNFITTED]["which"] == ["a model at 70%"]
+    assert bars_of(missing)[report.UNFITTED]["which"] == ["a model at 85%"]
 
 
 def test_tables_and_the_picture_show_every_way(found, tmp_path):
@@ -81,7 +81,7 @@ def test_tables_and_the_picture_show_every_way(found, tmp_path):
     cells = dict(zip(ranks.WAYS, (row[2:] for row in rows), strict=True))
     assert cells[ranks.RECOMPUTED][0] == "1.00x" and cells[ranks.DIVIDED][1] == "-"
     (row,) = zip(*(column.cells for column in report.measured_table(found).columns), strict=True)
-    assert row[0] == "a model at 70%" and "(+10.0%)" in row[2]
+    assert row[0] == "a model at 85%" and "(+10.0%)" in row[2]
     report.draw(found, tmp_path / "figures.png")
     assert (tmp_path / "figures.png").stat().st_size > 10_000
 
