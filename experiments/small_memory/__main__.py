@@ -55,7 +55,10 @@ def main(
     report.draw(found, _PICTURE if publish else experiment.out / "figures.png")
     experiment.finish(
         {"models": found, "levers": levers}, bars=report.bars(found), measured=_ABOUT,
-        tables=[report.table(found), report.measured_table(found), report.levers_table(levers)],
+        tables=[
+            report.table(found), report.trained_table("Plans of every lever", report.measured(found)),
+            report.trained_table("FP32 with one lever, GPT of 3.3 M", levers.items()),
+        ],
         page=Page(_PAGE, report.NOTE) if publish else None,
     )  # fmt: skip
 

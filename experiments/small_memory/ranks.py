@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import qsync
 from qsync import Plan
-from qsync.allocator import allocate, search, uniform
+from qsync.allocator import allocate, uniform
 from qsync.allocator.block_levers import block_levers
 from qsync.distributed import ddp_profiling, job
 from qsync.distributed.agreement import agree
@@ -24,7 +24,7 @@ from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.resnet import ResNet
 from qsync.experiments.workloads.subjects import demo_workload, subject
 from qsync.experiments.workloads.workload import Workload, digits_workload, make_optimizer, text_workload
-from qsync.records.levers import RECOMPUTE, SAVE_LESS, SHARE, ClassLevers, Levers
+from qsync.records.levers import RECOMPUTE, SAVE_LESS, ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.replayer import Recapture, profiles_under_levers
 from qsync.replayer.levers.recomputation import blocks
@@ -160,7 +160,7 @@ def _planned(basis: Basis, parts: list[float], limit_s: float) -> Iterator[tuple
 
 
 def _one_by_one(basis: Basis, other: Recapture) -> dict[str, Plan]:
-    """Return plans in FP32 without and with one lever each, and one of shares and precisions."""
+    """Return plans in FP32 without and with one lever each."""
     records, able = (basis.sensitivity, basis.cluster), blocks(basis.graph)[:2]
     captured = basis.graph.batch_shapes[0][0]
     equal, quarter = ClassLevers(state_part=0.5), captured // 4
@@ -181,9 +181,6 @@ def _one_by_one(basis: Basis, other: Recapture) -> dict[str, Plan]:
             {}, saving_less={WEAK: [pattern for block in less for pattern in block.patterns]}
         ),
         "state divided equally": fp32({FAST: equal, WEAK: equal}),
-        "shares and precisions searched": search(
-            basis.graph, basis.profiles, *records, levers=[SHARE], other=other, slack=0.0
-        ),
     }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ def bars(found: Found) -> list[Bar]:
                 unfitted += [f"{name} at {part:.0%}"] if others else []
             elif others:
                 ratios.append(joint["predicted_s"] / min(others))
-    peaks = [(title, own) for title, row in _measured(found) for own in _peaks(row)]
-    over = [title for title, (_, measured, budget) in peaks if measured > budget]
-    errors = [abs(predicted / measured - 1) for _, (predicted, measured, _) in peaks]
-    late = [abs(row["predicted_s"] / row["step_s"] - 1) for _, row in _measured(found)]
+    peaks = [(title, own) for title, row in measured(found) for own in _peaks(row)]
+    over = [title for title, (_, held, budget) in peaks if held > budget]
+    errors = [abs(predicted / held - 1) for _, (predicted, held, _) in peaks]
+    late = [abs(row["predicted_s"] / row["step_s"] - 1) for _, row in measured(found)]
     return [
         bar(UNFITTED, len(unfitted), 0, which=unfitted),
         bar(SLOWER, max(ratios), _GAP),
@@ -64,39 +65,16 @@ def table(found: Found) -> Table:
     return table_of(about, ("", "", *(f"{part:.0%}" for part in parts)), rows, left=2, bold=own)
 
 
-def measured_table(found: Found) -> Table:
-    """Return the measured joint plans: levers, steps, and peaks beside the budget."""
-    headings = (
-        "", "weak rank", "step, predicted", "measured", "peak of weak rank, MiB, predicted", "measured",
-        "budget",
-    )  # fmt: skip
-    rows = []
-    for title, row in _measured(found):
-        _, _, levers = row["levers"].get(WEAK, "").partition(", ")  # the first says how many samples
-        parts = [f"{row['lowered']} lowered", f"{row['saving_less']} save less" * bool(row["saving_less"])]
-        chosen = ", ".join(part for part in (*parts, levers) if part)
-        rows.append([title, chosen, *_steps(row), *map(_mebibytes, list(_peaks(row))[1])])
-    return table_of("Joint plans on two ranks (measured; the weak rank is emulated)", headings, rows, left=2)
-
-
-def levers_table(levers: Found) -> Table:
-    """Return the plans with one lever each: steps and both ranks' peaks, predicted and measured."""
-    headings = (
-        "",
-        "step, predicted",
-        "measured",
-        "peak of either rank, MiB, predicted",
-        "measured",
-        "added variance",
-    )
-    rows = [
+def trained_table(title: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Table:
+    """Return plans that trained on two ranks: the weak rank's levers, steps, and both ranks' peaks in MiB."""
+    headings = ("", "weak rank", "step, predicted", "measured", "peaks, predicted", "measured", "budgets")
+    return table_of(f"{title} (measured; the weak rank is emulated; MiB)", headings, [
         [
-            title, *_steps(row), " / ".join(map(_mebibytes, row["predicted_bytes"])),
-            " / ".join(map(_mebibytes, row["peak_bytes"])), f"{row['added_variance']:.1e}",
+            name, _levers(row), *_steps(row),
+            *(" / ".join(map(_mebibytes, each)) for each in zip(*_peaks(row), strict=True)),
         ]
-        for title, row in levers.items()
-    ]  # fmt: skip
-    return table_of("One lever at a time, GPT of 3.3 M (measured; the weak rank is emulated)", headings, rows)
+        for name, row in rows
+    ], left=2)  # fmt: skip
 
 
 def draw(found: Found, path: Path) -> None:
@@ -137,24 +115,30 @@ def _cell(one: Mapping[str, Any], row: Mapping[str, Any] | None) -> str:
     return f"{row['predicted_s'] / one['step_s']:.2f}x{variance}"
 
 
-def _measured(found: Found) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def measured(found: Found) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (title, figures with measurements) of every measured joint plan."""
     for name, one in found.items():
-        for title, measured in one["measured"].items():
+        for title, found_there in one["measured"].items():
             part = float(title.removeprefix(f"{JOINT} at "))
-            yield f"{name} at {part:.0%}", {**one["plans"][title], **measured}
+            yield f"{name} at {part:.0%}", {**one["plans"][title], **found_there}
 
 
-def _peaks(row: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+def _peaks(row: Mapping[str, Any]) -> Iterator[tuple[float, float, float]]:
     """Yield (predicted, measured, budget) bytes of each rank, the strong one first."""
-    budgets = [row["budgets"][name] for name in (FAST, WEAK)]
+    budgets = [row["budgets"].get(name, math.inf) for name in (FAST, WEAK)]
     return zip(row["predicted_bytes"], row["peak_bytes"], budgets, strict=True)
 
 
 def _steps(row: Mapping[str, Any]) -> tuple[str, str]:
-    predicted, measured = row["predicted_s"], row["step_s"]
-    return f"{milliseconds(predicted)} ({predicted / measured - 1:+.1%})", milliseconds(measured)
+    predicted_s, step_s = row["predicted_s"], row["step_s"]
+    return f"{milliseconds(predicted_s)} ({predicted_s / step_s - 1:+.1%})", milliseconds(step_s)
+
+
+def _levers(row: Mapping[str, Any]) -> str:
+    _, _, levers = row["levers"].get(WEAK, "").partition(", ")  # the first part says how many samples
+    less = f"{row['saving_less']} save less" if row["saving_less"] else ""
+    return ", ".join(part for part in (f"{row['lowered']} lowered", less, levers) if part)
 
 
 def _mebibytes(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.1f}"
+    return f"{num_bytes / 2**20:.1f}" if num_bytes < math.inf else "-"

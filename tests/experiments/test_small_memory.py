@@ -80,7 +80,8 @@ def test_tables_and_the_picture_show_every_way(found, tmp_path):
     assert [row[1] for row in rows] == list(ranks.WAYS)
     cells = dict(zip(ranks.WAYS, (row[2:] for row in rows), strict=True))
     assert cells[ranks.RECOMPUTED][0] == "1.00x" and cells[ranks.DIVIDED][1] == "-"
-    (row,) = zip(*(column.cells for column in report.measured_table(found).columns), strict=True)
+    trained = report.trained_table("Plans", report.measured(found))
+    (row,) = zip(*(column.cells for column in trained.columns), strict=True)
     assert row[0] == "a model at 85%" and "(+10.0%)" in row[2]
     report.draw(found, tmp_path / "figures.png")
     assert (tmp_path / "figures.png").stat().st_size > 10_000
