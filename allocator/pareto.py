@@ -61,11 +61,10 @@ def frontier(
     progress("least step")
     start = Start(graph, profiles, sensitivity, cluster, given)
     plans = list(_several_targets(start, num, progress))
-    if not levers:
-        return _undominated(plans, ())
     base = uniform(graph, profiles, cluster, {}, base=given.base)
-    peaks = {name: entry.memory_bytes for name in start.lowerable if (entry := base[name].predicted)}
-    for part in _MEMORY_PARTS:
+    lowerable = start.lowerable if levers else []
+    peaks = {name: entry.memory_bytes for name in lowerable if (entry := base[name].predicted)}
+    for part in _MEMORY_PARTS if peaks else ():
         tighter = {
             name: min(int(part * peak), (given.budgets or {}).get(name, cluster[name].memory_bytes))
             for name, peak in peaks.items()

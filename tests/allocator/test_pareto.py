@@ -8,6 +8,7 @@ import pytest
 from graphs import chain, cluster_of, profile_of, sensitivity_of
 
 from qsync.allocator import allocate, check_plan, frontier
+from qsync.allocator.pareto import _undominated
 from qsync.errors import FormatError
 from qsync.figures import pareto
 from qsync.records.plans import traded_classes
@@ -58,6 +59,11 @@ def test_every_plan_holds_under_its_levers_and_budget(plans):
         *RECORDS, budgets=least.budgets, target_s=least.target_s, block_levers=("recompute", "save_less")
     )
     assert again.added_variance == pytest.approx(least.added_variance)
+
+
+def test_of_equal_plans_one_is_kept(plans):
+    assert any(plan.added_variance == 0.0 for plan in plans)
+    assert _undominated([*plans, *plans], ["infer"]) == plans
 
 
 def test_budgets_that_are_given_are_kept():
