@@ -145,8 +145,8 @@ def _planned(basis: Basis, parts: list[float], limit_s: float) -> Iterator[tuple
     }
     for part in parts:
         budgets = {FAST: int(STRONG * needed[0]), WEAK: int(part * needed[1])}
-        options = {"slack": 0.0, "budgets": budgets, "time_limit_s": limit_s}
-        levers, joint = {**options, "block_levers": (RECOMPUTE, SAVE_LESS)}, []
+        options: dict[str, Any] = {"slack": 0.0, "budgets": budgets, "time_limit_s": limit_s}
+        levers, joint = {**options, "block_levers": (RECOMPUTE, SAVE_LESS)}, list[Plan]()
         for divide_state in (False, True):
             with suppress(InfeasibleError):
                 joint.append(qsync.plan(*records, divide_state=divide_state, **levers))

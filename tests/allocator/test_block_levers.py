@@ -18,7 +18,7 @@ from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.memory_lower_bound import bytes_around, saved_bytes
-from qsync.allocator.solvers.memory_rows import MemoryRows
+from qsync.allocator.solvers.memory_rows import SCALED, MemoryRows
 from qsync.allocator.solvers.milp_expressions import Sum, total
 from qsync.allocator.solvers.moments import LOSS, Moment, moments
 from qsync.errors import InfeasibleError
@@ -125,6 +125,22 @@ def test_the_optimizer_s_workspace_counts_at_the_end_of_backward():
     rows = MemoryRows(linear, one.part, 2)
     assert moments(StepMemory(one.lowering.lowered()).layout, linear.block)[when] == Moment(0) != LOSS
     assert rows.tighten([], one) and rows._of[Moment(0)].constant == 10**9
+
+
+def test_a_row_that_misses_bytes_is_corrected_by_them():
+    graph = encoder(2, width=16, rows=256)
+    state = state_of(graph)
+    part = state.plain("infer").part
+    linear = ClassModel(graph, part, 1.0, math.inf)
+    rows = MemoryRows(linear, part, 2)
+    for is_first in (True, False):
+        one, found = drawn_point(state, linear, random.Random(0), lambda: total(rows._of.values()))
+        assert rows.is_exact and rows.tighten(found.x, one) is is_first
+    assert not rows.is_exact
+    excess = max(row.at(found.x) for row, _, _ in rows.rows())
+    assert excess == pytest.approx(
+        SCALED * (one.peak_bytes - part.budget_bytes) / part.budget_bytes, abs=2 * SCALED
+    )
 
 
 @pytest.mark.parametrize(

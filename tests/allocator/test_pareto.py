@@ -9,7 +9,7 @@ from graphs import chain, cluster_of, profile_of, sensitivity_of
 
 from qsync.allocator import allocate, check_plan, frontier
 from qsync.allocator.pareto import _undominated
-from qsync.errors import FormatError
+from qsync.errors import DoesNotFitError, FormatError
 from qsync.figures import pareto
 from qsync.records.plans import traded_classes
 from qsync.replayer import profiles_under_levers
@@ -71,6 +71,13 @@ def test_budgets_that_are_given_are_kept():
     budget = int(0.8 * whole)
     for plan in frontier(*RECORDS, 2, levers=["recompute"], budgets={"infer": budget}):
         assert plan["infer"].predicted.memory_bytes <= budget and not plan["infer"].saving_less
+
+
+@pytest.mark.parametrize("part", [0.01, 0.6])
+def test_where_nothing_fits_the_frontier_names_the_class(part):
+    whole = allocate(*RECORDS, target_s=1.0)["infer"].predicted.memory_bytes
+    with pytest.raises(DoesNotFitError, match="infer: no assignment fits in its memory"):
+        frontier(*RECORDS, 2, levers=["recompute"], budgets={"infer": int(part * whole)})
 
 
 def test_levers_of_other_kinds_are_refused():
