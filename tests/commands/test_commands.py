@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from graphs import cluster_of, encoder, profile_of, sensitivity_of
+from graphs import chain, cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import allocate
 from qsync.commands.loading import under_levers
@@ -523,8 +523,12 @@ def test_pareto_plans_for_several_steps_and_draws_them(qsync, folder):
     assert [plan["step_s"] for plan in json.loads(out)["plans"]] == [plan.step_s for plan in plans]
 
 
-def test_pareto_with_levers_plans_for_several_memories_too(qsync, folder):
-    code, out, _ = qsync("plan", folder, "--pareto", "2", "--levers", "recompute", "--out", "memory")
+def test_pareto_with_levers_plans_for_several_memories_too(qsync, tmp_path):
+    graph = chain()
+    profiles = {name: profile_of(graph, name, slow=slow) for name, slow in (("train", 1.0), ("infer", 2.0))}
+    Basis(graph, cluster_of(), profiles, sensitivity_of(graph)).save(tmp_path / "chain")
+    options = ("--pareto", "2", "--levers", "recompute", "--out", "memory")
+    code, out, _ = qsync("plan", tmp_path / "chain", *options)
     assert code == 0 and "peak of infer" in out
     budgets = {Plan.load(path).budgets.get("infer") for path in Path("memory").glob("plan-*.json")}
     assert None in budgets and len(budgets) > 1
