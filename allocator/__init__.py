@@ -1,6 +1,7 @@
 """The choice of a precision for each operator on each device class. No torch.
 
 `planner`             from records to a plan: `allocate`
+`constraints`         what the caller constrains
 `problem`             what may be chosen, and the variance that each choice adds
 `block_levers`        what blocks may do to take less memory
 `op_groups`           operators that run alike, or share a cast

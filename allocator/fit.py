@@ -7,12 +7,11 @@ is replayed as a step of ranks of this class alone: nobody waits for others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
-from qsync.allocator.planner import allocate
+from qsync.allocator.planner import Options, Start
 from qsync.allocator.uniform import uniform
 from qsync.errors import DoesNotFitError, FormatError
 from qsync.records.levers import RECOMPUTE, SAVE_LESS, ClassLevers, samples_of
@@ -122,28 +121,32 @@ class _Fitting:
         levers = ClassLevers(passes=passes)
         if self._fits(self._try(levers)):
             return True
-        least_variance, with_levers = {"target_s": _ANY_STEP_S}, {"block_levers": (RECOMPUTE, SAVE_LESS)}
-        by_precisions = self._solve(levers, least_variance)
         # All targets have one fastest start. If it does not fit, none does; if it is exact, no way is better.
-        by_levers = self._solve(levers, {"slack": 0.0, **with_levers})
-        if by_levers and self._tried[-1].added_variance > 0.0:
-            self._solve(levers, {**least_variance, **with_levers})
-        if not by_precisions and not by_levers and self._blocks:
-            self._try(replace(levers, recomputed=self._blocks))
+        by_levers = self._start(levers, (RECOMPUTE, SAVE_LESS))
+        if by_levers is None:
+            if self._blocks:
+                self._try(replace(levers, recomputed=self._blocks))
+            return False
+        if self._planned(by_levers, slack=0.0).added_variance > 0.0:
+            self._planned(by_levers, target_s=_ANY_STEP_S)
+        by_precisions = self._start(levers)
+        if by_precisions is not None:
+            self._planned(by_precisions, target_s=_ANY_STEP_S)
         return False
 
-    def _solve(self, levers: ClassLevers, options: Mapping[str, Any]) -> bool:
-        """Try the precisions, and levers of blocks, of the solver; return whether any fit."""
+    def _start(self, levers: ClassLevers, block_levers: tuple[str, ...] = ()) -> Start | None:
+        """Return the solver's fastest start with precisions and levers of blocks; None if nothing fits."""
         basis, profiles = self._basis, {self._name: self._under(levers)}
+        given = Options(base=self._base, time_limit_s=_LIMIT_S, block_levers=block_levers)
         try:
-            plan = allocate(
-                basis.graph, profiles, basis.sensitivity, self._cluster, base=self._base,
-                time_limit_s=_LIMIT_S, **options,
-            )  # fmt: skip
+            return Start(basis.graph, profiles, basis.sensitivity, self._cluster, given)
         except DoesNotFitError:
-            return False
-        self._tried.append(self._way(plan, plan.levers_of(self._name)))
-        return True
+            return None
+
+    def _planned(self, start: Start, **target: float) -> Way:
+        plan = start.plan(**target)
+        self._tried.append(way := self._way(plan, plan.levers_of(self._name)))
+        return way
 
     def _passes(self) -> Iterator[int]:
         """Yield the numbers of equal passes, from one on, whose sizes the costs are trusted at."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync.allocator.block_levers import LESS, RECOMPUTED, blocks_with
+from qsync.allocator.constraints import Constraints
 from qsync.allocator.explanation.plan_warnings import AGAIN, at_base, hidden_by_noise
-from qsync.allocator.problem import Constraints, added_variance, gradient_weight, make_problem
+from qsync.allocator.problem import added_variance, gradient_weight, make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import fastest_starts, shorten_step
@@ -125,30 +126,70 @@ def allocate(
         >>> plan = allocate(graph, {"train": fast, "infer": slow}, sensitivity, cluster, slack=0.02)
     """
     given = Options(**options)
-    given.check()
-    known = dict.fromkeys(p for c in cluster.classes for p in bases_of(c.device, c.precisions))
-    check_base(base_of_graph(graph, given.base), known)
-    with _without_garbage_collection():
-        state = State(make_problem(graph, profiles, sensitivity, cluster, given))
-        lowerable = fastest_state(state, given)
-        target_s = _target_s(state, lowerable, given.slack) if given.target_s is None else given.target_s
-        _check_reachable(state, lowerable, target_s, given.lower_all)
-        state.late = dict.fromkeys(lowerable, _affordable_margin(state, lowerable, target_s, given.margin))
-        solution = milp.solve(state, lowerable, target_s, gap=given.gap, time_limit_s=given.time_limit_s)
-        profiles, given = _under_levers(state, profiles, given)
-        plan = as_plan(
-            graph, solution.assignments, profiles, cluster, given, target_s=target_s, sensitivity=sensitivity
-        )
-        late = {name: replace(one, margin=state.late.get(name, 0.0)) for name, one in plan.classes.items()}
-        plan = replace(plan, classes=late)
-        if not given.is_forced and (hidden := hidden_by_noise(graph, plan, profiles, cluster, given.budgets)):
-            plan = _at_base(plan, hidden, graph, profiles, cluster, given, sensitivity)
-            solution = replace(solution, bound=min(solution.bound, plan.added_variance or 0.0))
-    return replace(
-        plan, bound=solution.bound, status=solution.status,
-        pins={pattern: Precision.parse(text) for pattern, text in (given.pins or {}).items()},
-        budgets=given.budgets or {}, together=tuple(tuple(patterns) for patterns in given.together),
-    )  # fmt: skip
+    return Start(graph, profiles, sensitivity, cluster, given).plan(given.target_s, given.slack)
+
+
+class Start:
+    """A problem at the fastest start of its classes, from which plans for several targets are solved.
+
+    `lowerable` are the classes that may be lowered. Raises the errors of `allocate`.
+
+    >>> start = Start(graph, profiles, sensitivity, cluster, Options(budgets={"infer": 2**34}))
+    >>> [start.plan(target_s).added_variance for target_s in (0.1, 0.2)]
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        profiles: Mapping[str, Profile],
+        sensitivity: Sensitivity,
+        cluster: Cluster,
+        given: Options,
+    ) -> None:
+        given.check()
+        known = dict.fromkeys(p for c in cluster.classes for p in bases_of(c.device, c.precisions))
+        check_base(base_of_graph(graph, given.base), known)
+        self._graph, self._profiles, self._sensitivity = graph, profiles, sensitivity
+        self._cluster, self._given = cluster, given
+        with _without_garbage_collection():
+            self._state = State(make_problem(graph, profiles, sensitivity, cluster, given))
+            self.lowerable = fastest_state(self._state, given)
+        self._fastest = self._state.assignments(), self._state.treatments()
+
+    def plan(self, target_s: float | None = None, slack: float | None = None) -> Plan:
+        """Return the plan of least variance for a target, or for the least step with slack (`Options`)."""
+        given = replace(self._given, target_s=target_s, slack=slack)
+        given.check()
+        graph, cluster, sensitivity = self._graph, self._cluster, self._sensitivity
+        with _without_garbage_collection():
+            state = self._state
+            state.restore(*self._fastest)
+            target_s = _target_s(state, self.lowerable, slack) if target_s is None else target_s
+            _check_reachable(state, self.lowerable, target_s, given.lower_all)
+            margin = _affordable_margin(state, self.lowerable, target_s, given.margin)
+            state.late = dict.fromkeys(self.lowerable, margin)
+            solution = milp.solve(
+                state, self.lowerable, target_s, gap=given.gap, time_limit_s=given.time_limit_s
+            )
+            profiles, chosen = _under_levers(state, self._profiles, given)
+            plan = as_plan(
+                graph, solution.assignments, profiles, cluster, chosen, target_s=target_s,
+                sensitivity=sensitivity,
+            )  # fmt: skip
+            late = {
+                name: replace(one, margin=state.late.get(name, 0.0)) for name, one in plan.classes.items()
+            }
+            plan = replace(plan, classes=late)
+            if not given.is_forced and (
+                hidden := hidden_by_noise(graph, plan, profiles, cluster, given.budgets)
+            ):
+                plan = _at_base(plan, hidden, graph, profiles, cluster, chosen, sensitivity)
+                solution = replace(solution, bound=min(solution.bound, plan.added_variance or 0.0))
+        return replace(
+            plan, bound=solution.bound, status=solution.status,
+            pins={pattern: Precision.parse(text) for pattern, text in (given.pins or {}).items()},
+            budgets=given.budgets or {}, together=tuple(tuple(patterns) for patterns in given.together),
+        )  # fmt: skip
 
 
 def _under_levers(

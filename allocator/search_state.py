@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from qsync.allocator.block_levers import KEEP, Treatment
 from qsync.allocator.problem import ClassProblem, Problem
 from qsync.lowering.incremental import Change, Lowering
 from qsync.operators.precision import EIGHT_BIT, Precision
 from qsync.predictor.memory.peak import Memory, peak_memory
-from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
+from qsync.predictor.memory.vectorized_peak import vectorized_bytes
 from qsync.replayer import ClassCosts, Work, starts_s, step_time
 
 
@@ -105,12 +108,12 @@ class ClassState:
     def peak_bytes(self) -> int:
         """Return the memory peak in bytes under the current assignment."""
         if self._peak_bytes is None:
-            self._peak_bytes = self.bytes_at()[1]
+            self._peak_bytes = int(self.bytes_by_time().max())
         return self._peak_bytes
 
-    def bytes_at(self, when: int | None = None) -> tuple[int, int]:
-        """Return (time of the step, bytes in use then, with margin); `when` None means the peak."""
-        return vectorized_bytes_at(self.lowering, when=when, **self._of_memory)
+    def bytes_by_time(self) -> npt.NDArray[np.int64]:
+        """Return the bytes in use, with margin, at each time of the step."""
+        return vectorized_bytes(self.lowering, **self._of_memory)
 
     def memory(self) -> Memory:
         """Return the memory at the peak, by use."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from qsync.allocator.constraints import Constraints
 from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.planner import as_plan
-from qsync.allocator.problem import Constraints
 from qsync.errors import UnsupportedError
 from qsync.lowering.incremental import Lowering
 from qsync.operators.precision import Precision

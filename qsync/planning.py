@@ -8,8 +8,8 @@ from types import NoneType
 from typing import Any
 
 from qsync.allocator import allocate, check_options, search, uniform
+from qsync.allocator.constraints import check_bucket_cap
 from qsync.allocator.levers.search import DIVIDE_STATE
-from qsync.allocator.problem import check_bucket_cap
 from qsync.errors import FormatError, shortened, unknown_name
 from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph

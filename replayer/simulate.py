@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qsync.operators.precision import Precision
-from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
+from qsync.predictor.memory.vectorized_peak import vectorized_bytes
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
@@ -89,14 +89,16 @@ def replay(
             exposed_s=exposed,
             wait_s=wait,
             wait_fraction=wait / step.reduced_s if step.reduced_s > 0 else 0.0,
-            memory_bytes=vectorized_bytes_at(
-                entry.lowering,
-                optimizer_bytes=profiles[name].optimizer_bytes,
-                optimizer_workspace=profiles[name].optimizer_workspace_bytes,
-                num_ranks=cluster.num_ranks,
-                device=cluster[name].device,
-                residuals=profiles[name].memory_residuals,
-            )[1],
+            memory_bytes=int(
+                vectorized_bytes(
+                    entry.lowering,
+                    optimizer_bytes=profiles[name].optimizer_bytes,
+                    optimizer_workspace=profiles[name].optimizer_workspace_bytes,
+                    num_ranks=cluster.num_ranks,
+                    device=cluster[name].device,
+                    residuals=profiles[name].memory_residuals,
+                ).max()
+            ),
             num_ranks=cluster[name].count,
             nodes=OnAccess(lambda entry=entry: entry.lowering.lowered().nodes),  # type: ignore[misc]
             origin=profiles[name].origin,

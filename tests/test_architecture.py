@@ -20,8 +20,8 @@ FOLDERS = ("qsync", *BESIDE_QSYNC)
 LAYERS = (
     "errors", "processes", "operators", "records", "lowering", "backend", "predictor", "replayer",
     "allocator", "planning", "figures", "tracing", "runtime", "api", "expansion", "fingerprint",
-    "distributed", "checkpoints", "hybrid_training", "elastic_training", "integrations", "what_if", "experiments",
-    "commands", "__main__",
+    "distributed", "checkpoints", "hybrid_training", "elastic_training", "integrations", "what_if",
+    "experiments", "commands", "__main__",
 )  # fmt: skip
 # Where torch may not be imported at all: planning works on a laptop.
 TORCH_FREE = ("operators", "records", "lowering", "replayer", "allocator", "planning")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qsync.allocator.constraints import Constraints
 from qsync.allocator.explanation.certificate import not_alike
-from qsync.allocator.problem import Constraints, make_problem, with_chosen
+from qsync.allocator.problem import make_problem, with_chosen
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.operators.precision import Precision

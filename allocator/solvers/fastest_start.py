@@ -11,8 +11,16 @@ from dataclasses import replace
 from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.search_state import ClassState, State
 from qsync.allocator.solvers.device_class_model import ClassModel
-from qsync.allocator.solvers.memory_lower_bound import MemoryRows
-from qsync.allocator.solvers.milp_expressions import FloatArray, Sum, total
+from qsync.allocator.solvers.memory_rows import MemoryRows
+from qsync.allocator.solvers.milp_expressions import (
+    INFEASIBLE,
+    OPTIMAL,
+    STATUSES,
+    UNSOLVED,
+    FloatArray,
+    Sum,
+    total,
+)
 from qsync.errors import DoesNotFitError
 from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import Memory
@@ -64,10 +72,11 @@ def fastest_start(state: State, device_class: str, limit_s: float = _LEVER_LIMIT
     state.move(device_class, _fastest_uniform(state, device_class))
     if not _solve(state, device_class):
         _descend(state, device_class)
-    if state.classes[device_class].fits() or _fastest_with_levers(state, device_class, limit_s):
+    if state.classes[device_class].fits():
         return
-    if not _fastest_that_fits(state, device_class):
-        _fit(state, device_class)
+    status = _fastest_with_levers(state, device_class, limit_s)
+    if status != OPTIMAL and (status == INFEASIBLE or not _fastest_that_fits(state, device_class)):
+        _fit(state, device_class, is_hopeless=status == INFEASIBLE)
 
 
 def _fastest_uniform(state: State, device_class: str) -> dict[str, Precision]:
@@ -109,15 +118,15 @@ def _solve(state: State, device_class: str) -> bool:
     return True
 
 
-def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> bool:
-    """Move a class to precisions and levers of least time that fit; return whether HiGHS found any.
+def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> str:
+    """Move a class to precisions and levers of least time that fit; return HiGHS's status.
 
     Solutions are rough until one fits, and then improved for `limit_s` at most. If none fit, leave the class
-    with as many recomputed blocks as it has, or saving less.
+    with as many recomputed blocks as it has, or saving less. INFEASIBLE means that nothing fits (proved).
     """
     plain, end = state.plain(device_class), time.perf_counter() + _LEVER_LIMIT_S
     if not plain.part.blocks:
-        return False
+        return UNSOLVED
     model, seconds = ClassModel(state.problem.graph, plain.part, 0.0, math.inf), Sum()
     memory = MemoryRows(model, plain.part, state.problem.cluster.num_ranks)
     seconds.add(total([*model.forward_s, *model.backward_s]), _SCALED / plain.own_s)
@@ -125,11 +134,12 @@ def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> boo
     model.program.row(whole, 1.0, 1.0)
     seconds.add(whole, seconds.constant)
     best: FloatArray | None = None
-    gap, least_s = _FIRST_GAP, math.inf
+    gap, least_s, status = _FIRST_GAP, math.inf, UNSOLVED
     for _ in range(_MAX_ROUNDS):
         left_s = end - time.perf_counter()
         found = model.program.solve(seconds, also=memory.rows(), gap=gap, time_limit_s=left_s)
         if found.x is None:
+            status = STATUSES[found.status] if memory.is_exact else UNSOLVED
             break
         one = _move_to(state, device_class, model, found.x)
         if not one.fits():
@@ -143,9 +153,9 @@ def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> boo
             gap, end = _LEVER_GAP, min(end, time.perf_counter() + limit_s)
     if best is None:
         state.treat(device_class, tuple(block.options[-1] for block in plain.part.blocks))
-        return False
+        return status
     _move_to(state, device_class, model, best)
-    return True
+    return OPTIMAL
 
 
 def _move_to(state: State, device_class: str, model: ClassModel, point: FloatArray) -> ClassState:
@@ -226,10 +236,11 @@ def _fastest_that_fits(state: State, device_class: str) -> bool:
     return bool(found)
 
 
-def _fit(state: State, device_class: str) -> None:
+def _fit(state: State, device_class: str, is_hopeless: bool) -> None:
     """Reduce memory at least cost in time, from the current, then from each uniform assignment.
 
-    If even the smallest start is far above the budget, raise DoesNotFitError without a search.
+    If that is hopeless, as even the smallest start is far above the budget, raise DoesNotFitError without a
+    search.
     """
     one = state.classes[device_class]
     starts = [one.lowering.assignment(), *uniform_starts(state, device_class)]
@@ -237,7 +248,7 @@ def _fit(state: State, device_class: str) -> None:
     for start in starts:
         state.move(device_class, start)
         peaks.append(one.peak_bytes)
-    is_hopeless = min(peaks) * _SMALLER > one.part.budget_bytes
+    is_hopeless |= min(peaks) * _SMALLER > one.part.budget_bytes
     least: Memory | None = None
     for start in starts:
         state.move(device_class, start)

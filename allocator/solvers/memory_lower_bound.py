@@ -16,22 +16,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from qsync.allocator.block_levers import RECOMPUTED
-from qsync.allocator.problem import ClassProblem
-from qsync.allocator.search_state import ClassState
-from qsync.allocator.solvers.device_class_model import Alternative, ClassModel
-from qsync.allocator.solvers.milp_expressions import ONE, ZERO, FloatArray, Sum, difference, total
+from qsync.allocator.solvers.linear_lowering import Alternative, LinearLowering
+from qsync.allocator.solvers.milp_expressions import ONE, ZERO, Sum, difference, total
+from qsync.allocator.solvers.moments import LOSS, Moment
 from qsync.lowering.cast_rules import mode_of
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.operators.declaration import Role
 from qsync.operators.precision import LARGEST, Precision, keeps_weight_casts
-from qsync.predictor.memory.layout import Layout, layout
+from qsync.predictor.memory.layout import layout
 from qsync.predictor.memory.lifetimes import Lifetimes, storage_bytes
-from qsync.predictor.memory.peak import bytes_throughout, margin_parts
 from qsync.predictor.memory.saved_tensors import Saved, made_for_backward, saved_by_op
 from qsync.records.graph import OpGraph
 from qsync.replayer.levers.recomputation import RANDOM_STATE
@@ -39,40 +36,10 @@ from qsync.replayer.levers.recomputation import RANDOM_STATE
 # Of a value with more combinations of its users' alternatives, only what is saved counts.
 _MOST_COMBINED = 2000
 _MOST_EXCEEDING = 64
-# A budget's value in scaled rows: HiGHS's tolerance of 1e-6 is then 1e-9 of the budget.
-SCALED = 1e3
 _STATE_BYTES = 8 * RANDOM_STATE
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A moment of a step: an operator's forward or backward, without one the loss.
-
-    `again` is the number of the block whose second forward it is.
-    """
-
-    op: int | None = None
-    is_forward: bool = False
-    again: int | None = None
-
-    @classmethod
-    def of(cls, when: int, at: Layout, block: list[int | None]) -> Moment:
-        """Return the moment at a time of a layout; `block` numbers the blocks of operators."""
-        num, recomputed = len(at.ops), at.recomputed
-        if when <= num:
-            return cls(when, True) if when < num else cls()
-        for i in reversed(range(num)):
-            if when == (recomputed.shifted(2 * num - i) if recomputed else 2 * num - i):
-                return cls(i)
-            if recomputed and recomputed.runs_again(i) and when == recomputed.second_time(i):
-                return cls(i, True, block[i])
-        raise AssertionError("every time of a step is an operator's or the loss's")
-
-
-LOSS = Moment()
-
-
-def saved_bytes(linear: ClassModel, graph: OpGraph, device: str, moment: Moment = LOSS) -> Sum:
+def saved_bytes(linear: LinearLowering, graph: OpGraph, device: str, moment: Moment = LOSS) -> Sum:
     """Return a lower bound of the bytes in use only for a part of the step, as a linear sum.
 
     If the graph has recomputed blocks that are not the program's to choose, the sum is 0: no saved tensor is
@@ -84,7 +51,7 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str, moment: Moment 
 
 
 def bytes_around(
-    linear: ClassModel, graph: OpGraph, device: str, in_buckets: bool, moment: Moment
+    linear: LinearLowering, graph: OpGraph, device: str, in_buckets: bool, moment: Moment
 ) -> Iterator[tuple[Sum, int]]:
     """Yield (variable, bytes) of the tensors that are alive only around a moment."""
     yield from _Around(linear, graph, device, in_buckets, moment).parts()
@@ -93,7 +60,7 @@ def bytes_around(
 class _Saved:
     """The saved tensors alive at one moment, and the variables that are 1 if they are."""
 
-    def __init__(self, linear: ClassModel, graph: OpGraph, device: str, moment: Moment) -> None:
+    def __init__(self, linear: LinearLowering, graph: OpGraph, device: str, moment: Moment) -> None:
         self._linear, self._graph, self._device, self._moment = linear, graph, device, moment
         self._known = layout(graph)
         at = moment.op
@@ -203,7 +170,7 @@ class _Around:
     """The tensors alive around one moment, by the memory model's own lifetimes of every combination."""
 
     def __init__(
-        self, linear: ClassModel, graph: OpGraph, device: str, in_buckets: bool, moment: Moment
+        self, linear: LinearLowering, graph: OpGraph, device: str, in_buckets: bool, moment: Moment
     ) -> None:
         self._linear, self._graph, self._known, self._moment = linear, graph, layout(graph), moment
         num = len(graph.ops)
@@ -324,68 +291,3 @@ class _Around:
             and self._time <= span.death
             and (self._is_whole or span.part == "transient")
         )
-
-
-class MemoryRows:
-    """The rows that keep a class within its budget: at the loss, and where solutions exceeded it.
-
-    A row that misses a solution beyond the budget is corrected by what it misses there. It is then accurate
-    near this solution, and no bound any more.
-    """
-
-    def __init__(self, linear: ClassModel, part: ClassProblem, num_ranks: int) -> None:
-        self._linear, self._part, self._in_buckets = linear, part, num_ranks > 1
-        self._known = layout(part.graph)
-        self._of: dict[Moment, Sum] = {}
-        self._missed: dict[Moment, float] = {}
-        self._any_again = linear.program.at_least_any([of.get(RECOMPUTED, ZERO) for of in linear.levers])
-        self._add(LOSS)
-
-    def rows(self) -> list[tuple[Sum, float, float]]:
-        """Return the rows, scaled so that the budget is `SCALED`."""
-        return [row for moment in self._of for row in self._rows_of(moment)]
-
-    def tighten(self, point: FloatArray, exceeding: ClassState) -> bool:
-        """Exclude a solution whose replay exceeds the budget; return whether no other one is excluded."""
-        when, peak = exceeding.bytes_at()
-        moment = Moment.of(when, layout(exceeding.part.graph), self._linear.block)
-        if moment not in self._of:
-            self._add(moment)
-            return True
-        share, constant = margin_parts(
-            self._part.device_class.device, RECOMPUTED in exceeding.treatment, False
-        )
-        counted = self._throughout + constant + (1.0 + share) * self._of[moment].at(point)
-        self._missed[moment] = max(self._missed[moment], (peak - counted) / (1.0 + share) + 1.0)
-        return False
-
-    @property
-    def _throughout(self) -> int:
-        return self._part.profile.optimizer_bytes + bytes_throughout(self._part.graph)
-
-    def _add(self, moment: Moment) -> None:
-        part = self._part
-        device = part.device_class.device
-        found = saved_bytes(self._linear, part.graph, device, moment)
-        for binary, num_bytes in bytes_around(self._linear, part.graph, device, self._in_buckets, moment):
-            found.add(binary, num_bytes)
-        if moment == Moment(0):  # the last backward is at the time of the optimizer's step
-            found.constant += part.profile.optimizer_workspace_bytes
-        self._of[moment], self._missed[moment] = found, 0.0
-
-    def _rows_of(self, moment: Moment) -> Iterator[tuple[Sum, float, float]]:
-        """Yield a moment's rows: with the margin without recomputation, and with that of any."""
-        device, budget = self._part.device_class.device, self._part.budget_bytes
-        most = self._of[moment].constant + sum(max(0.0, c) for c in self._of[moment].terms.values())
-        for again in (False, True) if self._any_again.terms else (False,):
-            share, constant = margin_parts(device, again, False)
-            row = Sum(constant=self._throughout + constant + (1.0 + share) * self._missed[moment] - budget)
-            row.add(self._of[moment], 1.0 + share)
-            free = most * (1.0 + share) + max(0.0, row.constant)
-            if again:
-                row.add(difference(self._any_again, ONE), free)
-            if moment.again is not None:
-                row.add(difference(self._linear.levers[moment.again][RECOMPUTED], ONE), free)
-            scaled = Sum()
-            scaled.add(row, SCALED / budget)
-            yield scaled, -math.inf, 0.0

@@ -19,7 +19,7 @@ While the rest of backward runs, the following all-reduces are slower. These row
 The solutions of the programs are replayed. If a replayed step is longer than its rows (a class waits for
 another), the programs are solved again for a target shorter by the difference. A cut excludes an assignment
 that needs too much memory. Every returned solution was replayed. One row counts the bytes certainly saved for
-backward (`memory_lower_bound`). No row counts other memory, so the bound is loose if memory binds. If the
+backward (`memory_rows`). No row counts other memory, so the bound is loose if memory binds. If the
 best solution of the rows misses a limit, a class of few assignments is solved by replay in order of variance.
 """
 
@@ -35,7 +35,7 @@ import numpy as np
 from qsync.allocator.block_levers import KEEP, Treatment
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.device_class_model import ClassModel
-from qsync.allocator.solvers.memory_lower_bound import MemoryRows, saved_bytes
+from qsync.allocator.solvers.memory_rows import MemoryRows, row_near, row_of_saved_bytes
 from qsync.allocator.solvers.milp_expressions import (
     INFEASIBLE,
     OPTIMAL,
@@ -43,19 +43,18 @@ from qsync.allocator.solvers.milp_expressions import (
     TIME_LIMITED,
     UNSOLVED,
     FloatArray,
+    Row,
     Sum,
     total,
 )
 from qsync.allocator.solvers.precision_recovery import TOLERANCE, holds, raise_classes, recover, repair
 from qsync.allocator.solvers.replayed_assignments import MAX_REPLAYED, ReplayedAssignments, num_assignments
 from qsync.operators.precision import Precision
-from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.replayer import step_time
 from qsync.replayer.synchronous_step import LEAST_RATE, least_losses_s
 
 # A class's precisions, and the levers of its blocks.
 Candidate = tuple[dict[str, Precision], Treatment]
-Row = tuple[Sum, float, float]
 
 # The target's value in scaled rows: HiGHS's tolerance of 1e-6 is then 1e-9 of the target.
 _TARGET_SCALED = 1e3
@@ -189,7 +188,7 @@ class _Class:
         if self._part.blocks:
             self._memory = MemoryRows(self._model, self._part, state.problem.cluster.num_ranks)
         elif self._one.is_tight:
-            self._cuts = [self._memory_row()]
+            self._cuts = [row_of_saved_bytes(self._model, self._one.part)]
         self._forward = total(self._model.forward_s)
         # Row 0 counts all of backward. Row k counts it in full until the operator that completes bucket k-1.
         self._ready = [0, *(bucket.ready for bucket in state.problem.exchange.buckets)]
@@ -372,7 +371,7 @@ class _Class:
             if not fits and self._memory is not None:
                 is_exact &= self._memory.tighten(point, one)
             elif not fits:
-                self._cuts.append(self._less_memory_row(assignment))
+                self._cuts.append(row_near(self._model, self._state, self.name, assignment))
                 is_exact = False
         return max(late, 0.0), is_exact
 
@@ -395,31 +394,3 @@ class _Class:
         if self._is_partial:
             works = [replace(work, is_one=False) for work in works]
         return step_time(works, self._state.problem.exchange)
-
-    def _memory_row(self) -> Row:
-        """Return the row that keeps the bytes certainly saved for backward within the budget."""
-        part = self._one.part
-        device, budget = part.device_class.device, part.budget_bytes
-        throughout = part.profile.optimizer_bytes + bytes_throughout(part.graph)
-        row = Sum(constant=_TARGET_SCALED * (throughout / budget - 1.0))
-        saved = saved_bytes(self._model, part.graph, device)
-        row.add(saved, _TARGET_SCALED * (1.0 + stated_error(device)) / budget)
-        return row, -np.inf, 0.0
-
-    def _less_memory_row(self, assignment: Mapping[str, Precision]) -> Row:
-        """Return the row that keeps memory within the budget at the time of `assignment`'s peak.
-
-        The row adds up the bytes of single changes, so it is accurate only near this assignment.
-        """
-        state, one = self._state, self._one
-        (when, peak), budget = one.bytes_at(), one.part.budget_bytes
-        row = Sum(constant=float(peak - budget))
-        for op in one.part.choices:
-            for precision, binary in self._model.chosen[op].items():
-                if precision is not assignment[op]:
-                    move = state.move(self.name, {op: precision})
-                    row.add(binary, float(one.bytes_at(when)[1] - peak))
-                    state.back(move)
-        scaled = Sum()
-        scaled.add(row, _TARGET_SCALED / budget)
-        return scaled, -np.inf, 0.0

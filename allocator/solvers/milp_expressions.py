@@ -53,6 +53,9 @@ class Sum:
 ZERO, ONE = Sum(), Sum(constant=1.0)
 
 
+Row = tuple[Sum, float, float]  # an expression, its least and its most
+
+
 def total(parts: Iterable[Sum]) -> Sum:
     """Return the sum of all parts."""
     found = Sum()
@@ -79,7 +82,7 @@ class IntegerProgram:
     def __init__(self) -> None:
         self._cost: list[float] = []
         self._whole: list[bool] = []
-        self._rows: list[tuple[Sum, float, float]] = []
+        self._rows: list[Row] = []
 
     @property
     def num_columns(self) -> int:
@@ -163,7 +166,7 @@ class IntegerProgram:
         self,
         cost: Sum | None = None,
         *,
-        also: Sequence[tuple[Sum, float, float]] = (),
+        also: Sequence[Row] = (),
         gap: float = 1e-9,
         time_limit_s: float | None = None,
     ) -> OptimizeResult:
@@ -192,7 +195,7 @@ class IntegerProgram:
         self._whole.append(whole)
         return Sum({len(self._cost) - 1: 1.0})
 
-    def _matrix(self, rows: Sequence[tuple[Sum, float, float]]) -> LinearConstraint:
+    def _matrix(self, rows: Sequence[Row]) -> LinearConstraint:
         from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_array
 

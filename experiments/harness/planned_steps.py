@@ -22,7 +22,7 @@ def plans_of_first_rank(make: Callable[[], Mapping[str, Plan]]) -> dict[str, Pla
 
 
 class PlannedSteps:
-    """A model trained on this rank under a plan: precisions, samples, passes, recomputed blocks.
+    """A model trained on this rank under a plan: precisions, samples, passes, recomputed blocks, state.
 
     A share larger than the batch repeats its samples.
     """
@@ -48,6 +48,8 @@ class PlannedSteps:
         if share.samples is not None:
             qsync.weigh_gradients(self._ddp, samples, passes=share.passes)
         self._optimizer = make_optimizer(list(model.parameters()))
+        if plan.levers is not None and plan.levers.state_parts is not None:
+            qsync.divide_optimizer(self._ddp, self._optimizer)
         self._buckets = 0
 
     def timed(self) -> float:

@@ -95,12 +95,7 @@ RERUNS: Mapping[str, Rerun] = {
     "limits": Rerun("prediction.md", Run(5, (_published("prediction.limits"),)), nightly=True),
     "pays": Rerun("pays.md", Run(15, (_published("pays"),)), nightly=True),
     "links": Rerun("links.md", Run(10, (_published("links"),)), nightly=True),
-    "levers": Rerun(
-        "levers.md",
-        Run(15, (_published("levers.measured_levers"),
-                 _published("levers.measured_levers", "--tight", out=f"{_OUT}/tight"))),
-        nightly=True,
-    ),
+    "levers": Rerun("levers.md", Run(15, (_published("small_memory"),)), nightly=True),
     "speedup": Rerun(
         "speedup.md",
         Run(135, (_published("speedup"),)),

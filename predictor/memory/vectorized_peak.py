@@ -24,7 +24,7 @@ from qsync.operators.precision import Precision
 from qsync.operators.registry import declared
 from qsync.predictor.memory.layout import Layout, layout
 from qsync.predictor.memory.lifetimes import Lifetimes
-from qsync.predictor.memory.peak import bytes_throughout, margin_bytes
+from qsync.predictor.memory.peak import bytes_throughout, margin_parts
 from qsync.predictor.memory.saved_tensors import Saved
 from qsync.predictor.memory.spans import Span
 from qsync.records.graph import OpGraph
@@ -160,22 +160,21 @@ class VectorizedPeak:
                 self._aspects[view, number] = known.setdefault(aspect, len(known))
         return self._aspects[self._view_of, numbers]
 
-    def bytes_at(
+    def bytes_by_time(
         self,
         lowered: Lowering,
         optimizer_bytes: int,
         optimizer_workspace: int = 0,
         residuals: MemoryResiduals | None = None,
-        when: int | None = None,
-    ) -> tuple[int, int]:
-        """Return (time, bytes in use then, with margin); `when` None means the time of the peak."""
+    ) -> Ints:
+        """Return the bytes in use, with margin, at each time of the step."""
         in_use = self.in_use(lowered, residuals)
         in_use[self.layout.last] += optimizer_workspace
-        when = int(in_use.argmax()) if when is None else when
-        most, recomputed = max(0, int(in_use[when])), self.layout.recomputed is not None
+        most = np.maximum(in_use, 0)
         corrected = residuals is not None and bool(self._rows_of(residuals, lowered).any())
-        margin = margin_bytes(self.device, most, recomputed, corrected)
-        return when, optimizer_bytes + self.throughout + most + margin
+        share, constant = margin_parts(self.device, self.layout.recomputed is not None, corrected)
+        found: Ints = optimizer_bytes + self.throughout + most + np.ceil(share * most).astype(np.int64)
+        return found + constant
 
     def in_use(self, lowered: Lowering, residuals: MemoryResiduals | None = None) -> Ints:
         """Return the bytes of temporary tensors at each time of the step."""
@@ -308,7 +307,7 @@ class _ResidualRows:
 _PEAKS: IdentityCache[IdentityCache[dict[tuple[str, bool], VectorizedPeak]]] = IdentityCache()
 
 
-def vectorized_bytes_at(
+def vectorized_bytes(
     lowered: Lowering,
     *,
     optimizer_bytes: int = 0,
@@ -316,17 +315,16 @@ def vectorized_bytes_at(
     num_ranks: int = 1,
     device: str = "cpu",
     residuals: MemoryResiduals | None = None,
-    when: int | None = None,
-) -> tuple[int, int]:
-    """Predict (time, bytes in use then on one rank, with margin) of a training step.
+) -> Ints:
+    """Predict the bytes in use on one rank, with margin, at each time of a training step.
 
-    `when` None means the time of the peak, at which the bytes are `peak_memory(...).peak_bytes`.
+    The most of them is `peak_memory(...).peak_bytes`.
 
-    >>> vectorized_bytes_at(Lowering(graph, assignment), optimizer_bytes=profile.optimizer_bytes)
+    >>> vectorized_bytes(Lowering(graph, assignment), optimizer_bytes=profile.optimizer_bytes).max()
     """
     graph, key = lowered.graph, (device, num_ranks > 1)
     # The cases of graphs with recomputed blocks include residuals.
     known = _PEAKS.of(graph, IdentityCache).of(residuals if graph.recomputed and residuals else graph, dict)
     if key not in known:
         known[key] = VectorizedPeak(graph, *key)
-    return known[key].bytes_at(lowered, optimizer_bytes, optimizer_workspace, residuals, when)
+    return known[key].bytes_by_time(lowered, optimizer_bytes, optimizer_workspace, residuals)

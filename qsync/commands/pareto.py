@@ -21,8 +21,10 @@ def folder_for(out: Path) -> Path:
     return folder
 
 
-def plans_for_several_steps(basis: Basis, num: int, options: Mapping[str, Any]) -> list[Plan]:
-    """Return up to `num` plans for different step times, fastest first.
+def plans_for_several_steps(
+    basis: Basis, num: int, levers: Sequence[str], options: Mapping[str, Any]
+) -> list[Plan]:
+    """Return up to `num` plans for different step times, fastest first; with levers for each of some budgets.
 
     `options` are those of qsync.allocator.allocate.
     """
@@ -30,7 +32,8 @@ def plans_for_several_steps(basis: Basis, num: int, options: Mapping[str, Any]) 
 
     with working("planning") as progress:
         return list(frontier(
-            basis.graph, basis.profiles, basis.sensitivity, basis.cluster, num, progress=progress, **options
+            basis.graph, basis.profiles, basis.sensitivity, basis.cluster, num, levers=levers,
+            progress=progress, **options,
         ))  # fmt: skip
 
 

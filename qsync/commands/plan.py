@@ -94,7 +94,11 @@ def plan(
     time_limit: Annotated[float, typer.Option(help="Seconds that the solver may take.")] = 20.0,
     pareto: Annotated[
         int | None,
-        typer.Option(help="Plan for so many step times; --out is then a folder.", show_default="one"),
+        typer.Option(
+            help="Plan for so many step times, with levers of blocks for each of several memories; --out is "
+            "then a folder.",
+            show_default="one",
+        ),
     ] = None,
     levers: Annotated[
         str | None,
@@ -123,7 +127,7 @@ def plan(
     if folder is None:
         raise QSyncError("give a FOLDER of qsync.hybrid or qsync demo, or --cards with --model")
     from qsync.allocator import find_verdict, find_warnings
-    from qsync.commands.loading import load_basis
+    from qsync.commands.loading import load_basis, under_levers
     from qsync.replayer import Recapture
 
     goal = _Goal(target_step, slack, max_variance, pareto)
@@ -139,9 +143,9 @@ def plan(
     basis = load_basis(folder, cluster, force=force)
     if goal.num_points is not None:
         into = pareto_plans.folder_for(out)
-        plans = pareto_plans.plans_for_several_steps(basis, goal.num_points, options)
+        plans = pareto_plans.plans_for_several_steps(basis, goal.num_points, _named(levers), options)
         for one in plans:
-            _check_by_replay(basis, one)
+            _check_by_replay(under_levers(basis, one.levers, None), one)
         pareto_plans.write(plans, into, as_json)
         return
     measured = basis
@@ -183,8 +187,6 @@ def _check_goal(goal: _Goal, levers: str | None) -> None:
         raise QSyncError(
             "--pareto plans for several step times; leave out --target-step, --slack and --max-variance"
         )
-    if goal.num_points is not None and levers is not None:
-        raise QSyncError("--pareto does not work with levers; leave out --levers")
     if goal.max_variance is not None and levers is not None:
         raise QSyncError("--max-variance does not work with levers; leave out --levers")
 
@@ -204,6 +206,11 @@ def _choose(
         return basis, fastest_within(*parts, goal.max_variance, progress=progress, **options)
 
 
+def _named(levers: str | None) -> list[str]:
+    """Return the levers that an option names, separated by commas."""
+    return [name.strip() for name in (levers or "").split(",") if name.strip()]
+
+
 def _search_levers(
     basis: Basis, goal: _Goal, levers: str, folder: Path, options: Mapping[str, Any]
 ) -> tuple[Basis, Plan]:
@@ -211,10 +218,9 @@ def _search_levers(
     from qsync.replayer import Recapture, under_levers
 
     other = Recapture.load(folder)
-    named = [name.strip() for name in levers.split(",") if name.strip()]
     with working("searching levers") as progress:
         chosen = search_levers(
-            basis.graph, basis.profiles, basis.sensitivity, basis.cluster, levers=named, other=other,
+            basis.graph, basis.profiles, basis.sensitivity, basis.cluster, levers=_named(levers), other=other,
             progress=progress, target_s=goal.target_s, slack=goal.slack, **options,
         )  # fmt: skip
     return under_levers(basis, chosen.levers, other), chosen

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from qsync.operators.precision import Precision
-from qsync.records.plans import Plan
+from qsync.records.plans import Plan, traded_classes
 from qsync.records.profiles import Profile, shown
 
 if TYPE_CHECKING:
@@ -262,18 +262,22 @@ def base_lines(plan: Plan) -> list[str]:
 
 
 def frontier_table(plans: Sequence[Plan]) -> Table:
-    """Return a table of the trade-off's plans, fastest first."""
+    """Return a table of the trade-off's plans, fastest first; with peaks where plans trade memory."""
+    traded = traded_classes(plans)
     title = f"Step time against added variance of {plans[0].model} (simulated)"
-    table = new_table(title, "plan", ">step", ">added variance", ">perhaps needless", "lowered")
+    peaks = [f">peak of {name}" for name in traded]
+    table = new_table(title, "plan", ">step", ">added variance", ">perhaps needless", *peaks, "lowered")
     for number, plan in enumerate(plans, 1):
         lowered = [
             f"{len(entry.lowered)} on {shown(name, entry.origin)}"
             for name, entry in plan.classes.items()
             if entry.lowered
         ]
+        held = [f"{entry.memory_bytes / 2**20:.3g} MiB" for name in traded if (entry := plan[name].predicted)]
         table.add_row(
             f"plan-{number}.json", f"{1e3 * (plan.step_s or 0.0):.1f} ms",
-            f"{plan.added_variance or 0.0:.2e}", f"{plan.gap or 0.0:.1%}", ", ".join(lowered) or "nothing",
+            f"{plan.added_variance or 0.0:.2e}", f"{plan.gap or 0.0:.1%}", *held,
+            ", ".join(lowered) or "nothing",
         )  # fmt: skip
     return table
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -262,6 +262,11 @@ class Plan(FileRecord):
             raise FormatError("the plan has no device class; plan again")
         for base in (self.base, *(entry.base for entry in self.classes.values())):
             parse_base(base)
+
+
+def traded_classes(plans: Sequence[Plan]) -> list[str]:
+    """Return the classes whose memory budgets differ between plans."""
+    return [name for name in plans[0].classes if len({plan.budgets.get(name) for plan in plans}) > 1]
 
 
 def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> None:

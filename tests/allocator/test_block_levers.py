@@ -8,16 +8,19 @@ import random
 from dataclasses import replace
 
 import pytest
-from graphs import Builder, cluster_of, encoder, images, mlp, profile_of, sensitivity_of
+from graphs import chain, cluster_of, encoder, images, mlp, profile_of, sensitivity_of
 
 from qsync.allocator import allocate, check_plan, search
 from qsync.allocator.block_levers import KEEP, LESS, RECOMPUTED, block_levers
-from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.constraints import Constraints
+from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.device_class_model import ClassModel
-from qsync.allocator.solvers.memory_lower_bound import LOSS, MemoryRows, Moment, bytes_around, saved_bytes
+from qsync.allocator.solvers.memory_lower_bound import bytes_around, saved_bytes
+from qsync.allocator.solvers.memory_rows import SCALED, MemoryRows
 from qsync.allocator.solvers.milp_expressions import Sum, total
+from qsync.allocator.solvers.moments import LOSS, Moment, moments
 from qsync.errors import InfeasibleError
 from qsync.predictor.memory.peak import StepMemory
 from qsync.replayer import Recapture, profiles_under_levers
@@ -25,16 +28,6 @@ from qsync.replayer.levers.apply import profile_under
 
 LEVERS = ("recompute", "save_less")
 STATE_BYTES = 5056
-
-
-def chain(num_layers=4, rows=512, width=16):
-    """Blocks of linear and gelu."""
-    builder = Builder("chain")
-    x = builder.enter("x", (rows, width))
-    for layer in range(num_layers):
-        x = builder.follow(f"{layer}.act", "gelu", builder.linear(f"{layer}.fc", x, width))
-    builder.loss("loss", x)
-    return builder.build()
 
 
 def state_of(graph, device="cpu", profile=None, **options):
@@ -106,7 +99,7 @@ def test_rows_of_any_moment_count_no_more_than_the_model_and_at_the_peak_nearly_
         memory = StepMemory(one.lowering.lowered(), num_ranks=2, device=device)
         in_use = memory.come_and_go() + STATE_BYTES * one.treatment.count(RECOMPUTED)
         for when in (int(in_use.argmax()), *draw.sample(range(len(in_use)), 2)):
-            moment = Moment.of(when, memory.layout, linear.block)
+            moment = moments(memory.layout, linear.block)[when]
             counted = saved_bytes(linear, graph, device, moment)
             for binary, num_bytes in bytes_around(linear, graph, device, True, moment):
                 counted.add(binary, num_bytes)
@@ -127,11 +120,27 @@ def test_the_optimizer_s_workspace_counts_at_the_end_of_backward():
     profile = replace(profile_of(graph, saving=1.3), optimizer_workspace_bytes=10**9)
     state = state_of(graph, profile=profile)
     one = state.classes["infer"]
-    when, _ = one.bytes_at()
+    when = int(one.bytes_by_time().argmax())
     linear = ClassModel(graph, one.part, 1.0, math.inf)
     rows = MemoryRows(linear, one.part, 2)
-    assert Moment.of(when, StepMemory(one.lowering.lowered()).layout, linear.block) == Moment(0) != LOSS
+    assert moments(StepMemory(one.lowering.lowered()).layout, linear.block)[when] == Moment(0) != LOSS
     assert rows.tighten([], one) and rows._of[Moment(0)].constant == 10**9
+
+
+def test_a_row_that_misses_bytes_is_corrected_by_them():
+    graph = encoder(2, width=16, rows=256)
+    state = state_of(graph)
+    part = state.plain("infer").part
+    linear = ClassModel(graph, part, 1.0, math.inf)
+    rows = MemoryRows(linear, part, 2)
+    for is_first in (True, False):
+        one, found = drawn_point(state, linear, random.Random(0), lambda: total(rows._of.values()))
+        assert rows.is_exact and rows.tighten(found.x, one) is is_first
+    assert not rows.is_exact
+    excess = max(row.at(found.x) for row, _, _ in rows.rows())
+    assert excess == pytest.approx(
+        SCALED * (one.peak_bytes - part.budget_bytes) / part.budget_bytes, abs=2 * SCALED
+    )
 
 
 @pytest.mark.parametrize(

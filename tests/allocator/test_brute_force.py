@@ -9,7 +9,8 @@ from random import Random
 import pytest
 from graphs import cluster_of, encoder, images, mlp, profile_of, sensitivity_of
 
-from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.constraints import Constraints
+from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import every_assignment, fastest_start, fastest_starts

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan, frontier
-from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.constraints import Constraints
+from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.device_class_model import ClassModel

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan, explain, find_warnings, search, shadow_prices
 from qsync.allocator.block_levers import block_levers
-from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.constraints import Constraints
+from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.memory_lower_bound import saved_bytes

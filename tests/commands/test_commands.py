@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from graphs import cluster_of, encoder, profile_of, sensitivity_of
+from graphs import chain, cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import allocate
 from qsync.commands.tables import new_table
@@ -286,7 +286,7 @@ def test_plan_searches_levers_and_says_what_each_bought(qsync, refused, folder):
     assert "share" in plan.levers.without and "recompute" not in plan.levers.used
     assert qsync("replay", folder / "plan.json")[0] == qsync("explain", folder / "plan.json")[0] == 0
     assert "unknown lever 'shares'" in refused("plan", folder, "--levers", "shares")
-    assert "leave out --levers" in refused("plan", folder, "--levers", "share", "--pareto", 3)
+    assert "found 'share'; leave it out" in refused("plan", folder, "--levers", "share", "--pareto", 3)
     (folder / "other" / "graph.json").unlink()
     assert "capture it (and profile it) once more" in refused("plan", folder, "--levers", "share")
 
@@ -521,6 +521,17 @@ def test_pareto_plans_for_several_steps_and_draws_them(qsync, folder):
     assert Path("trade/frontier.png").read_bytes().startswith(b"\x89PNG")
     _, out, _ = qsync("plan", folder, "--pareto", "4", "--out", "again", "--json")
     assert [plan["step_s"] for plan in json.loads(out)["plans"]] == [plan.step_s for plan in plans]
+
+
+def test_pareto_with_levers_plans_for_several_memories_too(qsync, tmp_path):
+    graph = chain()
+    profiles = {name: profile_of(graph, name, slow=slow) for name, slow in (("train", 1.0), ("infer", 2.0))}
+    Basis(graph, cluster_of(), profiles, sensitivity_of(graph)).save(tmp_path / "chain")
+    options = ("--pareto", "2", "--levers", "recompute", "--out", "memory")
+    code, out, _ = qsync("plan", tmp_path / "chain", *options)
+    assert code == 0 and "peak of infer" in out
+    budgets = {Plan.load(path).budgets.get("infer") for path in Path("memory").glob("plan-*.json")}
+    assert None in budgets and len(budgets) > 1
 
 
 def test_a_pareto_that_makes_no_sense_writes_nothing(refused, folder):

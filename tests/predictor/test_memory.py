@@ -15,7 +15,7 @@ from qsync.lowering.lowered_graph import Run
 from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
-from qsync.predictor.memory.vectorized_peak import vectorized_bytes_at
+from qsync.predictor.memory.vectorized_peak import vectorized_bytes
 from qsync.predictor.memory.workspaces.op_context import OpContext
 from qsync.predictor.memory.workspaces.op_workspaces import backward_workspace, forward_workspace
 from qsync.records.graph import Op
@@ -153,8 +153,9 @@ def test_the_optimizer_s_step_follows_backward(workspace):
     expected = max(int(in_use.max()), int(in_use[-1]) + workspace)
     assert int(memory.come_and_go().max()) == expected
     options = {"optimizer_bytes": 1000, "optimizer_workspace": workspace}
-    when, peak_bytes = vectorized_bytes_at(Lowering(graph, {}), **options)
-    assert peak_bytes == memory.peak_bytes and (when == memory.end) is (workspace == 10**8)
+    in_use = vectorized_bytes(Lowering(graph, {}), **options)
+    assert in_use.max() == memory.peak_bytes
+    assert (in_use.argmax() == memory.end) == (workspace == 10**8)
     assert peak_memory(lower(graph, {}), **options).peak_bytes == memory.peak_bytes
 
 

@@ -16,8 +16,8 @@ from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.predictor.memory import lifetimes
-from qsync.predictor.memory.peak import StepMemory
-from qsync.predictor.memory.vectorized_peak import VectorizedPeak, vectorized_bytes_at
+from qsync.predictor.memory.peak import StepMemory, margin_bytes
+from qsync.predictor.memory.vectorized_peak import VectorizedPeak, vectorized_bytes
 from qsync.records.graph import Derivative, OpGraph
 from qsync.records.memory_residuals import MemoryResiduals, Residual
 from qsync.records.save_less import can_save_less, ops_that_save_less
@@ -33,11 +33,7 @@ def check(graph: OpGraph, assignment, less=(), device="cpu", num_ranks=2, residu
         "optimizer_bytes": 1000, "num_ranks": num_ranks, "device": device, "residuals": residuals,
     }  # fmt: skip
     memory = StepMemory(lower(graph, assignment, "bf16", less), **options)
-    when, peak_bytes = vectorized_bytes_at(lowered, **options)
-    assert (
-        peak_bytes == memory.peak_bytes
-        and vectorized_bytes_at(lowered, when=when, **options)[1] == peak_bytes
-    )
+    assert vectorized_bytes(lowered, **options).max() == memory.peak_bytes
     curve = memory.curve()
     expected = np.sum([curve[part] for part in ("casts", "saved", "transient")], axis=0)
     found = VectorizedPeak(graph, device, num_ranks > 1).in_use(lowered, residuals)
@@ -96,11 +92,15 @@ def test_residuals_are_added_either_way(graph):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_bytes_in_use_are_those_of_each_time_with_the_margin_of_the_device(device):
+def test_every_time_has_the_margin_of_the_device(device):
     """On GPUs the margin has a constant part: the segments of which one may be nearly empty."""
-    lowered, times = Lowering(encoder(), {}), range(2 * len(encoder().ops) + 1)
-    at_each_time = [vectorized_bytes_at(lowered, device=device, when=when) for when in times]
-    assert vectorized_bytes_at(lowered, device=device) == max(at_each_time, key=lambda one: one[1])
+    graph = encoder()
+    lowered, peak = Lowering(graph, {}), VectorizedPeak(graph, device, False)
+    expected = [
+        peak.throughout + num_bytes + margin_bytes(device, num_bytes)
+        for num_bytes in peak.in_use(lowered).tolist()
+    ]
+    assert vectorized_bytes(lowered, device=device).tolist() == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -258,9 +258,9 @@ def test_a_value_is_followed_again_only_if_it_is_itself_read_in_another_type(fol
     a, b = builder.linear("a", x, 8), builder.linear("b", x, 8)
     builder.loss("loss", builder.matmul("product", a, b))
     graph = builder.build()
-    vectorized_bytes_at(Lowering(graph, {}))
+    vectorized_bytes(Lowering(graph, {}))
     followed.clear()
-    vectorized_bytes_at(Lowering(graph, {"a": Precision.BF16}))
+    vectorized_bytes(Lowering(graph, {"a": Precision.BF16}))
     assert "a" in followed and "b" not in followed
 
 
@@ -270,12 +270,12 @@ def test_tensors_are_followed_once_for_every_distinct_case(followed):
         graph = encoder(num_layers)
         assignment = {op.name: Precision.INT8 for op in graph.adjustable}
         followed.clear()
-        first = vectorized_bytes_at(Lowering(graph, assignment))
+        first = vectorized_bytes(Lowering(graph, assignment)).tolist()
         counts.append(len(followed))
         followed.clear()
-        assert vectorized_bytes_at(Lowering(graph, assignment)) == first and not followed
+        assert vectorized_bytes(Lowering(graph, assignment)).tolist() == first and not followed
         # A changed plan asks about what is new in it only.
-        vectorized_bytes_at(Lowering(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
+        vectorized_bytes(Lowering(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
         assert 0 < len(followed) < 20
     assert counts[0] == counts[1] == counts[2] > 0
 

@@ -147,6 +147,16 @@ def mlp(num_layers: int = 3, width: int = 32, rows: int = 16) -> OpGraph:
     return builder.build()
 
 
+def chain(num_layers: int = 4, rows: int = 512, width: int = 16) -> OpGraph:
+    """Blocks of linear and gelu."""
+    builder = Builder("chain")
+    x = builder.enter("x", (rows, width))
+    for layer in range(num_layers):
+        x = builder.follow(f"{layer}.act", "gelu", builder.linear(f"{layer}.fc", x, width))
+    builder.loss("loss", x)
+    return builder.build()
+
+
 def encoder(num_layers: int = 2, width: int = 64, rows: int = 32, hidden: int = 4) -> OpGraph:
     """A transformer encoder: q, k and v of one value, residual adds, layer norms."""
     builder = Builder("encoder")

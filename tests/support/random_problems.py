@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync import Cluster, DeviceClass, Link, OpGraph, Precision, Profile, Sensitivity
-from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.constraints import Constraints
+from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
 from qsync.experiments.workloads.large_models import made_up_sensitivity
 from qsync.lowering.lowered_graph import FUSED

@@ -1,1 +1,0 @@
-"""Measure levers against their predictions: `measured_levers`."""
