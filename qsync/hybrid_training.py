@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from qsync import api
 from qsync.allocator import check_options, find_verdict, find_warnings
-from qsync.allocator.compression_choice import with_compression
+from qsync.allocator.compression_choice import compression_lines, with_compression
 from qsync.backend.devices.device_detection import device_of
 from qsync.distributed import accelerate_state, ddp_profiling, job
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
@@ -602,8 +602,9 @@ def _plan_and_save(
         profiles = profiles_under_levers(
             basis.graph, basis.profiles, basis.cluster, plan.levers, options.get("other")
         )
-        errors, target_s = basis.sensitivity.exchange, options.get("target_s")
-        plan, lines = with_compression(basis.graph, plan, profiles, basis.cluster, errors, target_s)
+        under = replace(basis, profiles=profiles)
+        plan = with_compression(under, plan, options.get("target_s"))
+        lines = compression_lines(under, plan)
         say_once("\n".join(f"{basis.graph.model}: {line}" for line in lines), bool(lines))
     plan = replace(plan, verdict=find_verdict(basis, plan, options.get("other"), options))
     return save_with_warnings(folder, plan, basis, options.get("budgets"), options.get("other"))
