@@ -267,8 +267,8 @@ HOSTS = """
 [[hosts]]
 name = "a"
 ranks = [0]
-latency_s = { "*" = 2e-5 }
-bytes_per_s = { b = 1e9, a = 4e9 }
+latency_s = { "*" = 2e-5, b = 4e-5 }
+bytes_per_s = { b = 1e9, "*" = 4e9 }
 
 [[hosts]]
 name = "b"
@@ -280,7 +280,7 @@ bytes_per_s = { a = 5e8 }
 
 def test_hosts_have_legs_in_each_direction_and_the_short_form_makes_them_alike(tmp_path):
     first, second = Cluster.load(write_text(tmp_path / "cluster.toml", TOML + HOSTS)).hosts
-    assert first.leg("b") == (2e-5, 1e9) and second.leg("a") == (3e-5, 5e8)
+    assert first.leg("b") == (4e-5, 1e9) and second.leg("a") == (3e-5, 5e8)
     assert first.leg("a") == (2e-5, 4e9) and second.leg("b") == (3e-5, 5e8)  # one rank: as the nearest
     short = "num_hosts = 2\n" + TOML + "[between]\nlatency_s = 1e-3\nbytes_per_s = 1e8\nnum_ranks = 2\n"
     cluster = Cluster.load(write_text(tmp_path / "short.toml", short))
