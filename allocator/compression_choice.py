@@ -7,25 +7,29 @@ A bucket whose exchange compute hides gains nothing by compression, and the sear
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsync.errors import MismatchError
-from qsync.records.cluster import Cluster, Link
-from qsync.records.graph import OpGraph
+from qsync.allocator.planner import allocate
+from qsync.errors import InfeasibleError, MismatchError
+from qsync.records.cluster import Link
+from qsync.records.compression import kind_of
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.records.profiles import Profile
 from qsync.replayer import GradientExchange, replay
 from qsync.replayer.costs.class_costs import FloatArray
-from qsync.replayer.simulate import simulate_step
+from qsync.replayer.simulate import Simulation, simulate_step
 from qsync.replayer.synchronous_step import Work, compute_rate, steady_step
 
 SLACK = 0.02  # of the least step that any kinds reach; a plan may take so much longer for less variance
 # States kept after each bucket, over the number of buckets; of more, so many stay that are evenly apart.
 _STATES_AND_BUCKETS, _LEAST_STATES = 4096, 32
 _TRIED = 16  # states that seem the fastest, of which steady steps tell the fastest
+_STARTS = 5  # kinds that the joint search of precisions and kinds begins from
 _CLOSE = 1e-9  # relative difference of equal step times
 
 
@@ -152,78 +156,144 @@ class _States:
         return _States(self.variance[kept], self.now[kept], self.done[kept], self.total, self.chosen[kept])
 
 
-def with_compression(
-    graph: OpGraph,
-    plan: Plan,
-    profiles: Mapping[str, Profile],
-    cluster: Cluster,
-    errors: Mapping[str, Sequence[float]],
-    target_s: float | None = None,
-) -> tuple[Plan, list[str]]:
-    """Return a plan whose buckets travel as loses least at the target, and a line for each compressed one.
+def with_compression(basis: Basis, plan: Plan, target_s: float | None = None) -> Plan:
+    """Return a plan whose precisions and kinds of buckets together add the least variance at the target.
+
+    Precisions are chosen given the kinds, kinds given the precisions, until nothing improves. That begins
+    from several kinds: slow ones, which add little, leave less time to the precisions.
 
     Args:
-        graph: the graph of the plan.
-        plan: its precisions, shares and buckets stay.
-        profiles: by class, under the plan's levers.
-        cluster: its `codecs` are the kinds to choose from, beside FP32.
-        errors: by kind the squared error of each bucket's mean gradient, in squared gradient norm.
-        target_s: the step to reach; by default `SLACK` above the least one.
+        basis: its profiles under the plan's levers. The cluster's `codecs` are the kinds to choose from,
+            beside FP32, and the sensitivity's `exchange` has their errors.
+        plan: its shares and buckets stay, as do its precisions where it lowers nothing.
+        target_s: the step to reach; by default `SLACK` above the least one at the plan's precisions.
 
     Raises:
         MismatchError: the errors are of other buckets.
 
     Example:
-        >>> plan, lines = with_compression(graph, plan, profiles, cluster, basis.sensitivity.exchange)
-        >>> lines
+        >>> compression_lines(basis, with_compression(basis, plan))
         ['bucket 3 in int8: saves 41 ms, adds 2e-05']
     """
-    cap = plan.bucket_cap_bytes
-    found = simulate_step(graph, plan, profiles, cluster, cap)
-    kinds = ["fp32", *(kind for kind in cluster.codecs if kind in errors)]
-    those = found.exchange.buckets
-    if any(len(errors[kind]) != len(those) for kind in kinds[1:]):
-        raise MismatchError(
-            f"the errors of compression were not measured for these {len(those)} buckets; profile again"
-        )
-    exchanges = [
-        GradientExchange(graph, replace(cluster, compression={"*": kind} if kind != "fp32" else {}), cap)
-        for kind in kinds
-    ]
-    tolls = [[one.tolls_s(entry.profile) for one in exchanges] for entry in found.costs.values()]
-    ways = Ways(
-        np.array([one.durations_s for one in exchanges]).T,
-        np.array(tolls).transpose(0, 2, 1),
-        np.array([[0.0] * len(those), *(errors[kind] for kind in kinds[1:])]).T,
-    )
-    link, broadcast_s = found.exchange.link, found.exchange.broadcast_s
-    chosen = choose_kinds(found.works, ways, link, broadcast_s, target_s)
-    names = {name: kinds[k] for bucket, k in zip(those, chosen, strict=True) for name in bucket.parameters}
-    if not any(chosen):
-        return plan, []
-    lines = _lines(found.works, ways, chosen, kinds, found.exchange)
-    variance = float(sum(ways.variance[bucket, kind] for bucket, kind in enumerate(chosen)))
-    plan = replace(plan, compression=names, compression_variance=variance)
-    timeline = replay(graph, plan, profiles, cluster)
-    classes = {
-        name: replace(each, predicted=replace(each.predicted, wait_s=timeline[name].wait_s))
-        if each.predicted
-        else each
-        for name, each in plan.classes.items()
-    }
-    return replace(plan, classes=classes, step_s=timeline.step_s), lines
+    measured = [kind for kind in basis.cluster.codecs if kind in basis.sensitivity.exchange]
+    choice = _Choice(basis, plan, measured)
+    least_s, plain_s = (choice.step_s(plan, choice.kinds(plan, s)) for s in (0.0, math.inf))
+    limit_s = target_s if target_s is not None else (1.0 + SLACK) * least_s
+    found = [(plan, choice.kinds(plan, s)) for s in (limit_s, math.inf)]
+    is_lowered = any(entry.lowered for entry in plan.classes.values())
+    begun = (choice.kinds(plan, float(s)) for s in np.linspace(least_s, plain_s, _STARTS) if is_lowered)
+    for kinds in dict.fromkeys(begun):
+        added = math.inf
+        with suppress(InfeasibleError):
+            while choice.variance(at := choice.precisions(kinds, limit_s), kinds) < added * (1.0 - _CLOSE):
+                kinds = choice.kinds(at, limit_s)
+                added = choice.variance(at, kinds)
+                found.append((at, kinds))
+    misses = limit_s * (1.0 + _CLOSE)
+    return choice.finished(*min(found, key=lambda one: (choice.step_s(*one) > misses, choice.variance(*one))))
 
 
-def _lines(
-    works: Sequence[Work], ways: Ways, chosen: Sequence[int], kinds: Sequence[str], exchange: GradientExchange
-) -> list[str]:
-    """Return for each compressed bucket what its kind saves of the step, and the variance that it adds."""
-    link, broadcast_s, lines = exchange.link, exchange.broadcast_s, []
-    step_s = ways.step_s(works, chosen, link, broadcast_s)
+def compression_lines(basis: Basis, plan: Plan) -> list[str]:
+    """Return a line for each compressed bucket of a plan: what that saves of the step, and adds in variance.
+
+    >>> compression_lines(basis, plan)
+    ['bucket 3 in int8: saves 41 ms, adds 2e-05']
+    """
+    names = plan.compression or basis.cluster.compression
+    if not names:
+        return []
+    choice = _Choice(basis, plan, sorted(set(names.values()) - {"fp32"}))
+    chosen = [choice.names.index(str(kind_of(names, bucket.parameters))) for bucket in choice.buckets]
+    step_s, lines = choice.step_s(plan, chosen), []
+    if choice.is_layered:
+        lines.append("buckets are added up on each host, and exchanged between the hosts' leaders")
     for bucket, kind in enumerate(chosen):
         if kind:
             without = [*chosen[:bucket], 0, *chosen[bucket + 1 :]]
-            saved_s = ways.step_s(works, without, link, broadcast_s) - step_s
-            saves = f"saves {1e3 * saved_s:.3g} ms, adds {ways.variance[bucket, kind]:.2g}"
-            lines.append(f"bucket {bucket + 1} in {kinds[kind]}: {saves}")
+            saves = f"saves {1e3 * (choice.step_s(plan, without) - step_s):.3g} ms"
+            added = choice.ways.variance[bucket, kind]
+            adds = f", adds {added:.2g}" if math.isfinite(added) else ""
+            lines.append(f"bucket {bucket + 1} in {choice.names[kind]}: {saves}{adds}")
     return lines
+
+
+class _Choice:
+    """The buckets of a plan, and their costs in each of several kinds and in FP32, the first."""
+
+    def __init__(self, basis: Basis, plan: Plan, kinds: Sequence[str]) -> None:
+        self._basis, self._plan = replace(basis, cluster=replace(basis.cluster, compression={})), plan
+        self._last: tuple[Plan, Simulation] | None = None
+        self.names, cap, errors = ["fp32", *kinds], plan.bucket_cap_bytes, basis.sensitivity.exchange
+        clusters = [replace(basis.cluster, compression={"*": kind}) for kind in self.names]
+        exchanges = [GradientExchange(basis.graph, cluster, cap) for cluster in clusters]
+        first = exchanges[0]
+        self.buckets, self.is_layered = first.buckets, first.is_layered
+        self._link, self._broadcast_s, num = first.link, first.broadcast_s, len(first.buckets)
+        if any(len(errors[kind]) != num for kind in kinds if kind in errors):
+            raise MismatchError(
+                f"the errors of compression were not measured for these {num} buckets; profile again"
+            )
+        tolls = [
+            [one.tolls_s(basis.profiles[each.name]) for one in exchanges] for each in basis.cluster.classes
+        ]
+        self.ways = Ways(
+            np.array([one.durations_s for one in exchanges]).T,
+            np.array(tolls).transpose(0, 2, 1),
+            np.array([[0.0] * num, *(errors.get(kind, [math.nan] * num) for kind in kinds)]).T,
+        )
+
+    def _simulated(self, plan: Plan) -> Simulation:
+        """Simulate a step whose buckets DDP itself sends in FP32; the last one is kept."""
+        if self._last is None or self._last[0] is not plan:
+            basis, plain = self._basis, replace(plan, compression={})
+            self._last = plan, simulate_step(basis.graph, plain, basis.profiles, basis.cluster)
+        return self._last[1]
+
+    def kinds(self, plan: Plan, target_s: float) -> tuple[int, ...]:
+        """Return the kinds of least variance at a plan's precisions."""
+        return choose_kinds(self._simulated(plan).works, self.ways, self._link, self._broadcast_s, target_s)
+
+    def step_s(self, plan: Plan, kinds: Sequence[int]) -> float:
+        """Return the seconds of a step with these kinds; in FP32 alone by DDP itself, if that is faster."""
+        step = self._simulated(plan)
+        step_s = self.ways.step_s(step.works, kinds, self._link, self._broadcast_s)
+        return step_s if any(kinds) else min(step_s, step.step.reduced_s)
+
+    def variance(self, plan: Plan, kinds: Sequence[int]) -> float:
+        """Return the variance that precisions and kinds add."""
+        return (plan.added_variance or 0.0) + float(self.ways.variance[range(len(kinds)), list(kinds)].sum())
+
+    def precisions(self, kinds: Sequence[int], target_s: float) -> Plan:
+        """Return the plan with the precisions of least variance given the kinds."""
+        basis, plan = self._basis, self._plan
+        found = allocate(
+            basis.graph, basis.profiles, basis.sensitivity,
+            replace(basis.cluster, compression=self._by_parameter(kinds)), target_s=target_s,
+            budgets=plan.budgets, pins=plan.pins, together=plan.together, base=str(plan.base),
+            bucket_cap_bytes=plan.bucket_cap_bytes, margin=plan.margin or 0.0,
+            saving_less={name: entry.saving_less for name, entry in plan.classes.items()},
+            lower_all=all(entry.lowered for entry in plan.classes.values()),
+        )  # fmt: skip
+        return replace(plan, classes=found.classes, bound=found.bound, status=found.status, target_s=target_s)
+
+    def _by_parameter(self, kinds: Sequence[int]) -> dict[str, str]:
+        pairs = zip(self.buckets, kinds, strict=True)
+        return {name: self.names[kind] for bucket, kind in pairs for name in bucket.parameters}
+
+    def finished(self, plan: Plan, kinds: Sequence[int]) -> Plan:
+        """Return the plan with these kinds and its prediction."""
+        basis, names = self._basis, self._by_parameter(kinds)
+        if not any(kinds) and self.step_s(plan, kinds) >= self._simulated(plan).step.reduced_s:
+            names = {}  # DDP itself
+            if plan is self._plan:
+                return plan
+        added = float(self.ways.variance[range(len(kinds)), list(kinds)].sum())
+        plan = replace(plan, compression=names, compression_variance=added)
+        timeline = replay(basis.graph, plan, basis.profiles, basis.cluster)
+        classes = {
+            name: replace(each, predicted=replace(each.predicted, wait_s=timeline[name].wait_s))
+            if each.predicted
+            else each
+            for name, each in plan.classes.items()
+        }
+        return replace(plan, classes=classes, step_s=timeline.step_s)

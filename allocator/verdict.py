@@ -132,9 +132,8 @@ def _fits(plan: Plan, cluster: Cluster) -> bool:
 
 def _part(cluster: Cluster, classes: tuple[DeviceClass, ...]) -> Cluster:
     """Return the part of a cluster with these classes, on a proportional number of hosts."""
-    hosts = max(1, cluster.num_hosts * sum(c.count for c in classes) // cluster.num_ranks)
-    between = cluster.between if hosts > 1 else None
-    return replace(cluster, classes=classes, between=between, num_hosts=hosts)
+    hosts = len(cluster.hosts) * sum(c.count for c in classes) // cluster.num_ranks
+    return cluster.with_classes(classes, max(1, hosts))
 
 
 def alone_with_batch(

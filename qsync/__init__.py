@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # real imports for type checkers only
     from qsync.planning import replay as replay
     from qsync.records.cluster import Cluster as Cluster
     from qsync.records.cluster import DeviceClass as DeviceClass
+    from qsync.records.cluster import Host as Host
     from qsync.records.cluster import Link as Link
     from qsync.records.graph import OpGraph as OpGraph
     from qsync.records.plans import Plan as Plan
@@ -93,6 +94,7 @@ _PUBLIC = {
     "ExpandedSchedule": "qsync.expansion.apply.lr_schedule",
     "Cluster": "qsync.records.cluster",
     "DeviceClass": "qsync.records.cluster",
+    "Host": "qsync.records.cluster",
     "Link": "qsync.records.cluster",
     "OpGraph": "qsync.records.graph",
     "Plan": "qsync.records.plans",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import NoneType
 from typing import Any
 
 from qsync.allocator import allocate, check_options, search, uniform
@@ -139,6 +138,5 @@ def _check_records(graph: Any, profiles: Any, cluster: Any) -> None:
     for name, profile in profiles.items():
         check_kind(profile, Profile, f"profiles[{shortened(name)}]", "qsync.profile")
     check_kind(cluster, Cluster, "cluster", "qsync.Cluster.load")
-    for link in (cluster.link, cluster.between):
-        check_kind(link, (Link, NoneType), "a link of the cluster", "qsync.Link")
+    check_kind(cluster.link, Link, "the link of the cluster", "qsync.Link")
     Cluster.from_json(cluster.to_json())

@@ -19,7 +19,7 @@
 """
 
 from qsync.replayer.chrome_trace import write_trace
-from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
+from qsync.replayer.communication import Bucket, buckets, cluster_all_reduce_s
 from qsync.replayer.costs.class_costs import ClassCosts, cast_cost, run_cost
 from qsync.replayer.explanation.critical_path import CriticalPath, find_critical_path
 from qsync.replayer.levers.apply import profiles_under_levers, under_levers
@@ -33,7 +33,7 @@ from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 
 __all__ = [
     "Bucket", "ClassCosts", "ClassTimeline", "CriticalPath", "Event", "GradientExchange", "Peak",
-    "Recapture", "Timeline", "Variation", "Work", "all_reduce_s", "buckets", "cast_cost",
+    "Recapture", "Timeline", "Variation", "Work", "buckets", "cast_cost",
     "cluster_all_reduce_s", "find_critical_path", "changed_since_planned", "peaks", "replay", "run_cost",
     "slowed", "starts_s", "steady_step", "step_time", "profiles_under_levers", "under_levers",
     "vary", "write_trace",

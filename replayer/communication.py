@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
-from qsync.errors import FormatError
-from qsync.records.cluster import Cluster, Link
-from qsync.records.compression import Compression, Message, kind_of
+from qsync.errors import FormatError, shortened
+from qsync.records.cluster import Cluster, Host
+from qsync.records.compression import Compression, Message, Shapes, kind_of
 from qsync.records.graph import OpGraph
 from qsync.records.identity_cache import IdentityCache
 
 # In bytes: torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DDP's default bucket_cap_mb.
 FIRST_BUCKET_BYTES = 1024 * 1024
 BUCKET_CAP_BYTES = 25 * 1024 * 1024
+_MOST_TRIED_HOSTS = 8  # orders of more are not tried
+_WORTH_SAYING = 0.02  # of an all-reduce: a smaller gain by another order is not mentioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,34 +117,110 @@ def _buckets(graph: OpGraph, bucket_cap_bytes: int | None) -> tuple[Bucket, ...]
     return (*closed, *filling.values())
 
 
-def all_reduce_s(link: Link, num_bytes: float, num_ranks: int | None = None) -> float:
-    """Return the seconds of one all-reduce once every rank has arrived: t = latency + bytes / rate.
+class Legs:
+    """The legs of a cluster, as its collectives cross them.
 
-    For another number of ranks than the link was measured between, scale as a ring: n - 1 hops, with
-    (n - 1) / n of the bytes over each (Patarasu and Yuan 2009).
-
-    >>> all_reduce_s(Link(1e-4, 1e9), 10**9)
-    1.0001
+    Gradients that travel in stated kinds, between several hosts of which some have several ranks, are first
+    reduced on each host, then exchanged between a leader of each, then broadcast on each (`is_layered`). So
+    `num_exchanging` ranks exchange the messages of a kind.
     """
-    hops = volume = 1.0
-    if link.num_ranks is not None and num_ranks is not None:
-        if num_ranks < 2:
-            return 0.0
-        hops = (num_ranks - 1) / (link.num_ranks - 1)
-        volume = hops * link.num_ranks / num_ranks
-    return hops * link.latency_s + volume * num_bytes / link.bytes_per_s
+
+    def __init__(self, cluster: Cluster) -> None:
+        hosts = cluster.all_hosts
+        num_ranks = sum(len(host.ranks) for host in hosts)
+        self._codecs = cluster.codecs
+        self.is_layered = bool(cluster.compression) and 1 < len(hosts) < num_ranks
+        self.num_exchanging = len(hosts) if self.is_layered else num_ranks
+        self._flat = _ring(_by_rank(hosts))
+        self._exchanging = _ring(hosts) if self.is_layered else self._flat
+        self._within = [(len(host.ranks) - 1, *host.leg(host.name)) for host in hosts if len(host.ranks) > 1]
+
+    def messages(self, kind: Compression, shapes: Shapes, num_bytes: int) -> list[Message]:
+        """Return the collectives that sum gradients of these shapes, and of so many bytes."""
+        found = [Message("all_reduce", num_bytes)]
+        if kind.kind != "fp32":
+            found = kind.messages(shapes, self.num_exchanging)
+        if self.is_layered:
+            found = [Message("reduce", num_bytes), *found, Message("broadcast", num_bytes)]
+        return found
+
+    def all_reduce_s(self, num_bytes: float) -> float:
+        """Return the seconds of an all-reduce over all ranks, once every rank has arrived."""
+        return _slowest(self._flat, num_bytes)
+
+    def exchange_s(
+        self, kind: Compression, messages: Sequence[Message], num_bytes: int
+    ) -> tuple[float, float]:
+        """Return the seconds of a bucket's exchange: of its messages, and of its codec beyond them.
+
+        `num_bytes` are the bucket's bytes in FP32. Without layers FP32 is all-reduced by DDP, with no codec.
+        """
+        wire_s = sum(map(self._message_s, messages))
+        codec = self._codecs.get(str(kind)) if kind.kind != "fp32" or self.is_layered else None
+        return wire_s, max(-wire_s, codec.seconds(num_bytes)) if codec is not None else 0.0
+
+    def _message_s(self, message: Message) -> float:
+        if message.is_within_hosts:  # from rank to rank in a chain
+            return max(hops * latency_s + message.num_bytes / rate for hops, latency_s, rate in self._within)
+        return _slowest(self._exchanging, message.as_all_reduce(self.num_exchanging))
+
+
+def _by_rank(hosts: Sequence[Host]) -> list[Host]:
+    """Return the host of each rank, in the order of ranks."""
+    of_ranks = {rank: host for host in hosts for rank in host.ranks}
+    return [of_ranks[rank] for rank in sorted(of_ranks)]
+
+
+def _ring(order: Sequence[Host]) -> list[tuple[float, float]]:
+    """Return seconds and seconds per byte of an all-reduce by each leg of a ring, one host for each rank.
+
+    It has 2 (n - 1) hops of b / n bytes, each as long as over the slowest leg (Patarasu and Yuan 2009). If a
+    ring crosses a leg between hosts several times, its messages share it.
+    """
+    num, by_name = len(order), {host.name: host for host in order}
+    names = [host.name for host in order]
+    crossed = Counter(zip(names, [*names[1:], names[0]], strict=True))
+    lines = []
+    for (own, other), times in crossed.items():
+        latency_s, bytes_per_s = by_name[own].leg(other)
+        sharing = 1 if own == other else times
+        lines.append((2 * (num - 1) * latency_s, 2 * (num - 1) * sharing / (num * bytes_per_s)))
+    return lines
+
+
+def _slowest(lines: Sequence[tuple[float, float]], num_bytes: float) -> float:
+    return max(latency_s + num_bytes * s_per_byte for latency_s, s_per_byte in lines)
 
 
 def cluster_all_reduce_s(cluster: Cluster, num_bytes: float) -> float:
-    """Return the seconds of an all-reduce over a cluster: within each host, then between hosts.
+    """Return the seconds of an all-reduce over all ranks of a cluster, in their order.
 
     >>> cluster_all_reduce_s(cluster, 25 * 2**20)
     """
-    if cluster.between is None:
-        return all_reduce_s(cluster.link, num_bytes, cluster.num_ranks)
-    on_a_host = -(-cluster.num_ranks // cluster.num_hosts)
-    within = all_reduce_s(cluster.link, num_bytes, on_a_host) if on_a_host > 1 else 0.0
-    return within + all_reduce_s(cluster.between, num_bytes, cluster.num_hosts)
+    return Legs(cluster).all_reduce_s(num_bytes)
+
+
+def order_hint(cluster: Cluster, num_bytes: int = BUCKET_CAP_BYTES) -> str:
+    """Return a sentence if another order of ranks makes an all-reduce faster; otherwise an empty text.
+
+    The ranks of a host follow each other, and all orders of up to eight hosts are tried.
+    """
+    hosts = cluster.hosts[: _MOST_TRIED_HOSTS + 1]
+    if len(hosts) < 2:
+        return ""
+    orders = permutations(hosts[1:]) if len(hosts) <= _MOST_TRIED_HOSTS else [cluster.hosts[1:]]
+    now_s = cluster_all_reduce_s(cluster, num_bytes)
+    best_s, best = min(
+        ((_slowest(_ring([h for host in order for h in [host] * len(host.ranks)]), num_bytes), order)
+         for order in ((hosts[0], *others) for others in orders)), key=lambda one: one[0],
+    )  # fmt: skip
+    if best_s > (1.0 - _WORTH_SAYING) * now_s:
+        return ""
+    ranks = ", ".join(str(rank) for host in best for rank in host.ranks)
+    return (
+        f"in another order of ranks, {shortened(ranks, quote=False)}, an all-reduce of {num_bytes / 2**20:g} "
+        f"MiB takes {1e3 * best_s:.3g} instead of {1e3 * now_s:.3g} ms; start the hosts in that order"
+    )
 
 
 def bucket_kinds(graph: OpGraph, cluster: Cluster, those: Sequence[Bucket]) -> tuple[Compression, ...]:
@@ -158,24 +237,3 @@ def bucket_kinds(graph: OpGraph, cluster: Cluster, those: Sequence[Bucket]) -> t
         else Compression()
         for bucket in those
     )
-
-
-def bucket_messages(graph: OpGraph, bucket: Bucket, kind: Compression, num_ranks: int) -> list[Message]:
-    """Return the collectives that exchange a bucket."""
-    if kind.kind == "fp32":
-        return [Message("all_reduce", bucket.num_bytes)]
-    shapes = {value.name: value.shape for value in graph.parameters}
-    return kind.messages([shapes[name] for name in bucket.parameters], num_ranks)
-
-
-def exchange_s(
-    cluster: Cluster, messages: Sequence[Message], kind: Compression, num_bytes: int
-) -> tuple[float, float]:
-    """Return the seconds of a bucket's exchange: of its bytes on the links, and of its codec beyond them.
-
-    `num_bytes` are the bucket's bytes in FP32.
-    """
-    ranks = cluster.num_ranks
-    wire_s = sum(cluster_all_reduce_s(cluster, message.as_all_reduce(ranks)) for message in messages)
-    codec = cluster.codecs.get(str(kind))
-    return wire_s, max(-wire_s, codec.seconds(num_bytes)) if codec is not None else 0.0

@@ -11,7 +11,7 @@ from functools import cache, partial
 import numpy as np
 
 from qsync.operators.precision import Precision
-from qsync.records.cluster import Cluster, Link
+from qsync.records.cluster import Cluster
 from qsync.records.compression import CodecCost
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
@@ -77,12 +77,8 @@ def with_exchange_in_use(
         fit.fit_tolls()
     error = fit.error()
 
-    def scaled(link: Link) -> Link:
-        latency_s, bytes_per_s = fit.link * link.latency_s, link.bytes_per_s / fit.link
-        found = replace(link, latency_s=latency_s, bytes_per_s=bytes_per_s, error=error)
-        return replace(found, waiting_toll=fit.waiting_toll)
-
-    between = scaled(cluster.between) if cluster.between else None
+    scaled = cluster.with_legs(fit.link, 1.0 / fit.link)
+    link = replace(scaled.link, error=error, waiting_toll=fit.waiting_toll)
     found = {
         name: replace(
             profile,
@@ -95,7 +91,7 @@ def with_exchange_in_use(
         )
         for name, profile in profiles.items()
     }
-    return replace(cluster, link=scaled(cluster.link), between=between), found
+    return replace(scaled, link=link), found
 
 
 def _best(miss: Callable[[float], float]) -> float:

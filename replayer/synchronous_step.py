@@ -28,11 +28,9 @@ from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
 from qsync.replayer.communication import (
     Bucket,
+    Legs,
     bucket_kinds,
-    bucket_messages,
     buckets,
-    cluster_all_reduce_s,
-    exchange_s,
     gradient_bytes,
 )
 from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
@@ -102,8 +100,8 @@ class Step:
 class GradientExchange:
     """The gradient exchange of one graph: buckets, how they travel, its seconds, sent and copied bytes.
 
-    `sent_bytes` are those that each rank sends in a step, `durations_s` each bucket's seconds: `wire_s` on
-    the links and `codec_s` beyond them.
+    `sent_bytes` are those that each rank sends in a step (in layers: each host's leader to other hosts),
+    `durations_s` each bucket's seconds: `wire_s` on the links and `codec_s` beyond them.
 
     With one rank there is no bucket and no copy. If the model has buffers (running statistics), DDP also
     broadcasts the buffers of rank 0 before every call of the model, and all ranks wait for this broadcast,
@@ -112,6 +110,8 @@ class GradientExchange:
 
     def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
         self.link: Link = cluster.link
+        legs = Legs(cluster)
+        self.is_layered = legs.is_layered
         self._single = {device_class.name for device_class in cluster.classes if device_class.count == 1}
         self.buckets: tuple[Bucket, ...] = ()
         self.copied_bytes: FloatArray = np.zeros(len(graph.ops))
@@ -124,7 +124,7 @@ class GradientExchange:
                 if value.kind == "buffer" and not value.name.startswith("constant:")
             )
             if broadcast_bytes and cluster.broadcasts_buffers:
-                self.broadcast_s = graph.num_calls * cluster_all_reduce_s(cluster, broadcast_bytes)
+                self.broadcast_s = graph.num_calls * legs.all_reduce_s(broadcast_bytes)
             self.buckets = buckets(graph, bucket_cap_bytes)
             for position, num_bytes in gradient_bytes(graph).items():
                 if position >= 0:
@@ -132,16 +132,20 @@ class GradientExchange:
                 else:
                     self.unused_bytes = num_bytes
         self.kinds = bucket_kinds(graph, cluster, self.buckets)
+        shapes = {value.name: value.shape for value in graph.parameters}
         messages = [
-            bucket_messages(graph, bucket, kind, cluster.num_ranks)
+            legs.messages(kind, [shapes[name] for name in bucket.parameters], bucket.num_bytes)
             for bucket, kind in zip(self.buckets, self.kinds, strict=True)
         ]
         self.message_bytes = [sum(one.num_bytes for one in of_bucket) for of_bucket in messages]
         self.sent_bytes = sum(
-            one.sent_bytes(cluster.num_ranks) for of_bucket in messages for one in of_bucket
+            one.sent_bytes(legs.num_exchanging)
+            for of_bucket in messages
+            for one in of_bucket
+            if not one.is_within_hosts
         )
         parts = [
-            exchange_s(cluster, of_bucket, kind, bucket.num_bytes)
+            legs.exchange_s(kind, of_bucket, bucket.num_bytes)
             for of_bucket, kind, bucket in zip(messages, self.kinds, self.buckets, strict=True)
         ]
         self.wire_s, self.codec_s = (tuple(part[k] for part in parts) for k in (0, 1))
@@ -184,7 +188,8 @@ class GradientExchange:
         """Return the seconds that each bucket's exchange takes from compute; of unmeasured kinds by bytes."""
         found = []
         for kind, num_bytes, sent in zip(self.kinds, self._sizes.tolist(), self.message_bytes, strict=True):
-            toll = profile.exchange_tolls.get(str(kind)) if kind.kind != "fp32" else None
+            is_measured = kind.kind != "fp32" or self.is_layered  # all others are DDP's own all-reduces
+            toll = profile.exchange_tolls.get(str(kind)) if is_measured else None
             if toll is None:
                 toll, num_bytes = CodecCost(profile.reduce_s_per_call, profile.reduce_s_per_byte), sent
             found.append(max(0.0, toll.seconds(num_bytes)))

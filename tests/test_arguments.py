@@ -43,7 +43,7 @@ PARTS = (GRAPH, PROFILES, sensitivity_of(GRAPH), CLUSTER)
         (
             3,
             replace(CLUSTER, link={"latency_s": 1e-5, "bytes_per_s": 1e9}),
-            "a link of the cluster is a dict",
+            "the link of the cluster is a dict",
         ),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qsync.allocator.constraints import Constraints
 from qsync.allocator.explanation.certificate import not_alike
@@ -59,6 +59,7 @@ def state_of_plan(
         base=plan.base,
     )
     chosen = {name: own.assignment for name, own in plan.classes.items()}
+    cluster = replace(cluster, compression=plan.compression or cluster.compression)
     problem = make_problem(graph, profiles, sensitivity, cluster, given)
     state = State(with_chosen(problem, chosen, profiles, sensitivity, plan.base))
     state.restore({name: plan[name].assignment for name in state.classes})

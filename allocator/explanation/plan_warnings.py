@@ -14,6 +14,7 @@ from qsync.records.plans import ClassPlan, Plan
 from qsync.records.profiles import CARRIED, LEARNED, MEASURED, Profile
 from qsync.replayer import replay
 from qsync.replayer.check_records import checked_lowerings
+from qsync.replayer.communication import order_hint
 
 # Advice: a restart reuses the cached profiles of its folder, so profiling again needs another folder.
 AGAIN = "profile again, with cache_dir= another folder,"
@@ -44,6 +45,7 @@ def find_warnings(
     ] if norms and used else []  # fmt: skip
     found += _rounded_for_backward(graph, plan, profiles, cluster)
     found += _worth_asking_for(plan, profiles, cluster)
+    found += [hint] if (hint := order_hint(cluster)) else []
     if plan.kept_base:
         return [*found, plan.kept_base]
     if not any(entry.lowered for entry in plan.classes.values()):

@@ -81,16 +81,11 @@ def _step_s(
 
 def _links(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) -> Iterator[WhatIf]:
     now_s = state.step_s()
-    within = "the link" if cluster.between is None else "the link within hosts"
-    for field, shown in (("link", within), ("between", "the link between hosts")):
-        link = getattr(cluster, field)
-        if link is None:
-            continue
-        for what, faster in (
-            ("twice the bandwidth", replace(link, bytes_per_s=2 * link.bytes_per_s)),
-            ("half the latency", replace(link, latency_s=link.latency_s / 2)),
-        ):
-            step_s = _step_s(state, GradientExchange(graph, replace(cluster, **{field: faster}), cap))
+    places = [("the link within hosts", True), ("the link between hosts", False)]
+    for shown, within in places if cluster.hosts else [("the link", True)]:
+        for what, factors in (("twice the bandwidth", {"rate": 2.0}), ("half the latency", {"latency": 0.5})):
+            faster = cluster.with_legs(**factors, within=within, between=not within)
+            step_s = _step_s(state, GradientExchange(graph, faster, cap))
             yield WhatIf("link", f"{shown} has {what}", None, step_s, now_s - step_s)
 
 
@@ -99,7 +94,7 @@ def _cards(state: State, graph: OpGraph, cluster: Cluster, plan: Plan, cap: int 
     total = sum(c.count * samples[c.name] for c in cluster.classes)
     for one in cluster.classes:
         more = tuple(replace(c, count=c.count + (c is one)) for c in cluster.classes)
-        step_s = _step_s(state, GradientExchange(graph, replace(cluster, classes=more), cap))
+        step_s = _step_s(state, GradientExchange(graph, cluster.with_classes(more), cap))
         won_s = state.step_s() - step_s * total / (total + samples[one.name])
         yield WhatIf("card", f"one more card of {one.name}", one.name, step_s, won_s)
 

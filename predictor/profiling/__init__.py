@@ -9,5 +9,6 @@
 `clocks`             wall time, time of an emulated device, CUDA events, launches of kernels
 `launches`           what launching kernels takes of the host's time
 `loader_wait`        time the wait for the next batch
+`leg_benchmark`      measure messages within and between hosts, in each direction
 `link_benchmark`     measure the all-reduce between ranks and what it takes from compute
 """

@@ -21,6 +21,7 @@ from qsync.records.compression import CodecCost
 
 _NUM_ELEMENTS = (2**18, 2**20, 2**21, 2**22)  # 1 to 16 MiB of FP32
 _OVERLAPPED_ELEMENTS = 2**22
+OVERLAPPED_BYTES = 4 * _OVERLAPPED_ELEMENTS
 _MAX_CHUNKS = 1000
 _GPU_SIDE = 2048  # rows and columns of matrices whose product fills a GPU
 

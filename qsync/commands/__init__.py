@@ -14,6 +14,7 @@
 `replay`         what a step under a plan takes
 `churn`          `replay --churn`: cards that leave and return
 `report`         a page about a plan
+`links`          bandwidth and latency from host to host
 `diff`           what differs between two plans
 `checkpoint`     what a checkpoint holds
 `lighthouse`     where the cards of an elastic job meet; `release` one

@@ -49,6 +49,7 @@ def explain(
     """Explain why operators are lowered or not, the critical path of the step, and possible gains."""
     from qsync.allocator import explain as explain_lowering
     from qsync.allocator import shadow_prices, unsupported_precisions
+    from qsync.allocator.compression_choice import compression_lines
     from qsync.commands.loading import load_plan
     from qsync.replayer import peaks
 
@@ -72,6 +73,7 @@ def explain(
     if critical_path or help_most is not None or measured is not None:
         _explain_step(plan, found, critical_path, help_most, measured, as_json)
         return
+    exchanged = compression_lines(found, plan)
     unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
     reasons, prices = explain_lowering(*parts), shadow_prices(*parts)
     if as_json:
@@ -79,6 +81,7 @@ def explain(
             "simulated": True,
             "reasons": [reason.to_json() for reason in reasons],
             "shadow_prices": [price.to_json() for price in prices],
+            "compression": exchanged,
             "refused": [operator.to_json() for operator in unsupported],
             "memory": {
                 name: {"origin": found.profiles[name].origin, **peak.to_json()}
@@ -94,6 +97,7 @@ def explain(
             "there (qsync doctor)."
         )
     console.print(tables.shadow_prices_table(prices))
+    print_lines(*exchanged)
     if unsupported:
         console.print(tables.unsupported_table(unsupported, found.profiles))
     console.print(tables.memory_table(filled, found.profiles))

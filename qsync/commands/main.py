@@ -23,6 +23,7 @@ from qsync.commands import (
     fit,
     learn,
     lighthouse,
+    links,
     plan,
     replay,
     report,
@@ -37,7 +38,7 @@ app = typer.Typer(
 )
 for command in (
     doctor.doctor, demo.demo, learn.learn, plan.plan, fit.fit, expand.expand, explain.explain, replay.replay,
-    report.report, diff.diff, checkpoint.checkpoint, lighthouse.lighthouse,
+    report.report, links.links, diff.diff, checkpoint.checkpoint, lighthouse.lighthouse,
     lighthouse.release,
 ):  # fmt: skip
     app.command()(command)

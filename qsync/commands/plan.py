@@ -127,6 +127,7 @@ def plan(
     if folder is None:
         raise QSyncError("give a FOLDER of qsync.hybrid or qsync demo, or --cards with --model")
     from qsync.allocator import find_verdict, find_warnings
+    from qsync.allocator.compression_choice import compression_lines, with_compression
     from qsync.commands.loading import load_basis, under_levers
     from qsync.replayer import Recapture
 
@@ -150,6 +151,8 @@ def plan(
         return
     measured = basis
     basis, chosen = _choose(basis, goal, levers, folder, options)
+    if basis.sensitivity.exchange and goal.max_variance is None:
+        chosen = with_compression(basis, chosen, goal.target_s)
     verdict = find_verdict(measured, chosen, Recapture.load(folder), options)
     _check_by_replay(basis, chosen)
     found = find_warnings(basis.graph, chosen, basis.profiles, basis.cluster, options["budgets"])
@@ -160,6 +163,7 @@ def plan(
         return
     console.print(tables.plan_table(chosen))
     print_lines(*tables.lever_lines(chosen), *tables.base_lines(chosen), *tables.gap_lines(chosen))
+    print_lines(*compression_lines(basis, chosen))
     print_lines(*(chosen.verdict.lines() if chosen.verdict is not None else ()))
     for warning in chosen.warnings:
         console.print(Text.assemble(("Warning:", "yellow"), f" {warning}"), soft_wrap=True)

@@ -32,7 +32,7 @@ from qsync.backend.precisions_that_pay import precisions_to_profile
 from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally, check_same
 from qsync.distributed.exchange_prices import compression_errors, measure_codecs
-from qsync.distributed.gradient_weighting import compress_gradients
+from qsync.distributed.gradient_weighting import compress_gradients, compressed_sum_of
 from qsync.distributed.job_options import HybridOptions
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.operators.precision import Precision
@@ -119,7 +119,7 @@ def form_basis(
         options.progress("compressed exchanges")
         is_alike = len({each.hardware for each in cluster.classes}) == 1
         kinds = kinds_for(is_alike) if options.asked.compression == AUTO else (options.asked.compression,)
-        link = measure_codecs([kind for kind in kinds if kind != "fp32"], link, rank)
+        link = measure_codecs([kind for kind in kinds if kind != "fp32"], formed, rank)
         cluster = replace(cluster, codecs=link.codecs, compression=options.asked.kinds or {})
     ddp = options.asked.ddp_options or {}
     broadcasts = ddp.get("forward_sync_buffers", ddp.get("broadcast_buffers", True))
@@ -149,14 +149,17 @@ def form_basis(
             options.progress("errors of compression")
             gradients = agree_locally("errors of compression", partial(_gradients, step))
             those = buckets(graph, options.asked.bucket_cap_bytes)
-            errors = compression_errors(gradients, those, list(link.codecs))
+            offered = [kind for kind in link.codecs if kind != "fp32"]
+            errors = compression_errors(gradients, those, offered)
         if second is not None:  # training goes on from the planned batch
             agree_locally("profiling", step.loss())
-    group = first.group
+    group, sums = first.group, compressed_sum_of(first.model)
     del first, profilers
     gc.collect()  # a DDP that is gone takes its hooks along
     if group is not None:
         dist.destroy_process_group(group)
+    if sums is not None and sums.hosts is not None:
+        sums.hosts.destroy()
     agree_locally("profiling", partial(_check_stateless, graph, profiles[rank.device_class.name]))
     options.progress("links in use")
     basis = calibrated(basis_of(profiles), steps, options.asked.bucket_cap_bytes)

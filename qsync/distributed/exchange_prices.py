@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -14,10 +15,11 @@ import torch.distributed as dist
 
 from qsync.distributed import job
 from qsync.distributed.agreement import from_rank_zero
-from qsync.distributed.gradient_codecs import CompressedSum, Piece, memory_order, shape_in_memory
+from qsync.distributed.gradient_codecs import CompressedSum, HostGroups, Piece, memory_order, shape_in_memory
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
+from qsync.records.cluster import Cluster
 from qsync.records.compression import CodecCost, Compression
-from qsync.replayer.communication import Bucket, all_reduce_s
+from qsync.replayer.communication import Bucket, Legs
 
 _SHAPES = ((512, 512), (1024, 1024))  # of probed gradients: 1 and 4 MiB in FP32
 _ROUNDS = 3
@@ -25,15 +27,21 @@ PROBE_S = 4.0  # seconds after which no further round begins
 MOST_LOST = 0.1  # of the squared gradient: `compression="auto"` offers no kind that loses more of it
 
 
-def measure_codecs(kinds: Sequence[str], link: LinkMeasurement, rank: job.Rank) -> LinkMeasurement:
+def measure_codecs(
+    kinds: Sequence[str], formed: tuple[Cluster, LinkMeasurement], rank: job.Rank
+) -> LinkMeasurement:
     """Return a link's measurement with the seconds of these kinds beyond it; all ranks must call it.
 
+    `formed` is what `job.form_cluster` returned.
     Whole exchanges of two sizes are timed in turns, after which a line through both sizes stands for all.
     On a CPU their processor time is the toll on this rank's compute.
     """
+    cluster, link = formed
     if job.world_size() == 1:
         return link
-    sums = {kind: CompressedSum(None) for kind in kinds}
+    hosts = HostGroups.make()
+    kinds = [*(["fp32"] if hosts is not None else []), *kinds]  # without layers it is DDP's own all-reduce
+    sums = {kind: CompressedSum(None, hosts) for kind in kinds}
     walls: dict[tuple[str, int], list[float]] = defaultdict(list)
     tolls: dict[tuple[str, int], list[float]] = defaultdict(list)
     share, began_s = rank.device_class.emulated_share or 1.0, time.perf_counter()
@@ -55,12 +63,16 @@ def measure_codecs(kinds: Sequence[str], link: LinkMeasurement, rank: job.Rank) 
         means = torch.tensor([statistics.fmean(walls[kind, n]) for n in sizes], dtype=torch.float64)
         means = means.to(rank.device)
         dist.all_reduce(means)
+        legs, asked = Legs(replace(cluster, compression={"*": kind})), Compression.parse(kind)
+        messages = [legs.messages(asked, [shape], 4 * math.prod(shape)) for shape in _SHAPES]
         beyond = [
-            s / job.world_size() - _on_link_s(link, kind, shape)
-            for s, shape in zip(means.tolist(), _SHAPES, strict=True)
+            s / job.world_size() - legs.exchange_s(asked, of_shape, 0)[0]
+            for s, of_shape in zip(means.tolist(), messages, strict=True)
         ]
         codecs[kind] = _through(sizes, beyond)
         own[kind] = _through(sizes, [statistics.median(tolls[kind, n]) for n in sizes])
+    if hosts is not None:
+        hosts.destroy()
     return replace(link, codecs=codecs, codec_tolls=own if rank.device.type == "cpu" else {})
 
 
@@ -76,12 +88,6 @@ def _timed(sums: CompressedSum, buffer: torch.Tensor, kind: str) -> tuple[float,
     if buffer.is_cuda:
         torch.cuda.synchronize(buffer.device)
     return time.perf_counter() - began_s, time.process_time() - cpu_s
-
-
-def _on_link_s(link: LinkMeasurement, kind: str, shape: tuple[int, ...]) -> float:
-    ranks = job.world_size()
-    messages = Compression.parse(kind).messages([shape], ranks)
-    return sum(all_reduce_s(link.link, message.as_all_reduce(ranks), ranks) for message in messages)
 
 
 def _through(sizes: Sequence[int], seconds: Sequence[float]) -> CodecCost:
@@ -100,7 +106,7 @@ def compression_errors(
     gradient's square are left out. All ranks must call it.
     """
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
-    whole = 0.0
+    whole, hosts = 0.0, HostGroups.make()
     for bucket in those:
         parts = [gradients[name] for name in bucket.parameters]
         if any(part.dtype is not torch.float32 or part.is_sparse for part in parts):
@@ -113,7 +119,7 @@ def compression_errors(
         dist.all_reduce(exact)
         whole += float(exact.double().square().sum())
         for kind in kinds:
-            asked, sums = Compression.parse(kind), CompressedSum(None)
+            asked, sums = Compression.parse(kind), CompressedSum(None, hosts)
             times = rounds if asked.has_feedback else 1
             lost = torch.zeros_like(exact)
             for _ in range(times):
@@ -121,6 +127,8 @@ def compression_errors(
                 sums.sum_(sent, pieces, asked)
                 lost += sent - exact
             found[kind].append(float(lost.double().square().sum()) / times)
+    if hosts is not None:
+        hosts.destroy()
     kept = {kind: errors for kind, errors in found.items() if sum(errors) <= MOST_LOST * whole}
     first = from_rank_zero("errors of compression", lambda: kept)
     return {kind: tuple(errors) for kind, errors in first.items()}

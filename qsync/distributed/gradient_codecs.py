@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qsync.backend.casts.cast_ops import quantize_rows
+from qsync.distributed.job import ranks_by_host
 from qsync.records.compression import BLOCK, Compression, kind_of, message_bytes, part_elements
 
 # torch 2.13 renamed it.
@@ -57,27 +58,82 @@ def decode_int8(message: Tensor) -> Tensor:
     return torch.mul(codes, scales).view(-1, elements)
 
 
+class HostGroups(NamedTuple):
+    """Groups of ranks, for exchanges in layers: those of this host, and a leader of each host.
+
+    `within` is None on a host of one rank, `leaders` on all ranks but the leaders.
+    """
+
+    within: dist.ProcessGroup | None
+    leaders: dist.ProcessGroup | None
+    leader: int  # this host's, of the whole job
+    num_hosts: int
+
+    @classmethod
+    def make(cls, group: dist.ProcessGroup | None = None) -> HostGroups | None:
+        """Make the groups of a group's hosts; None where all ranks share a host, or none does."""
+        of_job = dist.get_process_group_ranks(group or dist.group.WORLD)
+        by_host = [[of_job[rank] for rank in ranks] for ranks in ranks_by_host(group).values()]
+        if not 1 < len(by_host) < len(of_job):
+            return None
+        rank, backend = dist.get_rank(), dist.get_backend(group)
+        within: dict[int, dist.ProcessGroup] = {}
+        for ranks in by_host:  # every rank takes part in making every group
+            if len(ranks) > 1:
+                within |= dict.fromkeys(ranks, dist.new_group(ranks, backend=backend))
+        leaders = dist.new_group([ranks[0] for ranks in by_host], backend=backend)
+        leader = next(ranks[0] for ranks in by_host if rank in ranks)
+        return cls(within.get(rank), leaders if rank == leader else None, leader, len(by_host))
+
+    def destroy(self) -> None:
+        """End the groups that this rank is in."""
+        for group in (self.within, self.leaders):
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
 class CompressedSum:
     """Sum buckets of FP32 gradients over a group's ranks, with residuals by parameter.
 
+    With `hosts`, ranks of a host first add up their gradients as they are. One leader of each host exchanges
+    the sum in the kind asked for, and hands the result to the others.
+
     `residuals` and `queries` (the right factors of `powersgd`, which the next step begins with) are flat
-    tensors by parameter. Residuals belong to a rank; queries are the same on all.
+    tensors by parameter. Residuals belong to a rank; queries are the same on all that exchange.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, group: dist.ProcessGroup | None, hosts: HostGroups | None = None) -> None:
+        self.group, self.num_ranks = group, dist.get_world_size(group)
+        self.hosts = hosts
+        self._among = hosts.leaders if hosts is not None else group  # who exchanges
+        self._exchanges = hosts is None or hosts.leaders is not None
+        self._num_exchanging = hosts.num_hosts if hosts is not None else self.num_ranks
+        self._position = dist.get_rank(self._among) if self._exchanges else 0
         self.residuals: dict[str, Tensor] = {}
         self.queries: dict[str, Tensor] = {}
         self._flat: dict[tuple[str, ...], Tensor] = {}  # residuals of a bucket, which `residuals` view
 
     def sum_(self, buffer: Tensor, pieces: Sequence[Piece], asked: Compression) -> None:
         """Replace a bucket by its sum over the ranks."""
-        kind = asked.on([piece.shape for piece in pieces], self.num_ranks)
+        kind = asked.on([piece.shape for piece in pieces], self._num_exchanging)
         residual = self._residual(buffer, pieces) if asked.has_feedback else None
         if residual is not None:
             buffer.add_(residual)
             residual.zero_()
+        hosts = self.hosts
+        if hosts is not None and hosts.within is not None:
+            dist.reduce(buffer, hosts.leader, group=hosts.within)
+        if self._exchanges:
+            self._exchange(buffer, pieces, residual, kind)
+        if hosts is not None and hosts.within is not None:
+            dist.broadcast(buffer, hosts.leader, group=hosts.within)
+        if residual is not None:
+            residual.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _exchange(
+        self, buffer: Tensor, pieces: Sequence[Piece], residual: Tensor | None, kind: Compression
+    ) -> None:
+        """Replace a bucket by its sum over the ranks that exchange."""
         if kind.kind == "int8":
             self._sum_int8(buffer, residual)
         elif kind.kind == "powersgd":
@@ -86,12 +142,10 @@ class CompressedSum:
             narrow = buffer.bfloat16()
             if residual is not None:
                 torch.sub(buffer, narrow, out=residual)
-            dist.all_reduce(narrow, group=self.group)
+            dist.all_reduce(narrow, group=self._among)
             buffer.copy_(narrow)
         else:
-            dist.all_reduce(buffer, group=self.group)
-        if residual is not None:
-            residual.nan_to_num_(0.0, 0.0, 0.0)
+            dist.all_reduce(buffer, group=self._among)
 
     def _residual(self, buffer: Tensor, pieces: Sequence[Piece]) -> Tensor:
         """Return a bucket's residual; DDP's buckets change once, and their parameters stay."""
@@ -115,23 +169,23 @@ class CompressedSum:
         self.residuals, self.queries = dict(residuals), dict(queries)
 
     def _sum_int8(self, buffer: Tensor, residual: Tensor | None) -> None:
-        size, part = buffer.numel(), part_elements(buffer.numel(), self.num_ranks)
-        padded = buffer
-        if size != self.num_ranks * part:
-            padded = torch.zeros(self.num_ranks * part, device=buffer.device)
+        ranks, size = self._num_exchanging, buffer.numel()
+        part, padded = part_elements(size, ranks), buffer
+        if size != ranks * part:
+            padded = torch.zeros(ranks * part, device=buffer.device)
             padded[:size] = buffer
-        message = encode_int8(padded.view(self.num_ranks, part))
+        message = encode_int8(padded.view(ranks, part))
         if residual is not None:
             torch.sub(buffer, decode_int8(message).view(-1)[:size], out=residual)
         received = torch.empty_like(message)
-        dist.all_to_all_single(received, message, group=self.group)
+        dist.all_to_all_single(received, message, group=self._among)
         own = decode_int8(received).sum(0)
         answer = encode_int8(own.view(1, part))
         if residual is not None:
-            begin, end = self.rank * part, min((self.rank + 1) * part, size)
+            begin, end = self._position * part, min((self._position + 1) * part, size)
             if begin < end:
                 residual[begin:end] += (own - decode_int8(answer)[0])[: end - begin]
-        _all_gather(message, answer, group=self.group)  # received in the place of what was sent
+        _all_gather(message, answer, group=self._among)  # received in the place of what was sent
         buffer.copy_(decode_int8(message).view(-1)[:size])
 
     def _sum_low_rank(
@@ -176,7 +230,7 @@ class CompressedSum:
         if not tensors:
             return
         flat = torch.cat([one.reshape(-1) for one in tensors])
-        dist.all_reduce(flat, group=self.group)
+        dist.all_reduce(flat, group=self._among)
         for one, summed in zip(tensors, torch.split(flat, [one.numel() for one in tensors]), strict=True):
             one.copy_(summed.view_as(one))
 
@@ -196,7 +250,7 @@ class CompressedExchange:
     def __init__(
         self, model: torch.nn.Module, kinds: Mapping[str, str], group: dist.ProcessGroup | None
     ) -> None:
-        self.sums = CompressedSum(group)
+        self.sums = CompressedSum(group, HostGroups.make(group))
         self._kinds = dict(kinds)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -215,10 +269,12 @@ class CompressedExchange:
         return done
 
     def _sum(self, gradients: Tensor, pieces: Sequence[Piece]) -> None:
-        if gradients.dtype is torch.float32 and not gradients.is_sparse:
-            self.sums.sum_(gradients, pieces, kind_of(self._kinds, (piece.name for piece in pieces)))
-        else:
+        if gradients.is_sparse:
             dist.all_reduce(gradients, group=self.sums.group)
+            return
+        is_fp32 = gradients.dtype is torch.float32
+        kind = kind_of(self._kinds, (piece.name for piece in pieces)) if is_fp32 else Compression()
+        self.sums.sum_(gradients, pieces, kind)
 
 
 def _work(jobs: queue.SimpleQueue[Any]) -> None:

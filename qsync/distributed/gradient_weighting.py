@@ -295,7 +295,8 @@ def compress_gradients(
 ) -> None:
     """Send the FP32 gradients of a model in DDP compressed; None: as they are. Call it on every rank.
 
-    Gradients are weighed, then encoded. Sparse gradients and those of other types travel as they are.
+    Gradients are weighed, then encoded. Sparse gradients and those of other types travel as they are. On
+    several hosts with several ranks they are added up on each host first, and encoded between the hosts.
 
     Args:
         model: in DistributedDataParallel.

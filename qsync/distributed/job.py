@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,10 +27,12 @@ from qsync.distributed.agreement import agree, agree_locally, check_same
 from qsync.distributed.job_address import JobAddress
 from qsync.distributed.monitoring import liveness
 from qsync.errors import FormatError, MismatchError, shortened
-from qsync.predictor.profiling.link_benchmark import LinkMeasurement, measure_link
-from qsync.records.cluster import Cluster, DeviceClass, Link
+from qsync.predictor.profiling.leg_benchmark import measure_legs
+from qsync.predictor.profiling.link_benchmark import OVERLAPPED_BYTES, LinkMeasurement, measure_link
+from qsync.records.cluster import Cluster, DeviceClass, Host, Link
 from qsync.records.graph import OpGraph
 from qsync.records.record_json import as_json, as_record
+from qsync.replayer.communication import cluster_all_reduce_s
 
 Progress = Callable[[str], None]
 
@@ -143,6 +146,15 @@ def ranks_on_host() -> int:
     return int(text)
 
 
+def ranks_by_host(group: dist.ProcessGroup | None = None) -> dict[str, list[int]]:
+    """Return the ranks of a group by the name of their host: QSYNC_HOST where it is set."""
+    names = agree("finding hosts", lambda: os.environ.get("QSYNC_HOST") or socket.gethostname(), group)
+    found: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        found.setdefault(name, []).append(rank)
+    return found
+
+
 def backend_for(device: torch.device) -> str:
     """Return the backend of torch.distributed: gloo for CPUs and for mixed jobs, nccl for GPUs.
 
@@ -204,11 +216,34 @@ def form_classes(rank: Rank) -> tuple[DeviceClass, ...]:
 def form_cluster(rank: Rank, progress: Progress = silent, rounds: int = 6) -> tuple[Cluster, LinkMeasurement]:
     """Return the cluster of the job, and this rank's measurement of its link."""
     classes = form_classes(rank)
-    if world_size() > 1:
-        measured = measure_link(rank.device, rank.device_class.emulated_share, rounds, progress)
-    else:
-        measured = LinkMeasurement(Link(0.0, 1e12), 0.0, 0.0)
-    return Cluster(classes, measured.link), measured
+    if world_size() == 1:
+        return Cluster(classes, Link(0.0, 1e12)), LinkMeasurement(Link(0.0, 1e12), 0.0, 0.0)
+    measured = measure_link(rank.device, rank.device_class.emulated_share, rounds, progress)
+    return with_measured_hosts(Cluster(classes, measured.link), rank.device), measured
+
+
+def with_measured_hosts(cluster: Cluster, device: torch.device) -> Cluster:
+    """Return a cluster with the legs of the job's hosts, measured now; of one host as it is.
+
+    An all-reduce over all ranks then takes as long as its link was measured to take: legs are scaled to that.
+    """
+    by_host = ranks_by_host()
+    if len(by_host) == 1:
+        return cluster
+    names, link = list(by_host), cluster.link
+    found = agree("measuring links", lambda: measure_legs(list(by_host.values()), device))
+    latency_s, bytes_per_s = ({name: dict[str, float]() for name in names} for _ in range(2))
+    for name, ranks in by_host.items():
+        for other, seconds, rate in (leg for rank in ranks for leg in found[rank]):
+            latency_s[names[other]].setdefault(name, seconds)
+            bytes_per_s[names[other]].setdefault(name, rate)
+    cluster = replace(cluster, hosts=tuple(
+        Host(name, tuple(ranks), latency_s[name], bytes_per_s[name]) for name, ranks in by_host.items()
+    ))  # fmt: skip
+    factor = (link.latency_s + OVERLAPPED_BYTES / link.bytes_per_s) / cluster_all_reduce_s(
+        cluster, OVERLAPPED_BYTES
+    )
+    return replace(cluster.with_legs(factor, 1.0 / factor), link=link)
 
 
 def _check_alike(known: DeviceClass, found: DeviceClass, rank: int) -> None:

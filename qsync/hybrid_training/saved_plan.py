@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.allocator import find_verdict, find_warnings
-from qsync.allocator.compression_choice import with_compression
+from qsync.allocator.compression_choice import compression_lines, with_compression
 from qsync.distributed import job
 from qsync.errors import DoesNotFitError, QSyncError, shortened
 from qsync.planning import plan as choose_plan
@@ -42,9 +42,9 @@ def plan_and_save(
                 other.save(folder)
         raise DoesNotFitError(f"{error}; qsync fit {folder} says what would fit") from error
     if basis.sensitivity.exchange:
-        profiles = under_levers(basis, plan.levers, other).profiles
-        errors, target_s = basis.sensitivity.exchange, options.get("target_s")
-        plan, lines = with_compression(basis.graph, plan, profiles, basis.cluster, errors, target_s)
+        under = under_levers(basis, plan.levers, other)
+        plan = with_compression(under, plan, options.get("target_s"))
+        lines = compression_lines(under, plan)
         say_once("\n".join(f"{basis.graph.model}: {line}" for line in lines), bool(lines))
     plan = replace(plan, verdict=find_verdict(basis, plan, other, options))
     return save_with_warnings(folder, plan, basis, options.get("budgets"), other)

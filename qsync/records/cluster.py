@@ -16,7 +16,15 @@ from qsync.operators.precision import Precision
 from qsync.records.compression import CodecCost, Compression
 from qsync.records.datasheets import datasheet
 from qsync.records.json_files import read_text
-from qsync.records.record_json import LARGEST_FLOAT, Fraction, Number, Positive, Record, as_record
+from qsync.records.record_json import (
+    LARGEST_FLOAT,
+    Count,
+    Fraction,
+    Number,
+    Positive,
+    Record,
+    as_record,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +78,51 @@ class Link:
     error: Number = 0.0
     waiting_toll: Annotated[float, Meta(ge=1, le=LARGEST_FLOAT)] = 1.0
 
+    def leg(self, num_ranks: int) -> tuple[float, float]:
+        """Return latency and rate of a message between neighbours in a ring of so many ranks.
+
+        An all-reduce of b bytes over n ranks is 2 (n - 1) messages of b / n bytes, one after the other.
+        """
+        ranks = max(2, self.num_ranks or num_ranks)
+        return self.latency_s / (2 * (ranks - 1)), self.bytes_per_s * 2 * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host: its ranks, and its legs by the name of the other host, "*" for all that are not named.
+
+    A message of b bytes takes latency_s + b / bytes_per_s, while one comes the other way. The leg by the
+    host's own name connects its ranks; without one they are as near as the nearest other host.
+    """
+
+    name: str
+    ranks: tuple[Count, ...]
+    latency_s: Mapping[str, Number]
+    bytes_per_s: Mapping[str, Annotated[float, Meta(gt=0, le=LARGEST_FLOAT)]]
+
+    def leg(self, other: str) -> tuple[float, float]:
+        """Return latency and rate of a message to another host, or between the ranks of this one."""
+        latency_s, bytes_per_s = (
+            legs[other] if other in legs else nearest(legs.values()) if other == self.name else legs["*"]
+            for legs, nearest in ((self.latency_s, min), (self.bytes_per_s, max))
+        )
+        return latency_s, bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class _AlikeHosts:
+    """The short form of hosts in files: so many with equally many ranks each, all joined by the same link."""
+
+    between: Link | None = None
+    num_hosts: Positive = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster(Record):
     """The device classes of one synchronous job and the links between its ranks.
 
-    `link` connects all ranks. If `between` is given, `link` connects the ranks of one host, and `between` the
-    `num_hosts` hosts with equally many ranks each. `broadcasts_buffers` is DDP's `broadcast_buffers`.
+    `link` connects all ranks. If `hosts` are given, their legs price what it would, and it tells how
+    exchanges slow compute and miss their prediction. `broadcasts_buffers` is DDP's `broadcast_buffers`.
 
     `compression` says how gradients travel, by parameter (`qsync.records.compression.kind_of`). `codecs` has
     by kind what an exchange takes beyond the links' time of its bytes: encoding, decoding, and what its
@@ -87,11 +133,10 @@ class Cluster(Record):
 
     classes: tuple[DeviceClass, ...]
     link: Link
-    between: Link | None = None
-    num_hosts: Positive = 1
     broadcasts_buffers: bool = True
     compression: Mapping[str, str] = field(default_factory=dict)
     codecs: Mapping[str, CodecCost] = field(default_factory=dict)
+    hosts: tuple[Host, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -115,6 +160,55 @@ class Cluster(Record):
         classes = tuple(replace(c, memory_bytes=budgets.get(c.name, c.memory_bytes)) for c in self.classes)
         return replace(self, classes=classes)
 
+    @property
+    def all_hosts(self) -> tuple[Host, ...]:
+        """Return the hosts; one with all ranks where none are given."""
+        latency_s, bytes_per_s = self.link.leg(self.num_ranks)
+        whole = Host("", tuple(range(self.num_ranks)), {"": latency_s}, {"": bytes_per_s})
+        return self.hosts or (whole,)
+
+    def on_hosts(self, num_hosts: int, between: Link) -> Cluster:
+        """Return this cluster on so many hosts: `link` connects the ranks of each, and `between` the hosts.
+
+        >>> cluster.on_hosts(2, Link(1e-4, 1e9))
+        """
+        latency_s, bytes_per_s = self.link.leg(-(-self.num_ranks // num_hosts))
+        apart_s, rate = between.leg(num_hosts)
+        hosts = tuple(
+            Host(name, (), {name: latency_s, "*": apart_s}, {name: bytes_per_s, "*": rate})
+            for name in (f"host {i}" for i in range(num_hosts))
+        )
+        return replace(self, hosts=hosts).with_classes(self.classes)
+
+    def with_classes(self, classes: tuple[DeviceClass, ...], num_hosts: int | None = None) -> Cluster:
+        """Return a cluster of these classes, in equal parts on the first of this one's hosts (or all)."""
+        total = sum(device_class.count for device_class in classes)
+        num = min(total, num_hosts or len(self.hosts))
+        hosts = tuple(
+            replace(host, ranks=tuple(range(total * i // num, total * (i + 1) // num)))
+            for i, host in enumerate(self.hosts[:num])
+        )
+        return replace(self, classes=classes, hosts=hosts)
+
+    def with_legs(
+        self, latency: float = 1.0, rate: float = 1.0, *, within: bool = True, between: bool = True
+    ) -> Cluster:
+        """Return this cluster with latencies and rates times a factor, within hosts and between them."""
+
+        def changed(own: str, values: Mapping[str, float], factor: float) -> dict[str, float]:
+            return {at: v * factor if (within if at == own else between) else v for at, v in values.items()}
+
+        hosts = tuple(
+            Host(
+                host.name, host.ranks, changed(host.name, host.latency_s, latency),
+                changed(host.name, host.bytes_per_s, rate),
+            )
+            for host in self.hosts
+        )  # fmt: skip
+        latency_s, bytes_per_s = self.link.latency_s * latency, self.link.bytes_per_s * rate
+        link = replace(self.link, latency_s=latency_s, bytes_per_s=bytes_per_s) if within else self.link
+        return replace(self, link=link, hosts=hosts)
+
     @classmethod
     def from_json(cls, value: Any, where: str | None = None) -> Cluster:
         """Read the JSON of `to_json`.
@@ -126,9 +220,25 @@ class Cluster(Record):
         if isinstance(classes, (list, tuple)):
             places = (f"{where}, classes, entry {i}" for i in count(1))
             value = {**value, "classes": [_completed(*each) for each in zip(classes, places, strict=False)]}
+        short: dict[str, Any] = {}
+        if isinstance(value, Mapping):
+            short = {name: value[name] for name in ("between", "num_hosts") if name in value}
+            value = {name: part for name, part in value.items() if name not in short}
+        alike = as_record(short, _AlikeHosts, where)
         cluster = as_record(value, cls, where)
+        if (alike.between is None) != (alike.num_hosts == 1):
+            raise FormatError(
+                f"{where}: num_hosts and a [between] link need each other; give both or neither"
+            )
+        if alike.between and cluster.hosts:
+            raise FormatError(f"{where}: a [between] link stands for [[hosts]]; give one of them")
+        if alike.num_hosts > cluster.num_ranks:
+            raise FormatError(
+                f"{where}: {shortened(alike.num_hosts)} hosts for {shortened(cluster.num_ranks)} ranks; "
+                "give fewer hosts"
+            )
         cluster._check(where)
-        return cluster
+        return cluster.on_hosts(alike.num_hosts, alike.between) if alike.between else cluster
 
     def _check(self, where: str) -> None:
         """Raise FormatError for fields that contradict each other."""
@@ -144,15 +254,8 @@ class Cluster(Record):
                 raise FormatError(f"{where}, {shortened(name)}: precisions must include 'fp32'; add it")
         for kind in self.compression.values():
             Compression.parse(kind)
-        if (self.between is None) != (self.num_hosts == 1):
-            raise FormatError(
-                f"{where}: num_hosts and a [between] link need each other; give both or neither"
-            )
-        if self.num_hosts > self.num_ranks:
-            raise FormatError(
-                f"{where}: {shortened(self.num_hosts)} hosts for {shortened(self.num_ranks)} ranks; "
-                "give fewer hosts"
-            )
+        if self.hosts:
+            _check_hosts(self.hosts, self.num_ranks, where)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -167,6 +270,26 @@ class Cluster(Record):
             raise FormatError(
                 f"{path} is not a cluster file ({shortened(error)}); see docs/guide/clusters.md"
             ) from error
+
+
+def _check_hosts(hosts: tuple[Host, ...], num_ranks: int, where: str) -> None:
+    """Raise FormatError unless every rank is on one host, and every host has a leg to each other."""
+    found = sorted(rank for host in hosts for rank in host.ranks)
+    names = {host.name for host in hosts}
+    if found != list(range(num_ranks)) or not all(host.ranks for host in hosts) or len(names) < len(hosts):
+        raise FormatError(
+            f"{where}: [[hosts]] have the ranks {shortened(found)}; give each of the ranks 0 to "
+            f"{num_ranks - 1} to one host, every host some, and a name of its own"
+        )
+    for host in hosts:
+        for what, legs in (("latency_s", host.latency_s), ("bytes_per_s", host.bytes_per_s)):
+            needed = names - {host.name} - legs.keys() if "*" not in legs else set()
+            if needed or not legs:
+                raise FormatError(
+                    f"{where}: {what} of host {shortened(host.name)} lacks "
+                    f"{shortened(min(needed, default=host.name))}; give one for every host, or '*' for the "
+                    "others"
+                )
 
 
 def _completed(entry: Any, where: str) -> Any:

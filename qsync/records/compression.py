@@ -39,6 +39,11 @@ class Message(NamedTuple):
     collective: str
     num_bytes: int
 
+    @property
+    def is_within_hosts(self) -> bool:
+        """Return whether it connects the ranks of each host alone."""
+        return self.collective in ("reduce", "broadcast")
+
     def sent_bytes(self, num_ranks: int) -> float:
         """Return the bytes that each rank sends, by ring or directly: those of its own part excluded."""
         others = num_ranks - 1

@@ -60,7 +60,8 @@ def basis_of(
 ) -> tuple[Basis, Recapture]:
     """Return the basis of cards from their data sheets, and the second capture, both simulated."""
     hosts = sum(-(-one.count // CARDS_A_HOST) for one, _ in cards.values())
-    cluster = Cluster(tuple(one for one, _ in cards.values()), WITHIN, link if hosts > 1 else None, hosts)
+    cluster = Cluster(tuple(one for one, _ in cards.values()), WITHIN)
+    cluster = cluster.on_hosts(hosts, link) if hosts > 1 else cluster
     profiles, others = ({name: sheet_profile(at, sheet, name) for name, (_, sheet) in cards.items()}
                        for at in graphs)  # fmt: skip
     graph, recaptured = graphs

@@ -52,10 +52,7 @@ class MembershipSteps:
     def __call__(self, ranks: Mapping[str, int]) -> float:
         """Return the seconds of a step with these ranks present (class -> number)."""
         classes = tuple(replace(c, count=ranks[c.name]) for c in self._cluster.classes if ranks.get(c.name))
-        hosts = min(self._cluster.num_hosts, sum(c.count for c in classes))
-        between = self._cluster.between if hosts > 1 else None
-        present = replace(self._cluster, classes=classes, between=between, num_hosts=hosts)
-        exchange = GradientExchange(self._graph, present, self._cap)
+        exchange = GradientExchange(self._graph, self._cluster.with_classes(classes), self._cap)
         works = [self._work(name, samples, exchange) for name, samples in self.shares(ranks).items()]
         return step_time(works, exchange)
 

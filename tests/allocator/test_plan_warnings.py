@@ -16,6 +16,7 @@ from qsync.allocator.explanation import plan_warnings
 from qsync.allocator.planner import Options
 from qsync.distributed.ddp_profiling import PROFILE_S_VARIABLE
 from qsync.operators.precision import Precision
+from qsync.records.cluster import Link
 from qsync.records.plans import Plan
 
 GRAPH = mlp(2)
@@ -40,6 +41,15 @@ def test_int8_in_all_products_is_named_where_16_bits_are_no_faster():
         t for t in find_warnings(GRAPH, plan, profiles(fp32=2.0, bf16=2.1), CLUSTER) if "int8_all" in t
     )
     assert text.startswith("infer is no faster in bf16 than in FP32") and 'precisions=["int8_all"]' in text
+
+
+def test_a_faster_order_of_ranks_is_named():
+    hosts = cluster_of({"train": 2, "infer": 2}).on_hosts(2, Link(1e-4, 1e7, num_ranks=2))
+    plan = uniform(GRAPH, profiles(), hosts, {})
+    assert not any("order of ranks" in text for text in find_warnings(GRAPH, plan, profiles(), hosts))
+    turns = [replace(host, ranks=(i, i + 2)) for i, host in enumerate(hosts.hosts)]
+    apart = replace(hosts, hosts=tuple(turns))
+    assert any("of ranks, 0, 2, 1, 3, an" in text for text in find_warnings(GRAPH, plan, profiles(), apart))
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_lines_are_few_and_say_the_ratio_to_the_strongest_class():
 def test_strong_cards_on_a_host_of_their_own_do_not_use_the_link_between_hosts():
     slow = {"train": 1.0, "infer": 2.0}
     basis, other = basis_of(slow, {"train": 2, "infer": 2}), other_of(slow)
-    cluster = replace(basis.cluster, between=Link(1.0, 1e9), num_hosts=2)
+    cluster = basis.cluster.on_hosts(2, Link(1.0, 1e9))
     here, apart = (
         find_verdict(at, planned(at, other), other) for at in (basis, replace(basis, cluster=cluster))
     )

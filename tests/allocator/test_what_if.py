@@ -73,13 +73,11 @@ def test_buckets_of_another_size_are_replayed(link, cap, better):
 
 
 def test_two_kinds_of_links_are_told_apart():
-    cluster = replace(
-        cluster_of({"train": 2, "infer": 2}, link=Link(0.0, 1e12)), between=SLOW_LINK, num_hosts=2
-    )
+    cluster = cluster_of({"train": 2, "infer": 2}, link=Link(0.0, 1e12)).on_hosts(2, SLOW_LINK)
     first = next(one for one in found_of(cluster=cluster) if one.kind == "link")
     assert first.what == "the link between hosts has twice the bandwidth"
-    between = replace(SLOW_LINK, bytes_per_s=2e8)
-    assert first.step_s == step_of(cluster=replace(cluster, between=between))
+    twice = replace(SLOW_LINK, bytes_per_s=2 * SLOW_LINK.bytes_per_s)
+    assert first.step_s == step_of(cluster=cluster.on_hosts(2, twice))
 
 
 def test_one_more_card_counts_by_the_samples_it_takes():

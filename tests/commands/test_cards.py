@@ -73,8 +73,9 @@ def test_the_cpu_here_is_a_card_of_measured_rates(graphs):
 
 def test_cards_of_a_kind_share_hosts_and_the_link_is_between_hosts(graphs):
     basis, _ = judge(cards_of("A100:12,T4:1"), link_of("8Gb"), graphs, "fp16")
-    assert basis.cluster.num_hosts == 3 and basis.cluster.between.bytes_per_s == 1e9
-    assert judge(cards_of("A100:8"), link_of("8Gb"), graphs, "fp16")[0].cluster.between is None
+    first, *_, last = basis.cluster.hosts
+    assert len(basis.cluster.hosts) == 3 and first.leg(last.name)[1] == 1e9
+    assert judge(cards_of("A100:8"), link_of("8Gb"), graphs, "fp16")[0].cluster.hosts == ()
 
 
 def test_a_model_that_no_card_holds_is_one_sentence(config):

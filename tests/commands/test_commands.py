@@ -45,6 +45,35 @@ bytes_per_s = 1e10
 """
 
 
+HOSTS = """
+[[hosts]]
+name = "here"
+ranks = [0, 2]
+latency_s = { "*" = 1e-5 }
+bytes_per_s = { here = 5e9, "*" = 1.25e8 }
+
+[[hosts]]
+name = "there"
+ranks = [1, 3]
+latency_s = { "*" = 4e-5 }
+bytes_per_s = { "*" = 2.5e8 }
+"""
+
+
+def test_links_prints_a_table_of_legs_and_a_faster_order(command, folder):
+    path = Path("cluster.toml")
+    path.write_text(CLUSTER_TOML + HOSTS)
+    code, out, _ = command("links", path)
+    assert code == 0 and "40 Gb/s, 10 us" in out and "1 Gb/s, 10 us" in out and "2 Gb/s, 40 us" in out
+    assert "in another order of ranks, 0, 2, 1, 3, an all-reduce of 25 MiB takes" in out
+    found = json.loads(command("links", path, "--json")[1])
+    assert found["hosts"][1]["latency_s"] == {"*": 4e-5} and found["order"]
+    path.unlink()
+    code, out, _ = command("links", folder)
+    assert code == 0 and "all ranks" in out and "another order" not in out
+    assert "give a plan's folder or a cluster.toml, or start it in each rank" in command("links")[2]
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> None:
     """An empty current directory, where what should not be written would show."""

@@ -263,6 +263,60 @@ def test_a_cluster_file_reads(tmp_path):
         cluster["train"]
 
 
+HOSTS = """
+[[hosts]]
+name = "a"
+ranks = [0]
+latency_s = { "*" = 2e-5, b = 4e-5 }
+bytes_per_s = { b = 1e9, "*" = 4e9 }
+
+[[hosts]]
+name = "b"
+ranks = [1]
+latency_s = { a = 3e-5 }
+bytes_per_s = { a = 5e8 }
+"""
+
+
+def test_hosts_have_legs_in_each_direction_and_the_short_form_makes_them_alike(tmp_path):
+    first, second = Cluster.load(write_text(tmp_path / "cluster.toml", TOML + HOSTS)).hosts
+    assert first.leg("b") == (4e-5, 1e9) and second.leg("a") == (3e-5, 5e8)
+    assert first.leg("a") == (2e-5, 4e9) and second.leg("b") == (3e-5, 5e8)  # one rank: as the nearest
+    short = "num_hosts = 2\n" + TOML + "[between]\nlatency_s = 1e-3\nbytes_per_s = 1e8\nnum_ranks = 2\n"
+    cluster = Cluster.load(write_text(tmp_path / "short.toml", short))
+    assert [host.leg(other.name) for host in cluster.hosts for other in cluster.hosts] == [
+        (5e-5, 1e9), (5e-4, 1e8), (5e-4, 1e8), (5e-5, 1e9),
+    ]  # fmt: skip
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    faster = cluster.with_legs(0.5, 2.0, within=False)
+    assert faster.hosts[0].leg("host 1") == (2.5e-4, 2e8) and faster.hosts[0].leg("host 0") == (5e-5, 1e9)
+    assert faster.link == cluster.link and cluster.with_legs(2.0).link.latency_s == 2e-4
+    more = cluster.with_classes((replace(cluster["infer"], count=5),))
+    assert [host.ranks for host in more.hosts] == [(0, 1), (2, 3, 4)]
+    assert len(cluster.with_classes(cluster.classes, 1).hosts) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ranks = [1]", "ranks = [0]", "hosts.. have the ranks .0, 0.; give each of the ranks 0 to 1 to one"),
+        ('name = "b"', 'name = "a"', "and a name of its own"),
+        ("{ a = 3e-5 }", "{ b = 3e-5 }", "latency_s of host 'b' lacks 'a'; give one for every host, or"),
+        ("{ a = 5e8 }", "{ a = 0 }", "hosts, entry 2, bytes_per_s, a: expected `float` > 0"),
+        ("{ a = 5e8 }", "{}", "bytes_per_s of host 'b' lacks 'a'"),
+        ("[[hosts]]\nname = \"a\"", "[between]\nlatency_s = 1\nbytes_per_s = 1\n[[hosts]]\nname = \"a\"",
+         "num_hosts and a .between. link need each other"),
+    ],
+)  # fmt: skip
+def test_hosts_that_do_not_fit_are_named(tmp_path, old, new, message):
+    assert old in HOSTS
+    with pytest.raises(FormatError, match=message):
+        Cluster.load(write_text(tmp_path / "cluster.toml", TOML + HOSTS.replace(old, new)))
+    both = "num_hosts = 2\n" + TOML + "[between]\nlatency_s = 1\nbytes_per_s = 1\n" + HOSTS
+    with pytest.raises(FormatError, match="stands for ..hosts..; give one of them"):
+        Cluster.load(write_text(tmp_path / "both.toml", both))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -293,7 +293,7 @@ def test_the_planned_membership_takes_the_replayed_step():
     steps, plan = steps_of(cluster_of(COUNTS))
     assert steps(COUNTS) == pytest.approx(plan.step_s, rel=1e-9) and steps.samples_per_step == 160
     assert steps.shares(COUNTS) == {"train": 32, "infer": 32}
-    hosts = replace(cluster_of(COUNTS), between=Link(1e-4, 1e9), num_hosts=2)
+    hosts = cluster_of(COUNTS).on_hosts(2, Link(1e-4, 1e9))
     steps, plan = steps_of(hosts)
     assert steps(COUNTS) == pytest.approx(plan.step_s, rel=1e-9)
     assert steps({"train": 1, "infer": 0}) > plan.step_s

@@ -55,11 +55,11 @@ def test_the_factor_that_was_put_in_comes_out(factor):
 def test_links_between_hosts_are_scaled_with_those_within():
     step_s = replay(GRAPH, PLANS[0], PROFILES, cluster_of()).step_s
     link = Link(step_s, 1e9, 1.0, 2)
-    measured = replace(cluster_of(), link=link, between=link, num_hosts=2)
+    measured = replace(cluster_of(), link=link).on_hosts(2, link)
     slow = replace(link, latency_s=2 * step_s, bytes_per_s=5e8)
-    found = in_use(measured, measured_steps(replace(measured, link=slow, between=slow)))[0]
-    assert found.between is not None
-    assert found.between.latency_s / link.latency_s == pytest.approx(2.0, rel=0.06)
+    found = in_use(measured, measured_steps(replace(measured, link=slow).on_hosts(2, slow)))[0]
+    (latency_s, rate), (before_s, before) = (of.hosts[1].leg("host 0") for of in (found, measured))
+    assert latency_s / before_s == pytest.approx(2.0, rel=0.06) == before / rate
 
 
 def test_a_link_that_no_step_waits_for_stays_as_it_was():

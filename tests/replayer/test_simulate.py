@@ -39,8 +39,8 @@ from qsync.replayer import (
     GradientExchange,
     Timeline,
     Work,
-    all_reduce_s,
     buckets,
+    cluster_all_reduce_s,
     peaks,
     replay,
     steady_step,
@@ -141,8 +141,10 @@ def test_communication_hides_behind_backward_but_for_the_last_bucket():
     timeline = replay(GRAPH, {"train": {}}, free, cluster_of({"train": 2}, link=link), bucket_cap_bytes=cap)
     last = buckets(GRAPH, cap)[-1]
     assert last.ready == 0
-    assert timeline["train"].exposed_s == pytest.approx(all_reduce_s(link, last.num_bytes))
-    assert timeline.step_s == pytest.approx(own_work(FAST) + all_reduce_s(link, last.num_bytes))
+    assert timeline["train"].exposed_s == pytest.approx(link.latency_s + last.num_bytes / link.bytes_per_s)
+    assert timeline.step_s == pytest.approx(
+        own_work(FAST) + link.latency_s + last.num_bytes / link.bytes_per_s
+    )
 
 
 # Timelines small enough to write down. One class has 1 s before backward, 4 s of backward, buckets after 1
@@ -411,7 +413,7 @@ def test_a_compressed_exchange_is_priced_by_its_bytes_and_its_codec():
     size = sum(value.num_elements for value in graph.parameters)
     row = message_bytes(part_elements(size, plain.num_ranks))
     assert exchange.sent_bytes == 2 * (plain.num_ranks - 1) * row < 0.3 * exact.sent_bytes
-    sent_s = 2 * all_reduce_s(plain.link, row * plain.num_ranks / 2, plain.num_ranks)
+    sent_s = 2 * cluster_all_reduce_s(plain, row * plain.num_ranks / 2)
     assert exchange.durations_s == pytest.approx((sent_s + 1e-4 + 2e-9 * 4 * size,))
     profiles = {name: profile_of(graph, name) for name in NOTHING}
     tolled = {
@@ -426,3 +428,22 @@ def test_a_compressed_exchange_is_priced_by_its_bytes_and_its_codec():
     assert replay(graph, NOTHING, tolled, cluster).sent_bytes == exchange.sent_bytes
     assert exchange.tolls_s(tolled["train"]) == (3e-3,)
     assert exact.tolls_s(tolled["train"]) == pytest.approx((4e-9 * size,))
+
+
+def test_layers_pay_for_both_hosts_chains_and_the_leaders_exchange():
+    graph, size = mlp(width=64), 4 * sum(value.num_elements for value in mlp(width=64).parameters)
+    plain = cluster_of({"train": 3, "infer": 3}, link=Link(2e-5, 1e9, num_ranks=2))
+    hosts = plain.on_hosts(2, Link(2e-3, 1e7, num_ranks=2))
+    codecs = {"fp32": CodecCost(1e-2, 0.0), "bf16": CodecCost(1e-4, 0.0)}
+    flat = GradientExchange(graph, replace(hosts, codecs=codecs))
+    assert flat.durations_s == pytest.approx((10 * (1e-3 + size / 6 / 1e7),))  # DDP's own, without a codec
+    assert flat.sent_bytes == pytest.approx(2 * 5 / 6 * size)
+    chains_s = 2 * (2 * 1e-5 + size / 1e9)  # to the leader, and back
+    for kind, part, codec_s in (("fp32", 1.0, 1e-2), ("bf16", 0.5, 1e-4)):
+        exchange = GradientExchange(graph, replace(hosts, codecs=codecs, compression={"*": kind}))
+        assert exchange.durations_s == pytest.approx((chains_s + 2e-3 + part * size / 1e7 + codec_s,))
+        assert exchange.sent_bytes == pytest.approx(part * size)
+        profile = replace(profile_of(graph), exchange_tolls={kind: CodecCost(5e-3, 0.0)})
+        assert exchange.tolls_s(profile) == (5e-3,)
+    alone = replace(plain.on_hosts(6, Link(2e-3, 1e7, num_ranks=2)), compression={"*": "bf16"})
+    assert GradientExchange(graph, alone).sent_bytes == pytest.approx(2 * 5 / 6 * size / 2)

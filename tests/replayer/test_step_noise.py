@@ -12,7 +12,8 @@ from graphs import cluster_of, mlp, profile_of, sensitivity_of
 from qsync.allocator import allocate
 from qsync.errors import FormatError
 from qsync.records.cluster import Cluster, Link
-from qsync.replayer import all_reduce_s, cluster_all_reduce_s, replay, vary
+from qsync.replayer import cluster_all_reduce_s, replay, vary
+from qsync.replayer.communication import order_hint
 from qsync.replayer.step_noise import percentile
 
 GRAPH = mlp(4)
@@ -64,21 +65,32 @@ def test_no_steps_are_refused():
 
 def test_a_link_is_carried_over_to_other_numbers_of_ranks_as_a_ring():
     link = Link(1e-4, 1e9, num_ranks=2)
+
+    def all_reduce_s(link, num_bytes, num_ranks):
+        return cluster_all_reduce_s(cluster_of({"train": num_ranks}, link=link), num_bytes)
+
     assert all_reduce_s(link, 10**9, 2) == pytest.approx(1.0001)
     assert all_reduce_s(link, 10**9, 4) == pytest.approx(3e-4 + 1.5)
     assert all_reduce_s(link, 10**9, 1) == 0.0
     assert all_reduce_s(replace(link, num_ranks=None), 10**9, 4) == pytest.approx(1.0001)
 
 
-def test_between_hosts_the_slower_link_counts_beside_the_one_within():
+def test_the_slowest_leg_of_a_ring_bounds_an_all_reduce():
     flat = cluster_of({"train": 4, "infer": 4}, link=Link(1e-5, 1e10, num_ranks=2))
-    two = replace(flat, between=Link(1e-4, 1e9, num_ranks=2), num_hosts=2)
-    num_bytes = 10**8
-    within = all_reduce_s(flat.link, num_bytes, 4)
-    assert cluster_all_reduce_s(two, num_bytes) == pytest.approx(within + 1e-4 + 0.1)
-    assert cluster_all_reduce_s(flat, num_bytes) == pytest.approx(all_reduce_s(flat.link, num_bytes, 8))
-    alone = replace(two, num_hosts=8)
-    assert cluster_all_reduce_s(alone, num_bytes) == pytest.approx(all_reduce_s(two.between, num_bytes, 8))
+    between, num_bytes = Link(1e-4, 1e9, num_ranks=2), 10**8
+    two = flat.on_hosts(2, between)
+    assert [host.ranks for host in two.hosts] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    slow_s = 14 * (5e-5 + num_bytes / 8 / 1e9)  # hops of an eighth of the bytes
+    assert cluster_all_reduce_s(two, num_bytes) == pytest.approx(slow_s)
+    assert slow_s == pytest.approx(cluster_all_reduce_s(replace(flat, link=between), num_bytes))
+    slow_there = replace(two.hosts[0], bytes_per_s={"host 0": 1e8, "*": 1e9})
+    there_s = cluster_all_reduce_s(replace(two, hosts=(slow_there, two.hosts[1])), num_bytes)
+    assert there_s == pytest.approx(14 * (5e-6 + num_bytes / 8 / 1e8))  # within the first host
+    turns = [replace(host, ranks=tuple(range(i, 8, 2))) for i, host in enumerate(two.hosts)]
+    apart = replace(two, hosts=tuple(turns))
+    shared_s = 14 * (5e-5 + num_bytes / 2 / 1e9)  # four messages over the same leg
+    assert cluster_all_reduce_s(apart, num_bytes) == pytest.approx(shared_s)
+    assert order_hint(two) == "" and "0, 2, 4, 6, 1, 3, 5, 7" in order_hint(apart)
     step = replay(GRAPH, PLAN, profiles(0.0), two).step_s
     assert step > replay(GRAPH, PLAN, profiles(0.0), flat).step_s
     assert Cluster.from_json(read(two)) == two
