@@ -40,6 +40,7 @@ def test_peaks_are_dense():
             assert rates["int8"] == pytest.approx(times * rates["fp16"], rel=0.02)
         if "tf32" in rates:
             assert rates["fp16"] == pytest.approx(2 * rates["tf32"], rel=0.03)
+        assert rates.get("bf16", rates["fp16"]) == rates["fp16"], name
 
 
 def test_an_unknown_name_is_told_the_nearest():

@@ -293,6 +293,8 @@ def test_levers_that_cannot_be_are_refused_with_what_to_do():
         resized(GRAPH, mlp(3, rows=16), 8)
     with pytest.raises(MismatchError, match="not of the same operators of mlp, they first differ in"):
         resized(GRAPH, mlp(2, rows=8), 8)
+    with pytest.raises(MismatchError, match="operators of mlp; capture both alike"):
+        resized(GRAPH, replace(SMALLER, ops=SMALLER.ops[:-1]), 8)
     ops = [replace(op, kind="relu") if op.kind == "gelu" else op for op in SMALLER.ops]
     first = next(op.name for op in SMALLER.ops if op.kind == "gelu")
     with pytest.raises(MismatchError, match=f"they first differ in {first}; capture both alike"):

@@ -96,8 +96,10 @@ def test_the_fast_class_waits_for_the_slow_one():
 def test_filling_buckets_adds_to_backward():
     copying = {name: replace(p, bucket_s_per_byte=1e-9) for name, p in PROFILES.items()}
     more = 4e-9 * sum(p.num_elements for p in GRAPH.parameters)
-    timeline = replay(GRAPH, NOTHING, copying, cluster_of(link=FREE))
+    timeline, without = (replay(GRAPH, NOTHING, ps, cluster_of(link=FREE)) for ps in (copying, PROFILES))
     assert timeline["infer"].compute_s == pytest.approx(own_work(SLOW) + more)
+    assert any("to buckets" in event.name for event in timeline.events)
+    assert not any("to buckets" in event.name for event in without.events)
 
 
 def test_counts_change_neither_events_nor_step():
