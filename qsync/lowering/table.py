@@ -204,8 +204,10 @@ class Table:
                 carried[result] = self.type_of(i, carried)
             lowers = any(self.makes_order[self.first_cell[i] : self.first_cell[i] + len(BY_NUMBER)])
             orders[result] = lowers or (self.passes_order[i] and orders[operands[0]])
-        changing = ([i for i in range(len(wiring.ops)) if of[self.offset + i]] for of in (varies, orders))
-        return bytes(carried), *changing
+        open_, ordering = (
+            [i for i in range(len(wiring.ops)) if of[self.offset + i]] for of in (varies, orders)
+        )
+        return bytes(carried), open_, ordering
 
     def outputs(self, carried_16bit: str | None) -> list[tuple[int, int]]:
         """Return the result types of adjustable operators, by cell and by demand for 16 bits."""
