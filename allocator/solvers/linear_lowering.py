@@ -141,7 +141,7 @@ class LinearLowering:
         for value in reversed(range(wiring.num_values)):
             if asked[value]:
                 readers = self.table.wanting.get(value)
-                found = [self._wants_16_bit(i, slots, wanted) for i, slots in readers or ()]
+                found = [self._wants_16_bit(i, slots, wanted) for i, slots, _ in readers or ()]
                 wanted[value] = self.program.all_of(found) if readers else ZERO
         return wanted
 

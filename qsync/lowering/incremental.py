@@ -92,6 +92,7 @@ class Lowering:
             self.facts.wanted[value] = self._is_wanted(value)
         for i in self.table.open:
             self.facts.carried[self._offset + i] = self._type_of(i)
+        for i in self.table.ordering:
             self.facts.order[self._offset + i] = self._makes_order(i)
         self.row = self._rows_of(np.arange(num_ops))
         self.cast_set = self._casts_of(np.arange(num_values))
@@ -238,26 +239,20 @@ class Lowering:
 
     def _is_wanted(self, value: int) -> bool:
         """Return whether every consumer of this value would cast it to at most 16 bits."""
-        wide, first_cell = self.table.wide_slots, self.table.first_cell
-        for i, slots in self.table.wanting[value]:
+        for i, slots, at in self.table.wanting[value]:
             if slots:
-                if slots & wide[first_cell[i] + self.facts.precision[i]]:
+                if slots & self.table.wide_slots[at + self.facts.precision[i]]:
                     return False
-            elif not self.facts.wanted[self._offset + i]:
+            elif not self.facts.wanted[at]:
                 return False
         return True
 
     def _type_of(self, i: int) -> int:
         """Return the number of the type of an operator's result."""
-        op = self.graph.ops[i]
-        if op.role is Role.ADJUSTABLE:
+        if self.graph.ops[i].role is Role.ADJUSTABLE:
             outputs = self._outputs[self.table.first_cell[i] + self.facts.precision[i]]
             return outputs[self.facts.wanted[self._offset + i]]
-        return (
-            self.table.type_of(i, [self.facts.carried[value] for value in self.wiring.floats[i]])
-            if op.role is Role.FOLLOWING
-            else self.facts.carried[self._offset + i]
-        )
+        return self.table.type_of(i, self.facts.carried)
 
     def _makes_order(self, i: int) -> bool:
         """Return whether an operator's result is images that lowering makes channels-last."""

@@ -31,6 +31,7 @@ BY_NUMBER = tuple(Precision)
 NUMBER = {precision: number for number, precision in enumerate(BY_NUMBER)}
 _TYPE_BITS = 6  # bits per type in a key
 _OPERANDS_PER_KEY = 6  # operand types that fit into 63 bits beside the number of a neighbourhood
+_SHIFTS = _TYPE_BITS * np.arange(_OPERANDS_PER_KEY)[:, None]
 # Flags of a neighbourhood: it computes its follower, is computed, saves less, its result is saved, it reads
 # images that lowering made channels-last, makes such images, and runs as traced since nothing is lowered.
 COMPUTES, COMPUTED, SAVES_LESS, SAVED, READS_ORDER, MAKES_ORDER, AS_TRACED = (1 << k for k in range(7))
@@ -89,8 +90,8 @@ class Table:
         self._wire()
         self._fill_cells(len(kinds))
         self._outputs: dict[str | None, list[tuple[int, int]]] = {}
-        self._followed: dict[tuple[int, ...], int] = {}
-        self.settled, self.open = self._settle()
+        self._followed: dict[int, dict[int, int]] = {cell: {} for cell in self.first_cell}
+        self.settled, self.open, self.ordering = self._settle()
         self._surroundings = Numbered()
         self._neighbourhoods = [Numbered() for _ in self._floats]
         self.rows: list[Run] = []
@@ -150,16 +151,18 @@ class Table:
         self._is_replaced[wiring.replaced] = True
         anchors = [-1 if anchor is None else anchor for anchor in wiring.anchor]
         self.owner = np.array([*anchors, *range(len(ops))], dtype=np.int64)
-        # Readers of the values that may be wanted in 16 bits: (operator, the slots in which it reads).
-        self.wanting: dict[int, list[tuple[int, int]]] = {}
+        # Values that may be wanted in 16 bits, with their readers: (operator, slots in which it reads the
+        # value, its first cell), or for a follower that passes the want on (operator, 0, its result).
+        self.wanting: dict[int, list[tuple[int, int, int]]] = {}
         for value in reversed(range(wiring.offset, wiring.num_values)):
-            readers = wiring.consumers[value]
-            if readers and all(
-                ops[i].role is Role.ADJUSTABLE
-                or (wiring.passes_16bit_on[i] and wiring.offset + i in self.wanting)
-                for i in readers
+            found = [(i, self._slots(i, value)) for i in wiring.consumers[value]]
+            if found and all(
+                slots or (wiring.passes_16bit_on[i] and wiring.offset + i in self.wanting)
+                for i, slots in found
             ):
-                self.wanting[value] = [(i, self._slots(i, value)) for i in readers]
+                self.wanting[value] = [
+                    (i, slots, self.first_cell[i] if slots else wiring.offset + i) for i, slots in found
+                ]
 
     def _slots(self, i: int, value: int) -> int:
         """Return the slots of an adjustable operator in which it reads a value, as bits; 0 for others."""
@@ -188,23 +191,23 @@ class Table:
         for i, op in enumerate(self.wiring.ops):
             self.passes_order[i] = bool(op.inputs) and rule.makes_channels_last(op, Precision.FP32, True)
 
-    def _settle(self) -> tuple[bytes, list[int]]:
-        """Return the types of all values as traced, and the operators whose type or order may change."""
+    def _settle(self) -> tuple[bytes, list[int], list[int]]:
+        """Return all values' types as traced, and the operators whose type, or whose order, may change."""
         wiring = self.wiring
         carried = bytearray(map(self.type, wiring.traced))
         varies, orders = [False] * wiring.num_values, [False] * wiring.num_values
-        open_ = []
         for i, op in enumerate(wiring.ops):
             result, operands = self.offset + i, wiring.operands[i]
             own = op.role is Role.ADJUSTABLE
             varies[result] = own or (op.role is Role.FOLLOWING and any(varies[v] for v in wiring.floats[i]))
             if op.role is Role.FOLLOWING and not varies[result]:
-                carried[result] = self.type_of(i, [carried[value] for value in wiring.floats[i]])
+                carried[result] = self.type_of(i, carried)
             lowers = any(self.makes_order[self.first_cell[i] : self.first_cell[i] + len(BY_NUMBER)])
             orders[result] = lowers or (self.passes_order[i] and orders[operands[0]])
-            if varies[result] or orders[result]:
-                open_.append(i)
-        return bytes(carried), open_
+        open_, ordering = (
+            [i for i in range(len(wiring.ops)) if of[self.offset + i]] for of in (varies, orders)
+        )
+        return bytes(carried), open_, ordering
 
     def outputs(self, carried_16bit: str | None) -> list[tuple[int, int]]:
         """Return the result types of adjustable operators, by cell and by demand for 16 bits."""
@@ -221,13 +224,16 @@ class Table:
                     found[structure * len(BY_NUMBER) + number] = plain, wanted
         return found
 
-    def type_of(self, i: int, floats: list[int]) -> int:
+    def type_of(self, i: int, carried: bytearray) -> int:
         """Return the type of a following operator's result, from those of its float inputs."""
-        key = (self.first_cell[i], *floats)
-        found = self._followed.get(key)
+        known, key = self._followed[self.first_cell[i]], 0
+        for value in self.wiring.floats[i]:
+            key = key << _TYPE_BITS | carried[value]
+        found = known.get(key)
         if found is None:
-            run, _ = self.run_of(i, Precision.FP32, [self.type_names[number] for number in floats])
-            found = self._followed[key] = self.type(run.output)
+            floats = [self.type_names[carried[value]] for value in self.wiring.floats[i]]
+            run, _ = self.run_of(i, Precision.FP32, floats)
+            found = known[key] = self.type(run.output)
         return found
 
     def saved_as(self, i: int, j: int, precision: Precision) -> str | None:
@@ -286,9 +292,8 @@ class Table:
         key = (self.structure[ops] << 3 | precision[ops]) << _TYPE_BITS | types[self.offset + ops]
         number, fresh = self._surroundings(key << _FLAG_BITS | flags)
         for floats, numbered in zip(self._floats, self._neighbourhoods, strict=True):
-            for values in floats:
-                number = number << _TYPE_BITS | types[values[ops]]
-            number, fresh = numbered(number)
+            operands = (types[floats[:, ops]].astype(np.int64) << _SHIFTS).sum(axis=0)
+            number, fresh = numbered(number << _TYPE_BITS * _OPERANDS_PER_KEY | operands)
         if fresh:
             new = [
                 self._ask(int(ops[k]), BY_NUMBER[precision[ops[k]]], carried, int(flags[k])) for k in fresh

@@ -190,8 +190,8 @@ def test_replay_costs_as_many_calls_for_many_ranks_and_few_more_for_many_layers(
 
     few = calls(4, 10)
     assert calls(4, 10_000) == few
-    # Once its tables are made, a step is replayed with less than a call per operator: a layer has 18 of them.
-    assert calls(40, 10) - few < 36 * 18 * 2
+    # Once its table is made, a step is replayed with some three calls per operator: a layer has 18 of them.
+    assert calls(40, 10) - few < 4 * 36 * 18 * 2
 
 
 def test_a_step_is_replayed_without_laying_out_its_events_and_nodes(monkeypatch):
@@ -201,7 +201,7 @@ def test_a_step_is_replayed_without_laying_out_its_events_and_nodes(monkeypatch)
     graph = mlp(2)
     timeline = replay(graph, {"infer": {}}, {"infer": profile_of(graph)}, cluster_of({"infer": 1}))
     assert timeline.step_s > 0 and not made
-    assert timeline.sequence("infer") == lower(graph, {}).nodes and len(made) == 1
+    assert timeline.sequence("infer") == reference_lowering(graph, {}).nodes and len(made) == 1
     assert timeline.events and timeline.events[0].kind == "host" and len(made) == 2
     assert timeline.events[-1].kind == "optimizer" and len(made) == 2  # made once
     assert pickle.loads(pickle.dumps(timeline)) == timeline
