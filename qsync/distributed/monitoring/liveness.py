@@ -38,8 +38,7 @@ DEFAULT_TIMEOUT_S = 30.0
 JOIN_TIMEOUT_S = 600.0  # seconds to wait for ranks that have not started: they may load more, or start later
 TOLD_S = 10.0  # seconds between two lines about a missing rank
 
-_FINISHED = "finished"
-_FAREWELL = "error: "
+_FINISHED, _FAREWELL = "finished", "error: "
 _MOST_NAMED = 4
 _INTERVAL_S = 1.0  # longest interval between two beats, in seconds
 _JOIN_POLL_S = 0.05
@@ -227,9 +226,8 @@ class Watch:
 
     def _has_read(self, other: int) -> bool:
         assert self._store is not None
-        if self._store.check([f"read/{other}"]):
-            return True
-        return self._store.check([f"beat/{other}"]) and not self._store.get(f"beat/{other}")[:1].isdigit()
+        has_read, has_beat = (self._store.check([f"{what}/{other}"]) for what in ("read", "beat"))
+        return has_read or (has_beat and not self._store.get(f"beat/{other}")[:1].isdigit())
 
     def _watch_ranks(self) -> None:
         """Exchange beats once per interval until this rank finishes; stop at a dead rank."""
@@ -280,8 +278,7 @@ class Watch:
             if beat.startswith(_FAREWELL):
                 left = f"{self._names[other]} left with an error ({beat.removeprefix(_FAREWELL)})"
                 self._stop(f"{left}, so rank {self.rank} stops too; mend that")
-        silent = self._pulses.silent(time.monotonic(), self.timeout_s)
-        if silent:
+        if silent := self._pulses.silent(time.monotonic(), self.timeout_s):
             self._stop(self._stopped(silent[0], self.timeout_s))
 
     def _name_absent(self) -> None:
