@@ -290,7 +290,9 @@ class Part:
             op_of[new[node]] = value_of[new[node]] = name = self._value_of[node]
             taken_out.append(self._ops[name])
         results = self._results(calls)
-        for node in filter(self._is_read_by_channels, results):  # else it is handed out as traced
+        # Else results are handed out as traced. The two conversions made a convolution with its norm in BF16
+        # take 13.7 ms alone and 10.7 in a step, a first one 8.2 and 2.7 (one thread of a Zen 4, CPU time).
+        for node in filter(self._is_read_by_channels, results):
             traced = node.meta["example_value"]
             new[node].meta["example_value"] = traced.contiguous(memory_format=torch.channels_last)
         narrow = kernels.sixteen_bit is not None and self._results_16bit(calls)
