@@ -111,7 +111,9 @@ class HeldState:
         elif isinstance(found, type):
             if is_users(found.__module__):
                 attributes = attributes_of(found) or {}
-                self._undo += [partial(setattr, found, name, value) for name, value in attributes.items()]
+                self._undo += [  # an Enum lets nobody else write its members
+                    partial(type.__setattr__, found, name, value) for name, value in attributes.items()
+                ]
         elif is_users(type(found).__module__):  # object.__setattr__ also writes frozen dataclasses' slots
             self._undo += [
                 partial(object.__setattr__, found, name, getattr(found, name)) for name in slots_of(found)
