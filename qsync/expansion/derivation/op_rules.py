@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qsync.expansion.derivation.axis_unification import (  # fmt: skip
@@ -28,7 +27,7 @@ from qsync.expansion.derivation.axis_unification import (  # fmt: skip
     slice_axis,
     unify,
 )
-from qsync.expansion.derivation.recorder import Recorder
+from qsync.expansion.derivation.recorder import Recorder, is_without_values
 from qsync.expansion.derivation.trace_records import Value, Writer, combine_values
 
 Rule = Callable[[Recorder, "Call"], list[Value]]
@@ -397,7 +396,7 @@ def _numbers(index: torch.Tensor, size: int) -> list[int]:
 
     The result is empty for a tensor without values.
     """
-    if index.dim() != 1 or index.is_meta or isinstance(index, FakeTensor):
+    if index.dim() != 1 or is_without_values(index):
         return []
     return [number % size for number in index.tolist()]
 
