@@ -135,12 +135,12 @@ def test_copies_of_experts_share_the_weight_of_their_source(norm_topk_prob):
 class Sigmoid(nn.Module):
     """A mixture that weighs each expert by itself, not divided by the sum of those chosen."""
 
-    def __init__(self, experts: int = 4, chosen: int = 2) -> None:
+    def __init__(self, experts: int = 4, chosen: int = 2, hidden: int = 5) -> None:
         super().__init__()
         self.inp, self.norm, self.head = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
         self.router = nn.Linear(8, experts, bias=False)
-        self.up = nn.Parameter(torch.randn(experts, 5, 8))
-        self.down = nn.Parameter(torch.randn(experts, 8, 5))
+        self.up = nn.Parameter(torch.randn(experts, hidden, 8))
+        self.down = nn.Parameter(torch.randn(experts, 8, hidden))
         self.chosen = chosen
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -179,6 +179,8 @@ def test_whole_weights_of_copies_are_divided():
             "would not keep its choice: with 2 copies .* 2 times",
         ),
         (lambda is_grown: Sigmoid(6, 3), UnsupportedError, "only in whole copies of all of them"),
+        (lambda is_grown: Sigmoid(10, 5), UnsupportedError, "only in whole copies of all of them"),
+        (lambda is_grown: Sigmoid(8, 4, 10), UnsupportedError, "and alone; give a multiple"),
         (lambda is_grown: Sigmoid(4, 2), UnsupportedError, "only in whole copies of all of them"),
         (
             lambda is_grown: nn.Linear(6, 3),
@@ -197,6 +199,18 @@ def test_a_choice_that_is_not_kept_is_refused(build, error, message):
 # -- what timm's families needed of a trace --
 
 
+class Response(nn.Module):
+    """A vector and an eps, as a norm has, but of positions (ConvNeXt V2): its vector is a plain one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(width)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.norm(dim=1, keepdim=True)
+        return x + self.weight * x * size / (size.mean(-1, keepdim=True) + self.eps)
+
+
 class Joined(nn.Module):
     """Biases of queries, keys and values that lie in a row; those of the keys are a buffer of zeros."""
 
@@ -206,7 +220,7 @@ class Joined(nn.Module):
         self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width, bias=False)
         self.q_bias, self.v_bias = (nn.Parameter(torch.randn(width)) for _ in range(2))
         self.register_buffer("k_bias", torch.zeros(width), persistent=False)
-        self.proj = nn.Linear(width, width)
+        self.proj, self.response = nn.Linear(width, width), Response(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)
@@ -214,7 +228,7 @@ class Joined(nn.Module):
         qkv = F.linear(self.norm(x), self.qkv.weight, bias).view(*x.shape[:2], 3, self.heads, -1)
         mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
-        return self.head(F.hardswish(x, inplace=True))
+        return self.head(self.response(F.hardswish(x, inplace=True)))
 
 
 def test_biases_in_a_row_grow_with_the_matrix_that_they_are_added_to():
@@ -227,4 +241,4 @@ def test_biases_in_a_row_grow_with_the_matrix_that_they_are_added_to():
     big = qsync.expand(small, recipe)
     assert qsync.verify_expansion(small, big, x).max_difference <= 1e-9
     lines = [line.split() for line in recipe.table.splitlines()]
-    assert ["qkv", "final", "->", "query,", "key,", "value"] in lines and ["q_bias", "->", "mixed"] in lines
+    assert ["qkv", "final", "->", "query,", "key,", "value"] in lines and ["v_bias", "->", "mixed"] in lines

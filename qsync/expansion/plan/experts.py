@@ -105,7 +105,7 @@ def _map(name: str, value: torch.Tensor, shape: torch.Size, share: float, recipe
     growth, line = circular(value.shape[0], shape[0]), recipe.line_of(name)
     is_last = line is not None and {*line.writes} & {*recipe.residual} != set()
     is_read = is_last and value.ndim > 2
-    shares = torch.full((shape[0],), share if is_last else 1.0, dtype=torch.float64)
+    shares = torch.full((shape[0],), share, dtype=torch.float64)
     axes[0] = Axis("experts", growth, shares, is_read=is_read, is_exact=False)
     noise = float(value.detach().double().std()) if is_read else 0.0
     factor = share if is_last and not is_read else 1.0
