@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # real imports for type checkers only
     from qsync.expansion.apply.optimizer_state import expand_optimizer as expand_optimizer
     from qsync.expansion.apply.verification import verify_expansion as verify_expansion
     from qsync.expansion.derivation.derive import derive_recipe as derive_recipe
+    from qsync.expansion.derivation.growth_targets import derive_growth as derive_growth
     from qsync.expansion.io.load import load_expanded as load_expanded
     from qsync.expansion.io.save import save_expanded as save_expanded
     from qsync.expansion.plan.expand import expand as expand
@@ -82,6 +83,7 @@ _PUBLIC = {
     "Recipe": "qsync.expansion.recipe.recipe",
     "recipe_of": "qsync.expansion.recipe.shipped_recipes",
     "derive_recipe": "qsync.expansion.derivation.derive",
+    "derive_growth": "qsync.expansion.derivation.growth_targets",
     "plan_expansion": "qsync.expansion.plan.planner",
     "expand": "qsync.expansion.plan.expand",
     "verify_expansion": "qsync.expansion.apply.verification",

@@ -1,6 +1,7 @@
 """Grow many families of models: `python -m qsync.experiments.expansion.families --out FOLDER`.
 
-A recipe is derived from one run of a small random model of transformers. The model grows in width and depth.
+A recipe is derived from one run of a small random model of transformers, or of timm where it is installed.
+The model grows in width and depth.
 Outputs of both models are compared in FP64, on the same weights in FP32. Then one training step shows
 whether copies of a neuron become different. Every family is a piece.
 """
@@ -19,8 +20,9 @@ from torch import nn
 
 import qsync
 from qsync.errors import QSyncError, shortened
+from qsync.expansion.derivation.growth_targets import derive_growth
 from qsync.expansion.plan.expansion_plan import ExpansionPlan
-from qsync.experiments.expansion.family_list import Family, built, config_of, families
+from qsync.experiments.expansion.family_list import Family, families, has_timm
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, bar, run_command, table_of
 
 # Factor of the width, and further layers, in the order in which they are tried.
@@ -69,23 +71,12 @@ def grow(name: str) -> dict[str, Any]:
 
 def _grown(family: Family, times: float, more: int) -> dict[str, Any]:
     """Grow a family by one factor; measure the difference of outputs, and copies that become different."""
-    configs = [config_of(family.model, one) for one in (family.config, family.grown(times, more))]
-    small, large = (built(family.model, config) for config in configs)
-    inputs = family.inputs()
-    own: dict[str, Any] = {}
+    small, inputs = family.built(), family.inputs()
 
-    def build(model: nn.Module, sizes: Mapping[str, Any]) -> nn.Module:
-        config = configs[0 if dict(sizes) == own else 1]
-        for field in ("layer_types", "mlp_layer_types"):
-            kinds = getattr(configs[0], field, None)
-            if kinds and isinstance(sizes["layers"], int):
-                setattr(config, field, [kinds[number] for number in sizes["sources"]])
-        return type(model)(config)
+    def build(is_grown: bool, sizes: Mapping[str, Any]) -> nn.Module:
+        return family.made(family.grown(times, more) if is_grown else family.config, sizes)
 
-    recipe = qsync.derive_recipe(small, inputs).recipe(build)
-    own |= _sizes(recipe, small, family.config)
-    wanted = _sizes(recipe, large, family.grown(times, more))
-    plan = qsync.plan_expansion(small, recipe.to(**{k: v for k, v in wanted.items() if k != "sources"}))
+    plan = qsync.plan_expansion(small, derive_growth(small, inputs, build))
     big = plan.expand(small)
     verified = qsync.verify_expansion(small, big, inputs, tolerance=TOLERANCE)
     num_apart, num_copied = _apart(plan, big, inputs)
@@ -96,23 +87,15 @@ def _grown(family: Family, times: float, more: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _sizes(recipe: qsync.Recipe, model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the sizes of a model off its shapes: those of a plan that changes nothing."""
-    layers = tuple(config["depths"]) if "depths" in config else ()
-    same = dict(list(recipe.read(model).items())[:1]) or {"layers": layers}
-    return dict(qsync.plan_expansion(model, recipe.to(**same)).small)
-
-
 def _apart(plan: ExpansionPlan, big: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """Return how many weights have copies that a training step moves apart, and how many have copies.
 
     Counted are matrices outside of new blocks whose rows are copied and get a gradient. Two copies of a row
     move apart if their steps differ by over 1 % of the largest.
     """
-    outputs = [
-        value for value in dict(big(**inputs)).values()
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]  # fmt: skip
+    returned = big(**inputs)
+    outputs = [returned] if isinstance(returned, torch.Tensor) else list(dict(returned).values())
+    outputs = [value for value in outputs if isinstance(value, torch.Tensor) and value.requires_grad]
     draws = torch.Generator().manual_seed(2)
     parts = [(torch.randn(one.shape, generator=draws) * one).sum() for one in outputs]
     torch.stack(parts).sum().backward()  # type: ignore[no-untyped-call]
@@ -167,7 +150,10 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
             cells = [f"refused: {one['refused']}" if "refused" in one else f"failed: {one['failed']}", *"---"]
         rows.append([name, *cells])
     headings = ("family", "grows", "parameters", "difference", "matrices whose copies move apart")
-    return table_of("Families (measured)", headings, rows, left=2)
+    title = (
+        "Families (measured)" if has_timm() else "Families (measured; without timm, which is not installed)"
+    )
+    return table_of(title, headings, rows, left=2)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,20 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
+
+from qsync.expansion.derivation.growth_targets import with_sources
 
 Inputs = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model class of transformers and a configuration.
+    """A model class of transformers and a configuration, or a function or class of timm and its arguments.
 
     `wide` and `deep` name the fields that grow, with dots for nested configurations. `inputs` makes a batch.
     """
@@ -26,6 +29,7 @@ class Family:
     wide: tuple[str, ...]
     deep: tuple[str, ...]
     inputs: Callable[[], Inputs]
+    library: str = "transformers"
 
     def grown(self, times: float, more: int) -> dict[str, Any]:
         """Return the configuration with `times` the width and `more` layers in every stack."""
@@ -36,6 +40,30 @@ class Family:
             _change(found, field, lambda value: value + more)
         return found
 
+    def made(self, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> nn.Module:
+        """Build a model with these fields; each block has the kind of the one that it copies."""
+        if self.library == "timm":
+            import timm
+
+            make = getattr(timm.models, self.model)
+            return make(**copy.deepcopy(dict(fields)))  # type: ignore[no-any-return]
+        import transformers
+
+        kind = getattr(transformers, self.model)
+        small, config = (kind.config_class(**copy.deepcopy(dict(one))) for one in (self.config, fields))
+        return kind(with_sources(small, config, sizes))  # type: ignore[no-any-return]
+
+    def built(self, seed: int = 0) -> nn.Module:
+        """Build the small model as if trained: every parameter is moved from where it began."""
+        torch.manual_seed(seed)
+        made = self.made(self.config, {}).eval()
+        draws = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for value in made.parameters():
+                scale = 0.5 / value.shape[-1] ** 0.5 if value.ndim > 1 else 0.2
+                value.add_(scale * torch.randn(value.shape, generator=draws))
+        return made
+
 
 def _change(config: dict[str, Any], field: str, change: Callable[[Any], Any]) -> None:
     """Change one field of a nested configuration; every number of a list."""
@@ -44,27 +72,6 @@ def _change(config: dict[str, Any], field: str, change: Callable[[Any], Any]) ->
         config = config[name]
     value = config[last]
     config[last] = [change(one) for one in value] if isinstance(value, list) else change(value)
-
-
-def config_of(model: str, fields: Mapping[str, Any]) -> Any:
-    """Return the configuration of a model class with these fields."""
-    import transformers
-
-    return getattr(transformers, model).config_class(**copy.deepcopy(dict(fields)))
-
-
-def built(model: str, config: Any, seed: int = 0) -> nn.Module:
-    """Build a model from a configuration, as if trained: every parameter is moved from where it began."""
-    import transformers
-
-    torch.manual_seed(seed)
-    made: nn.Module = getattr(transformers, model)(config).eval()
-    draws = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for value in made.parameters():
-            scale = 0.5 / value.shape[-1] ** 0.5 if value.ndim > 1 else 0.2
-            value.add_(scale * torch.randn(value.shape, generator=draws))
-    return made
 
 
 def _randn(*shape: int) -> torch.Tensor:
@@ -157,7 +164,13 @@ _FOUR = {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 24, 32]}
 @cache
 def families() -> dict[str, Family]:
     """Return all families by name."""
-    return {**_decoders(), **_mixtures(), **_encoders(), **_pairs_of_stacks(), **_of_images()}
+    own = {**_decoders(), **_mixtures(), **_encoders(), **_pairs_of_stacks(), **_of_images()}
+    return {**own, **_of_timm()} if has_timm() else own
+
+
+def has_timm() -> bool:
+    """Return whether timm is installed, which this project does not require."""
+    return find_spec("timm") is not None
 
 
 def _decoders() -> dict[str, Family]:
@@ -295,3 +308,48 @@ def _of_images() -> dict[str, Family]:
             num_attention_heads=[2, 4], patch_sizes=[4, 2], strides=[4, 2], mlp_ratios=[2, 2],
         ),
     }  # fmt: skip
+
+
+def _timm(model: str, side: int, *wide: str, deep: str = "", **arguments: Any) -> Family:
+    """Return a family that a function of timm builds, not a configuration."""
+    config, stacks = {"num_classes": 5, **arguments}, (deep,) if deep else ()
+    return Family(model, config, wide, stacks, lambda: {"x": _randn(2, 3, side, side)}, "timm")
+
+
+def _of_timm() -> dict[str, Family]:
+    patches = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2}
+    heads = {**patches, "num_heads": 4}
+    mixer = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2}
+    stages = {"depths": [1, 1, 2, 1], "dims": [8, 16, 24, 32]}
+    windows: dict[str, Any] = {
+        "img_size": 32,
+        "patch_size": 4,
+        "window_size": 4,
+        "embed_dim": 16,
+        "depths": [1, 1],
+    }
+    each = ("embed_dim", "num_heads")
+    found = {
+        "ViT": _timm("vit_tiny_patch16_224", 32, *each, deep="depth", **heads),
+        "DeiT, distilled": _timm("deit_tiny_distilled_patch16_224", 32, *each, deep="depth", **heads),
+        "BEiT": _timm("beit_base_patch16_224", 32, *each, deep="depth", **heads),
+        "EVA-02": _timm("eva02_tiny_patch14_224", 32, *each, deep="depth", **heads),
+        "CaiT": _timm("cait_xxs24_224", 32, *each, deep="depth", **heads),
+        "XCiT": _timm("xcit_nano_12_p8_224", 32, *each, deep="depth", **heads),
+        "Swin": _timm("swin_tiny_patch4_window7_224", 32, *each, num_heads=[2, 4], **windows),
+        "ConvNeXt": _timm("convnext_atto", 64, "dims", deep="depths", **stages),
+        "ConvNeXt V2": _timm("convnextv2_atto", 64, "dims", deep="depths", **stages),
+        "MLP-Mixer": _timm("MlpMixer", 32, "embed_dim", deep="num_blocks", **mixer),
+        "ResNet": _timm(
+            "resnet18", 64, "channels", deep="layers", layers=[1, 1, 2, 1], channels=[8, 16, 24, 32]
+        ),
+        "PoolFormer": _timm("MetaFormer", 64, "dims", deep="depths", **stages),
+        "PVT v2": _timm(
+            "pvt_v2_b0", 64, "embed_dims", "num_heads", deep="depths", depths=[1, 1, 2, 1],
+            embed_dims=[8, 16, 24, 32], num_heads=[1, 2, 4, 8],
+        ),
+        "EfficientViT": _timm(
+            "efficientvit_b0", 64, "widths", depths=[1, 1, 2, 2, 2], widths=[8, 16, 16, 32, 32], head_dim=8
+        ),
+    }  # fmt: skip
+    return {f"timm: {name}": family for name, family in found.items()}

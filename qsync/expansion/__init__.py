@@ -8,5 +8,5 @@ Source of the method: LEMON (ICLR 2024, arXiv:2310.07999). Each folder imports o
     plan/        plan an expansion: the map of a whole model
     io/          save and load expanded models
     transfer/    carry sensitivities and profiles to the grown model, predict its memory
-    derivation/  propose a recipe from one run of a model (imports recipe/ alone)
+    derivation/  propose a recipe from one run of a model, or plan a growth from it
 """

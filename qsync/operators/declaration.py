@@ -99,6 +99,8 @@ class Product(Operator):
     encodings: tuple[str | None, ...] = ()
     encodings_differ: bool = False  # one value as both factors would need two encodings
     factors: tuple[int, int] = (0, 1)
+    # Call of torch.ops.aten -> its axes, a letter each, as in "mk, kn -> mn"; "*": any number in front
+    axes: Mapping[str, str] = field(default_factory=dict)
     saves_factors: bool = False  # the memory model has no closer rule than `factors`
     saved: tuple[int, ...] | None = None  # operands saved in the type that they are read in; None: all
     saves_by_rule: bool = True

@@ -20,9 +20,13 @@ def _linear(kind: str, operands: tuple[str, ...], **facts: Any) -> Product:
     )  # fmt: skip
 
 
-LINEAR = _linear("linear", ("input", "weight", "bias"), encodings=("row", "row", None), saved=(0,))
+LINEAR = _linear(
+    "linear", ("input", "weight", "bias"), encodings=("row", "row", None), saved=(0,),
+    axes={"linear": "*k, nk, n -> *n"},
+)  # fmt: skip
 ADDMM = _linear(
-    "addmm", ("input", "mat1", "mat2"), encodings=(None, "row", "col"), factors=(1, 2), saved=(1,)
-)
+    "addmm", ("input", "mat1", "mat2"), encodings=(None, "row", "col"), factors=(1, 2), saved=(1,),
+    axes={"addmm": "mn, mk, kn -> mn"},
+)  # fmt: skip
 
 OPERATORS = (LINEAR, ADDMM)

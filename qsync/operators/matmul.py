@@ -39,6 +39,7 @@ MATMUL = Product(
     encodings_differ=True,
     saves_factors=True,
     saved=(0, 1),
+    axes={"mm": "mk, kn -> mn", "bmm": "bmk, bkn -> bmn"},
 )
 BADDBMM = Product(
     kind="baddbmm",
@@ -50,6 +51,7 @@ BADDBMM = Product(
     factors=(1, 2),
     saves_factors=True,
     saved=(1, 2),
+    axes={"baddbmm": "bmn, bmk, bkn -> bmn"},
 )
 EINSUM = Product(
     kind="einsum",
@@ -69,6 +71,7 @@ GROUPED_MM = Product(
     saves_factors=True,
     in_autocast=False,
     has_bf16_kernel=True,
+    axes=dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), "mk, ekn -> mn"),  # e numbers experts
 )
 
 # y_o = x' W_o z: one product of x with all matrices, and one of the results with z.

@@ -33,6 +33,10 @@ BY_CALL: dict[str, Operator] = {
 PRODUCTS: dict[str, Product] = {
     kind: operator for kind, operator in BY_KIND.items() if isinstance(operator, Product)
 }
+# Products of two factors whose axes are declared, by the call of torch.ops.aten: the product, and its axes.
+CONTRACTIONS: dict[str, tuple[Product, str]] = {
+    call: (product, axes) for product in PRODUCTS.values() for call, axes in product.axes.items()
+}
 # Precisions with kernels, by kind of adjustable operator.
 PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     kind: product.precisions for kind, product in PRODUCTS.items()

@@ -111,8 +111,8 @@ class HeldState:
         elif isinstance(found, type):
             if is_users(found.__module__):
                 attributes = attributes_of(found) or {}
-                self._undo += [
-                    partial(_restore_attribute, found, name, value) for name, value in attributes.items()
+                self._undo += [  # an Enum lets nobody else write its members
+                    partial(type.__setattr__, found, name, value) for name, value in attributes.items()
                 ]
         elif is_users(type(found).__module__):  # object.__setattr__ also writes frozen dataclasses' slots
             self._undo += [
@@ -187,12 +187,6 @@ def _restore_container(now: Any, before: list[Any]) -> None:
     else:
         deque.clear(now)
         deque.extend(now, before)
-
-
-def _restore_attribute(of: type, name: str, before: object) -> None:
-    """Set a class's attribute again if it changed; members of enumerations cannot be set."""
-    if vars(of).get(name, _MISSING) is not before:
-        setattr(of, name, before)
 
 
 def _restore_names(of: dict[str, Any], before: dict[str, Any]) -> None:

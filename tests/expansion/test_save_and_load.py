@@ -347,7 +347,7 @@ def test_folders_that_hold_no_model(tmp_path):
 def test_quantized_weights_are_refused(tmp_path):
     pretrained(tmp_path / "gpt2")
     change(tmp_path / "gpt2" / "config.json", quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(UnsupportedError, match="quantized weights; grow the model in floating point"):
+    with pytest.raises(UnsupportedError, match="quantized by bitsandbytes; grow the model in floating point"):
         qsync.load_expanded(tmp_path / "gpt2")
     folder = own_folder(tmp_path / "own")
     weights = {name: value.to(torch.int8) for name, value in load_file(folder / "model.safetensors").items()}
@@ -362,3 +362,57 @@ def test_an_average_of_another_model_is_refused(tmp_path, expand):
     code, _, err = expand(folder, "--to", "width=24", "--out", tmp_path / "big")
     assert code == 2 and "ema.safetensors lacks" in err
     assert not (tmp_path / "big").exists()
+
+
+def test_code_of_a_folder_is_never_run(tmp_path):
+    pretrained(tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    change(tmp_path / "gpt2" / "config.json", auto_map={"AutoModelForCausalLM": "mine.Mine"})
+    assert type(qsync.load_expanded(tmp_path / "gpt2")).__name__ == "GPT2LMHeadModel"
+    change(tmp_path / "gpt2" / "config.json", architectures=["Mine"])
+    with pytest.raises(FormatError, match="names no class of transformers in `architectures`"):
+        qsync.load_expanded(tmp_path / "gpt2")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_shards_are_read_and_a_missing_or_cut_one_is_named(tmp_path):
+    model = pretrained(tmp_path / "gpt2")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert qsync.load_expanded(tmp_path / "shards").config.n_embd == 16
+    last = sorted((tmp_path / "shards").glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:50])
+    with pytest.raises(FormatError, match="cannot be read as a GPT2LMHeadModel: .*; save it again"):
+        qsync.load_expanded(tmp_path / "shards")
+    last.unlink()
+    with pytest.raises(
+        FormatError, match=f"cannot be read as a GPT2LMHeadModel: .*{last.name}; save it again"
+    ):
+        qsync.load_expanded(tmp_path / "shards")
+
+
+def test_adapters_in_a_folder_are_refused(tmp_path):
+    pretrained(tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="adapters of peft, which do not grow; merge them"):
+        qsync.load_expanded(tmp_path / "gpt2")
+
+
+def test_the_command_grows_fields_of_a_config_twice_and_says_what_that_costs(tmp_path, expand):
+    model = pretrained(tmp_path / "small").float()  # operators in FP64 are not lowered, nor counted
+    model.save_pretrained(tmp_path / "small")
+    change = "n_embd=1.5x,n_head=1.5x,n_layer=+1"
+    code, out, err = expand(tmp_path / "small", "--to", change, "--out", tmp_path / "big", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    before, after = (
+        sum(p.numel() for p in one.parameters()) for one in (model, qsync.load_expanded(tmp_path / "big"))
+    )
+    assert told["forecast"]["parameters"] == f"{before:,} -> {after:,} ({after / before:.2f} x)"
+    assert "57% of the steps" in told["forecast"]["training"] and "(3." in next(
+        value for name, value in told["forecast"].items() if name.startswith("FLOPs")
+    )
+    code, _, err = expand(tmp_path / "big", "--to", "n_embd=2x,n_head=2x", "--out", tmp_path / "twice")
+    assert code == 0, err
+    twice = qsync.load_expanded(tmp_path / "twice")
+    assert twice.config.n_embd == 48 and twice.config.n_layer == 3
+    assert qsync.verify_expansion(model, twice, {"input_ids": TOKENS}).passed

@@ -6,6 +6,7 @@ import random
 from collections import Counter, deque
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -322,3 +323,16 @@ def test_numbers_too_many_to_copy_are_refused_and_only_if_they_change(monkeypatc
     message = r"shape \(1048576,\), too large to be put back"
     with pytest.raises(UnsupportedError, match=message), undisturbed(model):
         model(x)
+
+
+class Kind(Enum):
+    PLAIN = "plain"
+
+
+def test_a_model_may_hold_a_class_that_nobody_may_write():
+    """An Enum refuses that its members are set anew."""
+    model = nn.Linear(2, 2)
+    model.kind, model.kinds = Kind.PLAIN, [Kind]
+    with undisturbed(model):
+        model.kinds.clear()
+    assert model.kinds == [Kind] and Kind.PLAIN.value == "plain"

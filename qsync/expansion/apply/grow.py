@@ -15,7 +15,7 @@ from qsync.expansion.recipe.recipe import Sizes
 from qsync.expansion.recipe.sizes import first_few
 
 # Relative. On some hundred models the rounding of split weights stays below 3e-7.
-_TOLERANCE_FP32 = 2e-6
+TOLERANCE_FP32 = 2e-6
 
 
 def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
@@ -44,7 +44,7 @@ def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
 def _verify(model: torch.nn.Module, new: torch.nn.Module, plan: ModelMap) -> None:
     """Raise UnsupportedError if the grown model differs: a table does not show constants of the width."""
     is_fp32 = {p.dtype for p in model.parameters()} == {torch.float32}
-    found = verify_expansion(model, new, plan.recipe.inputs, tolerance=_TOLERANCE_FP32 if is_fp32 else None)
+    found = verify_expansion(model, new, plan.recipe.inputs, tolerance=TOLERANCE_FP32 if is_fp32 else None)
     if not found.passed:
         raise UnsupportedError(
             f"the grown {type(model).__name__} would not compute what the small one does (difference "

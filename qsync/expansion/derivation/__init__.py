@@ -1,6 +1,7 @@
 """Derive the table of a recipe from one run of a model.
 
 derive            `derive_recipe`: run the model and propose a recipe
+growth_targets    a recipe whose target is a larger model: another configuration, or call of a builder
 axis_tracer       run a model and trace its axes operator by operator
 trace_records     records of a trace: values, parameter uses, norms, attentions, events
 recorder          `Recorder`: everything that a trace collects

@@ -33,6 +33,7 @@ from qsync.expansion.derivation.axis_unification import (
 from qsync.expansion.derivation.op_rules import Call, Rule, constant, move_rows, pointwise, reduction
 from qsync.expansion.derivation.recorder import Frame, Recorder
 from qsync.expansion.derivation.trace_records import Event, Norm, Value
+from qsync.operators.registry import BY_CALL
 from qsync.tracing.held_state import undisturbed
 from qsync.tracing.replaced_forward import running_plain
 from qsync.tracing.tracer import call_arguments, check_batch
@@ -60,8 +61,10 @@ class _AxisTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         call = Call(func, args, kwargs, outs)
         self.recorder.frames[-1].ops.append(call.name)
-        rule = self.rules.get(call.name) or self.rules.get(call.name.removesuffix("_"))
-        if rule is None and torch.Tag.pointwise in func.tags:
+        name = call.name.removesuffix("_")
+        rule = self.rules.get(call.name) or self.rules.get(name)
+        is_elementwise = name in BY_CALL and BY_CALL[name].is_elementwise  # torch tags no hardswish_
+        if rule is None and (torch.Tag.pointwise in func.tags or is_elementwise):
             rule = pointwise
         elif rule is None and torch.Tag.reduction in func.tags:
             rule = reduction

@@ -215,10 +215,15 @@ def _split(piece: Piece, major: int) -> Axis:
     """Split a piece into `major` times the rest, in all axes that share it."""
     if piece.size % major:
         raise UnificationError(f"an axis of {piece.size} cannot be split by {major}")
-    if piece.parts is not None:
-        if not piece.is_known_fixed:
+    if piece.parts is not None and not piece.is_known_fixed:
+        first, *others = piece.parts
+        if len(others) + 1 != major or any(size_of(other) != size_of(first) for other in others):
             raise UnificationError(f"a concatenation of {len(piece.parts)} parts cannot be split by {major}")
-        piece.parts = None
+        for other in others:  # as the biases of queries, keys and values
+            unify(first, other)
+        piece.factors, piece.parts = [Piece(major, piece.reasons), *leaves(first)], None
+        return piece.factors
+    piece.parts = None
     piece.factors = [Piece(major, piece.reasons), Piece(piece.size // major, piece.reasons)]
     return piece.factors
 

@@ -394,7 +394,8 @@ class Findings:
     def _spread(self, axis: Axis, path: str) -> tuple[tuple[Slot, ...], str]:
         """Return the spaces of a written axis, one after the other or by coordinate, and their layout."""
         *major, minor = leaves(axis) or [Piece(1)]
-        if major and minor.parts is not None and all(size_of(part) == 1 for part in minor.parts):
+        is_paired = minor.parts is not None and all(size_of(part) == 1 for part in minor.parts)
+        if major and is_paired and not self.words.get(_pieces(axis)):
             return (self._slot(major, path),) * minor.size, ":"
         return self._read(axis, path), ","
 

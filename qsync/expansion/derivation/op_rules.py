@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qsync.expansion.derivation.axis_unification import (  # fmt: skip
@@ -28,7 +27,7 @@ from qsync.expansion.derivation.axis_unification import (  # fmt: skip
     slice_axis,
     unify,
 )
-from qsync.expansion.derivation.recorder import Recorder
+from qsync.expansion.derivation.recorder import Recorder, is_without_values
 from qsync.expansion.derivation.trace_records import Value, Writer, combine_values
 
 Rule = Callable[[Recorder, "Call"], list[Value]]
@@ -218,42 +217,14 @@ def _in_place(recorder: Recorder, call: Call) -> list[Value]:
     return [value]
 
 
-@rule("t")
-def _t(recorder: Recorder, call: Call) -> list[Value]:
-    value = recorder.value(call.tensors[0])
-    return [value.shaped(value.axes[::-1])]
-
-
-@rule("transpose")
-def _transpose(recorder: Recorder, call: Call) -> list[Value]:
-    value = recorder.value(call.tensors[0])
-    axes = list(value.axes)
-    i, j = call.dim("dim0"), call.dim("dim1")
-    axes[i], axes[j] = axes[j], axes[i]
-    return [value.shaped(axes)]
-
-
-@rule("permute")
-def _permute(recorder: Recorder, call: Call) -> list[Value]:
-    value = recorder.value(call.tensors[0])
-    return [value.shaped([value.axes[dim] for dim in call["dims"]])]
-
-
-@rule("unsqueeze")
-def _unsqueeze(recorder: Recorder, call: Call) -> list[Value]:
-    value = recorder.value(call.tensors[0])
-    axes = list(value.axes)
-    axes.insert(call.dim(of=call.out), [])
-    return [value.shaped(axes)]
-
-
-@rule("squeeze")
-def _squeeze(recorder: Recorder, call: Call) -> list[Value]:
+@rule("t", "transpose", "permute", "unsqueeze", "squeeze")
+def _reordered(recorder: Recorder, call: Call) -> list[Value]:
+    """Reorder axes as the call reorders those of a tensor without values, each of a size of its own."""
     value, shape = recorder.value(call.tensors[0]), call.tensors[0].shape
-    dims = call.arguments.get("dim")
-    dims = range(len(shape)) if dims is None else dims if isinstance(dims, Iterable) else [dims]
-    gone = {int(dim) % len(shape) for dim in dims}
-    return [value.shaped([one for i, one in enumerate(value.axes) if i not in gone or shape[i] != 1])]
+    sizes = [1 if size == 1 else index + 2 for index, size in enumerate(shape)]
+    out = call.func(torch.empty(sizes, device="meta"), *call.args[1:], **call.kwargs)
+    by_size = dict(zip(sizes, value.axes, strict=True))
+    return [value.shaped([by_size[size] if size > 1 else [] for size in out.shape])]
 
 
 @rule("expand")
@@ -339,18 +310,21 @@ def _split(recorder: Recorder, call: Call) -> list[Value]:
     return found
 
 
-@rule("cat")
+@rule("cat", "stack")
 def _cat(recorder: Recorder, call: Call) -> list[Value]:
+    """Put the axes along `dim` in a row; a stack first gets one of one element there."""
     tensors = [tensor for tensor in call.tensors if tensor.numel() or tensor.dim() > 1]
     values, dim = [recorder.value(tensor) for tensor in tensors], call.dim(of=call.out)
-    for value in values[1:]:
-        for index, (one, other) in enumerate(zip(values[0].axes, value.axes, strict=True)):
+    is_stack = call.name == "stack"
+    rows = [[*v.axes[:dim], *[[]] * is_stack, *v.axes[dim:]] for v in values]
+    for row in rows[1:]:
+        for index, (one, other) in enumerate(zip(rows[0], row, strict=True)):
             if index != dim:
                 unify(one, other)
-    axes = list(values[0].axes)
-    axes[dim] = concatenate([value.axes[dim] for value in values])
+    axes = [*rows[0][:dim], concatenate([row[dim] for row in rows]), *rows[0][dim + 1 :]]
     written, writer, _ = combine_values(values)
-    return [Value(axes, None, written, writer, values[0].scores if is_known_fixed(axes[dim]) else None)]
+    keeps_scores = not is_stack and is_known_fixed(axes[dim])
+    return [Value(axes, None, written, writer, values[0].scores if keeps_scores else None)]
 
 
 @rule("topk", "gather", "scatter", "sort")
@@ -365,17 +339,6 @@ def _choice(recorder: Recorder, call: Call) -> list[Value]:
     if any(size_of(one) != size for one, size in zip(axes, call.out.shape, strict=True)):
         raise UnificationError
     return [Value(axes, None, value.written) for _ in call.outs]
-
-
-@rule("stack")
-def _stack(recorder: Recorder, call: Call) -> list[Value]:
-    values, dim = [recorder.value(tensor) for tensor in call.tensors], call.dim(of=call.out)
-    for value in values[1:]:
-        for one, other in zip(values[0].axes, value.axes, strict=True):
-            unify(one, other)
-    axes = [*values[0].axes[:dim], concatenate([[] for _ in values]), *values[0].axes[dim:]]
-    written, writer, _ = combine_values(values)
-    return [Value(axes, None, written, writer)]
 
 
 @rule("glu")
@@ -433,7 +396,7 @@ def _numbers(index: torch.Tensor, size: int) -> list[int]:
 
     The result is empty for a tensor without values.
     """
-    if index.dim() != 1 or index.is_meta or isinstance(index, FakeTensor):
+    if index.dim() != 1 or is_without_values(index):
         return []
     return [number % size for number in index.tolist()]
 

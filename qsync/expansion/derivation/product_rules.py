@@ -17,7 +17,9 @@ from qsync.expansion.derivation.axis_unification import (
 from qsync.expansion.derivation.op_rules import PIXELS, ROWS, RULES, Call, rule
 from qsync.expansion.derivation.recorder import Recorder
 from qsync.expansion.derivation.trace_records import Attention, Operand, ParameterUse, Scores, Value, Writer
+from qsync.operators.registry import CONTRACTIONS
 
+EXPERT = "e"  # the letter of an axis that numbers experts
 KERNEL = FixedReason("it is a kernel's", True)
 EXPERTS = FixedReason("it numbers experts", True)
 CLASSES = FixedReason("it numbers classes", True)
@@ -60,41 +62,27 @@ def _writer(matrix: Value, columns: Axis, axes: list[Axis], dim: int) -> Writer:
     return Writer(matrix.param, (number if dim == -1 else number[:, None]).expand(shape))
 
 
-@rule("mm", "addmm")
-def _mm(recorder: Recorder, call: Call) -> list[Value]:
-    *_, first, second = call.tensors
-    a, b = recorder.value(first), recorder.value(second)
-    found = _product(recorder, a, b, (a.axes[1], b.axes[0]), [a.axes[0], b.axes[1]])
-    if call.name == "addmm":
-        _onto(recorder.value(call["self"]), found.axes)
-    return [found]
-
-
-@rule("bmm", "baddbmm")
-def _bmm(recorder: Recorder, call: Call) -> list[Value]:
-    *_, first, second = call.tensors
-    a, b = recorder.value(first), recorder.value(second)
-    unify(a.axes[0], b.axes[0])
-    found = _product(recorder, a, b, (a.axes[2], b.axes[1]), [a.axes[0], a.axes[1], b.axes[2]])
-    if call.name == "baddbmm":
-        _onto(recorder.value(call["self"]), found.axes)
-    return [found]
-
-
-@rule("_grouped_mm", "grouped_mm_fallback")
-def _grouped_mm(recorder: Recorder, call: Call) -> list[Value]:
-    """Multiply rows by the matrix of their expert: weights are (experts, K, N)."""
-    a, b = (recorder.value(tensor) for tensor in call.tensors[:2])
-    fix_axis(b.axes[0], EXPERTS)
-    return [_product(recorder, a, b, (a.axes[1], b.axes[1]), [a.axes[0], b.axes[2]])]
-
-
-@rule("linear")
-def _linear(recorder: Recorder, call: Call) -> list[Value]:
-    x, weight = recorder.value(call["input"]), recorder.value(call["weight"])
-    found = _product(recorder, x, weight, (x.axes[-1], weight.axes[1]), [*x.axes[:-1], weight.axes[0]])
-    if call["bias"] is not None:
-        _onto(recorder.value(call["bias"]), found.axes)
+@rule(*CONTRACTIONS)
+def _contraction(recorder: Recorder, call: Call) -> list[Value]:
+    """Multiply two factors along the axes that their declaration gives letters."""
+    product, declared = CONTRACTIONS[call.name]
+    *terms, result = declared.replace(" ->", ",").split(", ")
+    values = [recorder.value(tensor) for _, tensor in zip(terms, call.tensors, strict=False)]
+    a, b = (
+        dict(zip(terms[i][::-1], values[i].axes[::-1], strict=False)) for i in product.factors
+    )  # "*" stands for any number of axes in front
+    (inner,) = (a.keys() & b.keys()) - {*result}
+    for letter in (a.keys() & b.keys()) - {inner}:
+        unify(a[letter], b[letter])
+    if EXPERT in b:
+        fix_axis(b[EXPERT], EXPERTS)
+    first, second = (values[i] for i in product.factors)
+    named = [(b | a)[letter] for letter in result.lstrip("*")]
+    axes = [*first.axes[: 1 - len(result)], *named] if result[0] == "*" else named
+    found = _product(recorder, first, second, (a[inner], b[inner]), axes)
+    for value in values:
+        if value is not first and value is not second:
+            _onto(value, axes)
     return [found]
 
 

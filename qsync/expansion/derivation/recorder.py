@@ -12,10 +12,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qsync.expansion.derivation.axis_unification import Axis, FixedReason, axis, is_known_fixed
 from qsync.expansion.derivation.trace_records import Attention, Event, Norm, ParameterUse, Value, Writer
+
+
+def is_without_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a shape only."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 @dataclass
@@ -65,12 +71,15 @@ class Recorder:
     def value(self, tensor: torch.Tensor, held: bool = True) -> Value:
         """Return the recorded Value of a tensor.
 
-        An unseen tensor is a buffer or a constant. Its elements may differ, so that its axes cannot grow,
-        unless a rule handles them (`held` False).
+        An unseen tensor is a buffer or a constant. Its axes cannot grow, unless a rule handles them (`held`
+        False) or the buffer repeats one number.
         """
         if tensor not in self.values:
             name = self.buffers.get(id(tensor))
             what = f"the buffer {name}" if name else "a constant"
+            has_values = bool(name) and not is_without_values(tensor) and tensor.numel() > 0
+            is_alike = has_values and bool((tensor == tensor.flatten()[0]).all())
+            held = held and not is_alike
             why = [FixedReason(f"it meets {what}{self.location()}", False)] if held else []
             self.values[tensor] = Value([axis(size, why) for size in tensor.shape])
         found: Value = self.values[tensor]

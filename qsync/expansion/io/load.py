@@ -63,6 +63,11 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
     """
     check_kind(folder, (str, Path), "folder", "qsync.save_expanded")
     folder = Path(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedError(
+            f"{folder} holds adapters of peft, which do not grow; merge them into their model "
+            "(merge_and_unload, then save_pretrained into another folder), or give a folder without them"
+        )
     config = read_json(folder / CONFIG)
     growth = Growth.load(file) if (file := folder / EXPANSION).is_file() else Growth({}, {})
     if "class" in config:
@@ -178,16 +183,18 @@ def _load_pretrained(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module
         raise FormatError(
             f"{folder / CONFIG} names no class of transformers in `architectures`; save the model again"
         )
-    if "quantization_config" in config:
-        raise UnsupportedError(
-            f"{folder} holds quantized weights; grow the model in floating point, and lower its precision "
-            "afterwards"
-        )
+    for key in ("quantization_config", "compression_config"):
+        if key in config:
+            method = config[key].get("quant_method", key) if isinstance(config[key], dict) else key
+            raise UnsupportedError(
+                f"{folder} holds weights quantized by {method}; grow the model in floating point, and lower "
+                "its precision afterwards"
+            )
     options = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with quiet_transformers():
             model, info = made.from_pretrained(folder, local_files_only=True, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise FormatError(
             f"{folder} cannot be read as a {names[0]}: {str(error).splitlines()[0]}; save it again"
         ) from error

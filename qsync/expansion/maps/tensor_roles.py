@@ -71,7 +71,10 @@ def tensors_of(model: torch.nn.Module, recipe: Recipe) -> dict[str, Tensor]:
                 unnamed.append(name)
             continue
         module = model.get_submodule(name.rpartition(".")[0])
-        norm = module_kinds.norm_kind(module, name.rpartition(".")[0]) if _grows(line) else None
+        is_vector = not line.reads and fnmatchcase(name, line.pattern)  # a plain one, as that of a GRN
+        norm = None
+        if _grows(line) and not is_vector:
+            norm = module_kinds.norm_kind(module, name.rpartition(".")[0])
         found[name] = Tensor(name, value, line, module, norm, _roles(name, value, line, module, norm))
     if unnamed:
         _check_adapters(model)

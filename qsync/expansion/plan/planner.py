@@ -83,6 +83,14 @@ def plan_expansion(
     return _Planner(model, recipe, split, depth, seed).plan()
 
 
+def sizes_of(model: torch.nn.Module, recipe: Recipe) -> dict[str, Any]:
+    """Return the sizes of a model by name, as a recipe reads them off its shapes; `layers` among them."""
+    planner = _Planner(model, replace(recipe, target={}), "even", "zero", 0)
+    planner.read_sizes()
+    layers = {"layers": _one_or_all(before)} if (before := planner.depth.num_before) else {}
+    return {**planner.small, **layers}
+
+
 @dataclass(slots=True)
 class _Planner:
     """Work out the maps of one model, step by step."""
@@ -101,12 +109,11 @@ class _Planner:
     divisors: dict[str, float] = field(default_factory=dict)  # space of a tied head -> divisor
     depth: Depth = field(default_factory=lambda: Depth({}))
 
-    def plan(self) -> ExpansionPlan:
-        """Return the plan."""
+    def read_sizes(self) -> dict[str, int]:
+        """Read the sizes off the model; return those that it states itself."""
         self.tensors = tensors_of(self.model, self.recipe)
         shapes = {name: t.value.shape for name, t in self.tensors.items()}
         self.depth = depth_of(self.recipe, shapes)
-        check_blocks(self.recipe, self.tensors.values(), self.depth)
         self.norm_input = {t.line.writes[0]: t.line.reads[0] for t in self.tensors.values() if t.norm}
         self.batch_norm_input = {
             t.line.writes[0]: t.line.reads[0]
@@ -115,6 +122,12 @@ class _Planner:
         }
         known = self._stated_sizes()
         self.small = small_sizes(self.recipe, known, self._extents(), self.norm_input)
+        return known
+
+    def plan(self) -> ExpansionPlan:
+        """Return the plan."""
+        known = self.read_sizes()
+        check_blocks(self.recipe, self.tensors.values(), self.depth)
         self.large = target_sizes(self.recipe, self.small, known)
         self._check_multiples()
         self._set_patterns()
