@@ -16,6 +16,7 @@ from qsync.allocator import allocate, uniform
 from qsync.allocator.block_levers import block_levers
 from qsync.distributed import ddp_profiling, job
 from qsync.distributed.agreement import agree
+from qsync.distributed.job_options import HybridOptions
 from qsync.errors import InfeasibleError
 from qsync.experiments.harness.planned_steps import PlannedSteps, plans_of_first_rank
 from qsync.experiments.harness.ranks import FAST, WEAK, Place
@@ -102,7 +103,8 @@ class _Trained:
         torch._dynamo.reset()
         step = job.TrainingStep(self._model, batch, self._loss)
         graph, ddp_profiling.PROFILE_S = job.form_graph(step), self._config["profile_s"]
-        options = ddp_profiling.ProfileOptions(PRECISIONS, make_optimizer(1e-3), save_less=True)
+        asked = HybridOptions(precisions=PRECISIONS, make_optimizer=make_optimizer(1e-3))
+        options = ddp_profiling.ProfileOptions(asked, save_less=True)
         formed = job.form_cluster(self._rank)
         return ddp_profiling.form_basis(step, self._rank, graph, formed, options)[0]
 

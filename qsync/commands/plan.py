@@ -128,8 +128,8 @@ def plan(
         raise QSyncError("give a FOLDER of qsync.hybrid or qsync demo, or --cards with --model")
     from qsync.allocator import find_verdict, find_warnings
     from qsync.allocator.compression_choice import compression_lines, with_compression
-    from qsync.commands.loading import load_basis, under_levers
-    from qsync.replayer import Recapture
+    from qsync.commands.loading import load_basis
+    from qsync.replayer import Recapture, under_levers
 
     goal = _Goal(target_step, slack, max_variance, pareto)
     options: dict[str, Any] = {

@@ -17,7 +17,7 @@ from qsync.allocator import allocate, check_plan, frontier
 from qsync.allocator.constraints import Constraints
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
-from qsync.allocator.solvers import milp
+from qsync.allocator.solvers import memory_rows, milp
 from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.milp_expressions import ONE, ZERO, IntegerProgram, Sum, negated, total
@@ -217,8 +217,8 @@ def test_a_small_problem_whose_memory_binds_takes_few_programs(budget, monkeypat
 
 def test_what_is_saved_for_backward_raises_the_bound_where_memory_is_short(monkeypatch):
     bounds = []
-    for saved in (milp.saved_bytes, lambda *args: Sum()):
-        monkeypatch.setattr(milp, "saved_bytes", saved)
+    for saved in (memory_rows.saved_bytes, lambda *args: Sum()):
+        monkeypatch.setattr(memory_rows, "saved_bytes", saved)
         state, target = begun(encoder(3, rows=512), budget=0.3, slack=9.0)
         bounds.append(
             milp._Class(state, "infer", target, ["infer"], state.variance)._solved(target, 20.0, 1e-3)[1]
