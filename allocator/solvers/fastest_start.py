@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from qsync.allocator.op_groups import sibling_groups
@@ -16,6 +17,7 @@ from qsync.allocator.solvers.milp_expressions import (
     INFEASIBLE,
     OPTIMAL,
     STATUSES,
+    TIME_LIMITED,
     UNSOLVED,
     FloatArray,
     Sum,
@@ -74,8 +76,11 @@ def fastest_start(state: State, device_class: str, limit_s: float = _LEVER_LIMIT
         _descend(state, device_class)
     if state.classes[device_class].fits():
         return
+    fastest = state.classes[device_class].lowering.assignment()
     status = _fastest_with_levers(state, device_class, limit_s)
-    if status != OPTIMAL and (status == INFEASIBLE or not _fastest_that_fits(state, device_class)):
+    if status == TIME_LIMITED and state.classes[device_class].fits():
+        _prefer_no_levers(state, device_class, fastest)
+    elif status != OPTIMAL and (status == INFEASIBLE or not _fastest_that_fits(state, device_class)):
         _fit(state, device_class, is_hopeless=status == INFEASIBLE)
 
 
@@ -122,7 +127,8 @@ def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> str
     """Move a class to precisions and levers of least time that fit; return HiGHS's status.
 
     Solutions are rough until one fits, and then improved for `limit_s` at most. If none fit, leave the class
-    with as many recomputed blocks as it has, or saving less. INFEASIBLE means that nothing fits (proved).
+    with as many recomputed blocks as it has, or saving less. INFEASIBLE means that nothing fits (proved), and
+    OPTIMAL that the solution is within the gap.
     """
     plain, end = state.plain(device_class), time.perf_counter() + _LEVER_LIMIT_S
     if not plain.part.blocks:
@@ -134,7 +140,7 @@ def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> str
     model.program.row(whole, 1.0, 1.0)
     seconds.add(whole, seconds.constant)
     best: FloatArray | None = None
-    gap, least_s, status = _FIRST_GAP, math.inf, UNSOLVED
+    gap, least_s, status, is_proved = _FIRST_GAP, math.inf, UNSOLVED, False
     for _ in range(_MAX_ROUNDS):
         left_s = end - time.perf_counter()
         found = model.program.solve(seconds, also=memory.rows(), gap=gap, time_limit_s=left_s)
@@ -147,7 +153,7 @@ def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> str
             continue
         if one.own_s < least_s:
             best, least_s = found.x, one.own_s
-        if found.mip_gap <= _LEVER_GAP:
+        if is_proved := found.mip_gap <= _LEVER_GAP:
             break
         if gap != _LEVER_GAP:
             gap, end = _LEVER_GAP, min(end, time.perf_counter() + limit_s)
@@ -155,7 +161,20 @@ def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> str
         state.treat(device_class, tuple(block.options[-1] for block in plain.part.blocks))
         return status
     _move_to(state, device_class, model, best)
-    return OPTIMAL
+    return OPTIMAL if is_proved else TIME_LIMITED
+
+
+def _prefer_no_levers(state: State, device_class: str, start: Mapping[str, Precision]) -> None:
+    """Move a class to precisions alone, from a `start`, if these fit and are faster than its levers."""
+    one = state.classes[device_class]
+    levers, assignment = one.treatment, one.lowering.assignment()
+    state.treat(device_class, state.plain(device_class).treatment)
+    state.move(device_class, start)
+    with suppress(DoesNotFitError):
+        _fit(state, device_class, is_hopeless=False)
+    plain = state.classes[device_class]
+    if not plain.fits() or plain.own_s >= one.own_s:
+        state.restore({device_class: assignment}, {device_class: levers})
 
 
 def _move_to(state: State, device_class: str, model: ClassModel, point: FloatArray) -> ClassState:

@@ -15,7 +15,7 @@ from qsync.allocator.block_levers import KEEP, LESS, RECOMPUTED, block_levers
 from qsync.allocator.constraints import Constraints
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
-from qsync.allocator.solvers import milp
+from qsync.allocator.solvers import fastest_start, milp
 from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.memory_lower_bound import bytes_around, saved_bytes
 from qsync.allocator.solvers.memory_rows import SCALED, MemoryRows
@@ -217,3 +217,24 @@ def test_what_a_block_may_do_depends_on_what_it_holds():
     (first, *_), bare = block_levers(chain(2), profile_of(chain(2)), LEVERS), profile_of(mlp(2))
     assert first.options == (KEEP, RECOMPUTED) and first.less == ()
     assert block_levers(mlp(2), bare, LEVERS) == ()
+
+
+def test_levers_that_time_ended_make_way_for_precisions_that_are_faster(monkeypatch):
+    """The first solution with levers may be rough: here any that fits."""
+    monkeypatch.setattr(fastest_start, "_FIRST_GAP", 50.0)
+    graph = encoder(3)
+
+    def started(budget, levers):
+        profile = profile_of(graph, saving=1.3, latency_s=1e-8, cast_s=1e-11)
+        given = Constraints(block_levers=levers, budgets={"infer": budget})
+        problem = make_problem(
+            graph, {"infer": profile}, sensitivity_of(graph), cluster_of({"infer": 2}), given
+        )
+        state = State(problem)
+        fastest_start.fastest_start(state, "infer", limit_s=0.0)
+        return state.classes["infer"]
+
+    budget = int(0.95 * started(2**50, ()).peak_bytes)
+    alone, found = started(budget, ()), started(budget, LEVERS)
+    assert found.fits() and found.own_s <= alone.own_s
+    assert set(found.treatment) == {KEEP}
