@@ -12,7 +12,7 @@
 `prediction`   random plans on real ranks, the promised limits
 `memory`       predicted bytes against measured ones
 `allocation`   plans against those of other methods
-`levers`       levers, predicted and measured
+`small_memory`  plans for a weak rank of little memory, in every way, replayed and measured
 `unseen`       a suite of unseen models: speed beside peers, predictions
 `takeover`     what users do to a wrapped model
 `integrations`  training loops of other libraries around planned models

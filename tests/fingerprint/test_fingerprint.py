@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import math
+import mmap
 import socket
 import time
 from pathlib import Path
@@ -77,8 +78,10 @@ def test_a_gap_is_explained_by_what_its_causes_make_up():
 
 
 def test_fresh_pages_are_counted_and_touched_ones_are_not():
-    clock = FaultClock()
-    begun, pages = clock.now(), torch.empty(2**22)
+    clock, fresh = FaultClock(), mmap.mmap(-1, 2**24)
+    fresh.madvise(mmap.MADV_NOHUGEPAGE)
+    pages = torch.frombuffer(fresh, dtype=torch.float32)
+    begun = clock.now()
     pages.fill_(1.0)
     touched = clock.now()
     pages.fill_(2.0)
