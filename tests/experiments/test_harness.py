@@ -190,6 +190,8 @@ def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
     assert page.read_text() == text
     finish()
     assert "commits 0123abc, " in (tmp_path / "out" / "figures.md").read_text()
+    experiment = Experiment("one", tmp_path / "out")
+    experiment.piece("a", lambda: 1)
     with pytest.raises(QSyncError, match="lacks <!-- other:begin -->"):
         finish(page=Page(page, marker="other"))
     with pytest.raises(QSyncError, match="page .* does not exist"):
