@@ -366,9 +366,9 @@ def test_the_peak_of_a_step_is_as_predicted(
         make, shape = MODELS[name]
         torch.manual_seed(0)
         x = torch.randn(shape)
-        # The memory model counts with torch's own FP32 products. FP32's fastest kernel, which a timing
-        # chooses, copies a transposed operand, or returns a tied weight's gradient as it lies. That of bilinear
-        # layers is qsync's alone.
+        # The memory model counts with torch's own FP32 products, but for bilinear layers. FP32's fastest
+        # kernel, which a timing chooses, copies a transposed operand, or returns a tied weight's gradient as
+        # it lies.
         bitwise = precision is FP32 and name != "bilinear"
         trained[key] = memory_runs.Trained(
             make(), (x, x), lambda y, of: (y * of[tuple(map(slice, y.shape))]).sum(), bitwise=bitwise
