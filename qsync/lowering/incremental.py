@@ -206,7 +206,7 @@ class Lowering:
         for value in values:
             ops |= {value - self._offset, *self.wiring.consumers[value]}
         ops |= {f for j in ops if (f := self.wiring.epilogue[j]) is not None}
-        if any(self.facts.less):
+        if 1 in self.facts.less:  # sooner than any()
             ops |= {maker for j in ops for v in operands[j] if (maker := self.wiring.producer(v)) >= 0}
         changed = self._replace(self.row, sorted(ops), self._rows_of, journal)
         touched = {i, *changed, *(j for j in (self.wiring.before[i], self.wiring.after[i]) if j is not None)}
