@@ -165,13 +165,17 @@ def _fastest_with_levers(state: State, device_class: str, limit_s: float) -> str
 
 
 def _prefer_no_levers(state: State, device_class: str, start: Mapping[str, Precision]) -> None:
-    """Move a class to precisions alone, from a `start`, if these fit and are faster than its levers."""
+    """Move a class to precisions alone, from a `start`, if these fit and are faster than its levers.
+
+    They are looked for during `_TIME_LIMIT_S` at most: in a large graph one change of each operator takes
+    longer.
+    """
     one = state.classes[device_class]
     levers, assignment = one.treatment, one.lowering.assignment()
     state.treat(device_class, state.plain(device_class).treatment)
     state.move(device_class, start)
     with suppress(DoesNotFitError):
-        _fit(state, device_class, is_hopeless=False)
+        _fit(state, device_class, False, time.perf_counter() + _TIME_LIMIT_S)
     plain = state.classes[device_class]
     if not plain.fits() or plain.own_s >= one.own_s:
         state.restore({device_class: assignment}, {device_class: levers})
@@ -255,7 +259,7 @@ def _fastest_that_fits(state: State, device_class: str) -> bool:
     return bool(found)
 
 
-def _fit(state: State, device_class: str, is_hopeless: bool) -> None:
+def _fit(state: State, device_class: str, is_hopeless: bool, until_s: float = math.inf) -> None:
     """Reduce memory at least cost in time, from the current, then from each uniform assignment.
 
     If that is hopeless, as even the smallest start is far above the budget, raise DoesNotFitError without a
@@ -272,7 +276,7 @@ def _fit(state: State, device_class: str, is_hopeless: bool) -> None:
     for start in starts:
         state.move(device_class, start)
         if not is_hopeless:
-            _save_memory(state, device_class)
+            _save_memory(state, device_class, until_s)
         if one.fits():
             return
         memory = one.memory()
@@ -287,12 +291,12 @@ def _fit(state: State, device_class: str, is_hopeless: bool) -> None:
     )
 
 
-def _save_memory(state: State, device_class: str) -> None:
-    """Reduce the memory peak until it fits or no change helps; best bytes per second lost first."""
+def _save_memory(state: State, device_class: str, until_s: float) -> None:
+    """Reduce the memory peak until it fits, no change helps, or time is up; best bytes per second first."""
     one = state.classes[device_class]
     while not one.fits():
         before = reached = one.peak_bytes
-        for _, op, precision in sorted(_savings(state, device_class), key=lambda entry: entry[0]):
+        for _, op, precision in sorted(_savings(state, device_class, until_s), key=lambda entry: entry[0]):
             move = state.move(device_class, {op: precision})
             if one.peak_bytes >= reached:
                 state.back(move)
@@ -304,11 +308,15 @@ def _save_memory(state: State, device_class: str) -> None:
             return
 
 
-def _savings(state: State, device_class: str) -> Iterator[tuple[tuple[float, int], str, Precision]]:
+def _savings(
+    state: State, device_class: str, until_s: float
+) -> Iterator[tuple[tuple[float, int], str, Precision]]:
     """Yield (sort key, operator, precision) of changes that save memory; the best key is least."""
     one = state.classes[device_class]
     now, peak = one.own_s, one.peak_bytes
     for number, (op, options) in enumerate(one.part.choices.items()):
+        if time.perf_counter() > until_s:
+            return
         for precision in options:
             if precision is one.precision(op):
                 continue

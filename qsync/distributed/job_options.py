@@ -66,7 +66,7 @@ class JobOptions:
 
     @property
     def for_plan(self) -> dict[str, Any]:
-        """The options of `qsync.plan`, with the base."""
+        """Return the options of `qsync.plan`, with the base."""
         return {**self.plan_options, **({"base": self.base} if self.base is not None else {})}
 
 
@@ -86,32 +86,32 @@ class HybridOptions(JobOptions):
 
     @property
     def bucket_cap_bytes(self) -> int | None:
-        """The size of DDP's buckets in bytes; None for DDP's own."""
+        """Return the size of DDP's buckets in bytes; None for DDP's own."""
         return int(self.bucket_cap_mb * 2**20) if self.bucket_cap_mb else None
 
     @property
     def kinds(self) -> dict[str, str] | None:
-        """The kinds in which gradients travel, by parameter; None for those of the plan."""
+        """Return the kinds in which gradients travel, by parameter; None for those of the plan."""
         return asked_kinds(self.compression)
 
     @property
     def sampler(self) -> ShareSampler | None:
-        """The sampler from which the loader takes its batches, if it is a ShareSampler."""
+        """Return the sampler from which the loader takes its batches, if it is a ShareSampler."""
         return sampler_of(self.loader)
 
     @property
     def levers(self) -> Sequence[str]:
-        """The levers that a plan may use."""
+        """Return the levers that a plan may use."""
         return self.plan_options.get("levers") or ()
 
     @property
     def takes_samples(self) -> bool:
-        """Whether ranks may take other numbers of samples than their batch has."""
+        """Return whether ranks may take other numbers of samples than their batch has."""
         return not {SHARE, ACCUMULATE}.isdisjoint(self.levers)
 
     @property
     def may_save_less(self) -> bool:
-        """Whether operators may save less for backward."""
+        """Return whether operators may save less for backward."""
         return bool(self.plan_options.get("saving_less")) or SAVE_LESS in self.levers
 
     def settled(self, model: torch.nn.Module) -> HybridOptions:
