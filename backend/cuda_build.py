@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from qsync.backend.kernel_cache import built
-from qsync.errors import BuildError
+from qsync.errors import BuildError, shortened
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +46,21 @@ class Toolchain(NamedTuple):
 
 
 def architecture(device: torch.device) -> str:
-    """Return a GPU's compute capability in nvcc's notation, such as "75" or "90"."""
+    """Return the architecture that kernels are built for: a GPU's own, such as "90", or an older one.
+
+    $QSYNC_CUDA_ARCHITECTURE names an older one ("75"): its kernels run on this GPU, which compiles their
+    PTX. So kernels of absent cards are tested on a card at hand. Raises BuildError for another value.
+    """
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
-    return f"{major}{minor}"
+    own, asked = f"{major}{minor}", os.environ.get("QSYNC_CUDA_ARCHITECTURE") or f"{major}{minor}"
+    if not asked.isdecimal() or not int(_VOLTA) <= int(asked) <= int(own):
+        raise BuildError(
+            f"QSYNC_CUDA_ARCHITECTURE must lie between {_VOLTA} and this GPU's {own}, found "
+            f"{shortened(asked)}; unset it, or give for example 75 for a T4's kernels"
+        )
+    return asked
 
 
 def library(architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bool = True) -> Path:
@@ -230,7 +240,8 @@ def _machine_flags(architecture: str) -> list[str]:
     compiled = _VOLTA_SUBSTITUTE if tools.assembler is not None else architecture
     flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
     flags += ["--expt-relaxed-constexpr", "-DNDEBUG"]
-    return [*flags, f"-gencode=arch=compute_{compiled},code=sm_{compiled}"]
+    # PTX, too: newer GPUs compile it when they load it.
+    return [*flags, f"-gencode=arch=compute_{compiled},code=[sm_{compiled},compute_{compiled}]"]
 
 
 def _compile_for_volta(command: list[str], assembler: str, folder: str) -> None:
@@ -266,7 +277,7 @@ def _volta_step(line: str, assembler: str) -> str:
     if step.startswith("rm "):
         return ""
     if step.startswith("fatbinary ") and " -link " not in step:
-        return step.replace(f"sm={_VOLTA_SUBSTITUTE}", f"sm={_VOLTA}")
+        return re.sub(rf"\bsm([=_]){_VOLTA_SUBSTITUTE}\b", rf"sm\g<1>{_VOLTA}", step)
     return step
 
 

@@ -44,7 +44,8 @@ def slow_down(device: torch.device, share: float) -> None:
     Raises UnsupportedError on a GPU, which keeps working while its process is paused, and where processes
     cannot be paused; FormatError if this process is already slowed to another share.
     """
-    if device.type != "cpu" and share < 1:
+    is_declared = _slowed.by is not None and _slowed.asked is None
+    if device.type != "cpu" and share < 1 and not is_declared:
         raise UnsupportedError(
             f"emulated_share works on CPUs only: a {device.type} device keeps working while its process is "
             "paused; leave it out"
@@ -63,7 +64,7 @@ def slow_down(device: torch.device, share: float) -> None:
 
 
 def slowed_otherwise(share: float) -> None:
-    """Declare that other means already slow this process to a share of its core."""
+    """Declare that other means already slow this process to a share of its core or GPU."""
     _slowed.by = Throttle(share)
 
 

@@ -18,11 +18,20 @@ _TESTS = Path(__file__).resolve().parents[2] / "tests"
 _CUDA_CASES = re.compile(r"mark\.cuda|def test_\w+\([^)]*\bboth\b")
 _PLUGINS_OFF = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # cacheprovider warns in parallel runs
 _MOST_WORKERS = 8
+# Tests of the kernels that are compiled for an architecture.
+_OF_COMPILED = ("test_casts_gpu", "test_cutlass", "test_epilogues", "test_parity")
 # The sections of compare_kernels about layers, in this order; whole steps are separate pieces.
 _LAYERS = ("linear training", "conv training", "attention training", "quantize", "host")
 assert set(_LAYERS) <= set(SECTIONS)
-_SUITE = {"speed": 240, "prediction": 240, "memory": 60}  # parts, with their time limits in seconds
+# What users train first: models whose steps are timed, and those whose plans are predicted. Seconds at most.
+_STEPS = ("bert_base", "gpt2_medium", "resnet50_224", "llama_1b", "bert_base_8", "gpt2_small")
+_PREDICTED = ("bert_base", "gpt2_medium", "resnet50_224")
+assert set(_STEPS) == set(LARGE)
+_SUITE = {"speed": 170, "compiled": 170, "prediction": 170, "memory": 60}
 _QUICK_DEMO = ("--workload", "resnet-small", "--steps", "2")
+_CONFIG = Path(__file__).with_name("gpt2_small.json")
+# Cards whose kernels this GPU runs from their PTX: V100, T4, A100, L4.
+OLDER = ("70", "75", "80", "89")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +51,45 @@ class Piece:
 
 
 def pieces(out: Path, device: str, tiny: bool) -> list[Piece]:
-    """List the pieces, whose results go to `out`."""
+    """List the pieces, whose results go to `out`: whole steps first, tests last."""
     return list(_pieces(out, device, tiny))
 
 
 def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
     # It compiles the kernels that later pieces run; its output is its result.
     doctor = _module("qsync.commands.main", "doctor")
-    yield Piece("environment", "doctor", doctor, 240, out / "logs" / "environment-doctor.txt")
-    for file in tests():
-        result = out / "tests" / f"{file.stem}.xml"
-        workers = ("-n", str(_workers()), *_PLUGINS_OFF)
-        options = ("-m", "cuda", "-q", *workers, f"--junitxml={result}", str(file))
-        yield Piece("tests", file.stem, _module("pytest", *options), 150, result)
+    yield Piece("environment", "doctor", doctor, 170, out / "logs" / "environment-doctor.txt")
+    steps = itertools.product(_STEPS, ("speed", "compiled"))
+    predictions = itertools.product(_PREDICTED, ("prediction", "memory"))
+    for name, part in (*steps, *predictions):
+        folder = out / "suite" / f"{part}-{name}"
+        of_suite = ("--only", name, "--part", part, "--device", device, "--out", str(folder))
+        measured = _module("qsync.experiments.unseen", *of_suite, *(("--tiny",) if tiny else ()))
+        yield Piece("suite", f"{part} {name}", measured, _SUITE[part], folder / "figures.json")
+    folder = out / "demo"
+    options = _QUICK_DEMO if tiny else ("--model", f"hf:{_CONFIG}", "--steps", "24")
+    demo = _module("qsync.commands.main", "demo", "--out", str(folder), *options)
+    yield Piece("demo", "two ranks", demo, 240, folder / "figures.json")
     for section in _LAYERS:
         folder = out / "kernels" / section.replace(" ", "-")
         chosen = ("--only", section, "--device", device, "--out", str(folder))
         quick = ("--quick",) if tiny else ()
         command = _module("qsync.experiments.kernels.compare_kernels", *chosen, *quick)
         yield Piece("kernels", section, command, 120, folder / "figures.json")
-    for part, name in itertools.product(_SUITE, LARGE):
-        folder = out / "suite" / f"{part}-{name}"
-        of_suite = ("--only", name, "--part", part, "--device", device, "--out", str(folder))
-        measured = _module("qsync.experiments.unseen", *of_suite, *(("--tiny",) if tiny else ()))
-        yield Piece("suite", f"{part} {name}", measured, _SUITE[part], folder / "figures.json")
-    folder = out / "demo"
-    demo = _module("qsync.commands.main", "demo", "--out", str(folder), *(_QUICK_DEMO if tiny else ()))
-    yield Piece("demo", "two ranks", demo, 240, folder / "figures.json")
+    for file in tests():
+        yield _tested("tests", file.stem, (file,), out)
+    for older in OLDER:
+        compiled = [file for file in tests() if file.stem in _OF_COMPILED]
+        yield _tested("older architectures", f"sm_{older}", compiled, out, QSYNC_CUDA_ARCHITECTURE=older)
+
+
+def _tested(group: str, name: str, files: Sequence[Path], out: Path, **environment: str) -> Piece:
+    """Return a piece of test files that need a GPU."""
+    result = out / "tests" / f"{name}.xml"
+    options = ("-m", "cuda", "-q", "-n", str(_workers()), *_PLUGINS_OFF, f"--junitxml={result}")
+    command = _module("pytest", *options, *map(str, files))
+    variables = ("env", *(f"{key}={value}" for key, value in environment.items())) if environment else ()
+    return Piece(group, name, (*variables, *command), 170, result)
 
 
 def tests() -> Sequence[Path]:

@@ -11,14 +11,15 @@ from qsync.experiments.harness import Bar, bar, table_of
 from qsync.experiments.unseen import report as suite
 
 Pieces = Mapping[str, Mapping[str, Any]]
+_TESTS = ("tests", "older architectures")
 _WITHOUT = ("not_run", "cut", "failed")
 
 
 def bars(pieces: Pieces) -> list[Bar]:
     """Return the bars; the tests' bar is open while some have not run and none failed."""
-    tests = [result for _, result in _of(pieces, "tests")]
+    tests = [result for group in _TESTS for _, result in _of(pieces, group)]
     failed = sum(len(result["failed"]) for result in tests)
-    are_all = tests and all("result" in found for key, found in pieces.items() if key.startswith("tests "))
+    are_all = tests and all("result" in found for key, found in pieces.items() if key.startswith(_TESTS))
     families = _families(pieces)
     of_tests = bar("tests that fail on the GPU", failed if failed or are_all else None, 0)
     return [of_tests, *(suite.bars(families) if families else ())]
@@ -55,8 +56,7 @@ def tables(pieces: Pieces) -> list[Table]:
     for key, found in pieces.items():
         states.setdefault(_state(found), []).append(key)
     rows = [[", ".join(keys), state] for state, keys in states.items()]
-    timed = {name: parts for name, parts in _families(pieces).items() if "speed" in parts}
-    return [*([suite.table(timed, {})] if timed else []), table_of("Pieces", ("", "result"), rows, left=2)]
+    return [*suite.tables(_families(pieces), {}), table_of("Pieces", ("", "result"), rows, left=2)]
 
 
 def failures(pieces: Pieces) -> list[str]:
@@ -67,13 +67,16 @@ def failures(pieces: Pieces) -> list[str]:
         for case in result["cases"]
         for name, why in case.get("failed", {}).items()
     )
-    tests = (failed for _, result in _of(pieces, "tests") for failed in result["failed"].items())
+    tests = (
+        failed for group in _TESTS for _, result in _of(pieces, group) for failed in result["failed"].items()
+    )
     steps = (
         (f"{name} {of}", why)
         for _, result in _of(pieces, "suite")
-        for name, parts in result["families"].items() if "speed" in parts
-        for of, why in parts["speed"]["unavailable"].items()
-    )  # fmt: skip
+        for name, parts in result["families"].items()
+        for part in parts.values()
+        for of, why in part.get("unavailable", {}).items()
+    )
     return [f"Failed: {what}: {why}" for what, why in (*tests, *kernels, *steps)]
 
 

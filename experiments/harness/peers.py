@@ -23,12 +23,15 @@ def under_autocast(run: Run, device: torch.device) -> Run:
     return call
 
 
-def compiled(run: Run) -> Run:
-    """Compile the call with Inductor for fixed shapes: symbolic ones make slower code."""
+def compiled(run: Run, mode: str | None = None) -> Run:
+    """Compile the call with Inductor for fixed shapes: symbolic ones make slower code.
+
+    The mode "reduce-overhead" replays CUDA graphs on a GPU.
+    """
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1  # no pool of compilers beside the measurement
-    return torch.compile(run, dynamic=False)
+    return torch.compile(run, dynamic=False, mode=mode)
 
 
 def peers(device: torch.device, inductor: bool) -> dict[str, Callable[[Run], Run]]:

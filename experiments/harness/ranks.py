@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from qsync import QSyncError
-from qsync.backend.devices.emulation import Throttle, busy_share, pin_to_core
+from qsync.backend.devices.emulation import Throttle, busy_share, pin_to_core, slowed_otherwise
+from qsync.backend.devices.gpu_state import gpu_states
 from qsync.distributed import job
-from qsync.experiments.harness import processes
+from qsync.experiments.harness import one_gpu, processes
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.provenance import folder_of
 from qsync.processes.child_processes import environment
@@ -39,15 +40,19 @@ BUCKET_CAP_BYTES = int(BUCKET_CAP_MB * 2**20)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's device, its throttle if emulated, and its class name if set."""
+    """A rank's device, its throttle if emulated, and its class name if set.
+
+    `gpu_share` is a rank's share of a GPU beside the strong rank's, if both have parts of one.
+    """
 
     device: torch.device
     throttle: Throttle | None = None
     device_class: str | None = None
+    gpu_share: float | None = None
 
     def measured_share(self) -> float | None:
-        """Return the share of its core that this rank really gets; None if not emulated."""
-        return busy_share(2.0) if self.throttle else None
+        """Return the share of its core or GPU that this rank really gets; None if not emulated."""
+        return busy_share(2.0) if self.throttle else self.gpu_share
 
     @contextlib.contextmanager
     def at_full_speed(self) -> Iterator[None]:
@@ -63,19 +68,20 @@ class Place:
 def placed(weak_share: float | None) -> Iterator[Place]:
     """Give this rank a device: of different kinds if the machine has them, else an emulated one.
 
-    Real: GPUs of different kinds (one rank each), or one kind of GPU with the second rank on the CPU.
-    Emulated: each rank on one core, with the weak one paused to get `weak_share` of it. `weak_share` None
-    means full CPU speed on every rank, on any core.
+    Real: GPUs of different kinds, one rank each. Emulated: all ranks on parts of one GPU; without a GPU each
+    rank on one core, with the weak one paused to get `weak_share` of it. `weak_share` None means full CPU
+    speed on every rank, on any core.
     """
     rank = int(os.environ["LOCAL_RANK"])
     kinds, name = gpus(), WEAK if rank == WEAK_RANK else FAST
     if weak_share is not None and kinds:
-        different = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
-        on_gpu = rank == 0 or different is not None
-        device = torch.device("cuda", 0 if rank == 0 else different or 0) if on_gpu else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        yield Place(device, device_class=name)
+        different = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
+        device = torch.device("cuda", 0 if rank == 0 else different)
+        torch.cuda.set_device(device)
+        is_weak_part = rank == WEAK_RANK and weak_share < 1 and one_gpu.PERCENTAGE in os.environ
+        if is_weak_part:
+            slowed_otherwise(weak_share)
+        yield Place(device, device_class=name, gpu_share=weak_share if is_weak_part else None)
         return
     torch.set_num_threads(1)
     if weak_share is not None:
@@ -104,9 +110,15 @@ def run_on_ranks(
         raise QSyncError(f"--weak-share must be in (0, 1], found {share}; give e.g. 0.5 for half a core")
     if "out" in config:
         config = {**config, "out": str(folder_of(Path(config["out"]).absolute()))}
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        result, parts, found = Path(folder) / "result.json", None, dict[str, str]()
+        if num_ranks > 1 and "weak_share" in config and _is_one_gpu():
+            parts, found = (
+                one_gpu.percentages(share, num_ranks, WEAK_RANK),
+                dict(stack.enter_context(one_gpu.served(folder))),
+            )
         task = {
+            "percentages": parts,
             "module": processes.module_of(work), "function": work.__name__, "config": config,
             "command": command, "timeout_s": timeout_s, "result": str(result),
         }  # fmt: skip
@@ -118,8 +130,9 @@ def run_on_ranks(
         # One thread a rank: each has one core. Kineto would log every memory measurement on stderr. Files of
         # killed ranks are removed with this temporary folder; Inductor's cache stays.
         variables = environment(
-            OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="5", TMPDIR=folder, TORCHINDUCTOR_CACHE_DIR=cache_dir()
-        )
+            OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="5", TMPDIR=folder, TORCHINDUCTOR_CACHE_DIR=cache_dir(),
+            **found,
+        )  # fmt: skip
         code = _exit_code(started, variables)
         if code != 0:
             raise QSyncError(f"the ranks stopped with exit code {code}; the first message above says why")
@@ -143,6 +156,8 @@ def main() -> None:
     processes.end_with_parent("torch.distributed.run")
     task: dict[str, Any] = json.loads(sys.argv[1])
     share, is_first = task["config"].get("weak_share"), os.environ["RANK"] == "0"
+    if task["percentages"]:  # before anything opens the GPU
+        os.environ[one_gpu.PERCENTAGE] = str(task["percentages"][int(os.environ["LOCAL_RANK"])])
     # gloo if any rank is on a CPU
     os.environ.setdefault("QSYNC_BACKEND", "nccl" if share and len(set(gpus())) > 1 else "gloo")
     with ending_on_error(f"qsync {task['command']}"), placed(share) as place:
@@ -179,6 +194,11 @@ def process_group_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _is_one_gpu() -> bool:
+    """Return whether this machine has GPUs, all of one kind; opens none."""
+    return torch.cuda.is_available() and len({state["name"] for state in gpu_states()}) == 1
 
 
 def gpus() -> list[str]:

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -25,6 +26,7 @@ from qsync.distributed.ddp_profiling import DdpProfiler, ProfileOptions
 from qsync.distributed.job_options import HybridOptions
 from qsync.distributed.monitoring import liveness
 from qsync.distributed.monitoring.step_phases import PhaseTimer
+from qsync.experiments.harness.provenance import folder_of
 from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.workloads.families import family_named
 from qsync.experiments.workloads.workload import make_optimizer
@@ -35,6 +37,7 @@ from qsync.predictor.profiling.made_optimizer import made
 from qsync.processes.progress import shown_on_rank_zero
 from qsync.records.kernel_support import unsupported_by_shape
 from qsync.replayer import replay
+from qsync.replayer.chrome_trace import write_trace
 from qsync.replayer.exchange_calibration import with_exchange_in_use
 from qsync.replayer.explanation import phases
 from qsync.replayer.explanation.phases import Phases
@@ -65,13 +68,17 @@ class PlanRun:
         return self.interval_s is not None and self.interval_s[0] <= self.measured_s <= self.interval_s[1]
 
 
-def run_family(name: str, num_ranks: int, num_plans: int, seed: int = 0, tiny: bool = False) -> list[PlanRun]:
+def run_family(
+    name: str, num_ranks: int, num_plans: int, seed: int = 0, tiny: bool = False, traces: Path | None = None
+) -> list[PlanRun]:
     """Run random plans of a model family on ranks of this machine.
 
-    Raises QSyncError for an unknown family, and if a rank fails.
+    The folder `traces` gets the first plan's step, predicted and measured, as Chrome traces. Raises
+    QSyncError for an unknown family, and if a rank fails.
     """
     family_named(name)
-    config = {"family": name, "num_plans": num_plans, "seed": seed, "tiny": tiny, "weak_share": 1.0}
+    config = {"family": name, "num_plans": num_plans, "seed": seed, "tiny": tiny, "weak_share": 1.0,
+              "traces": str(traces) if traces is not None else None}  # fmt: skip
     runs = run_on_ranks(_run_on_rank, config, command="random_plans", num_ranks=num_ranks)
     return [PlanRun(**run) for run in runs]
 
@@ -88,7 +95,8 @@ def _run_on_rank(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
         own = job.detect_rank(step.model, None, FAST if dist.get_rank() == 0 else WEAK)
         asked = HybridOptions(make_optimizer=make_optimizer(1e-4), bucket_cap_mb=BUCKET_CAP_MB)
         options = ProfileOptions(asked, progress=progress)
-        runs = run_plans(step, own, options, config["num_plans"], seed=config["seed"])
+        traces = Path(config["traces"]) if config["traces"] else None
+        runs = run_plans(step, own, options, config["num_plans"], seed=config["seed"], traces=traces)
     return [asdict(run) for run in runs]
 
 
@@ -99,10 +107,11 @@ def run_plans(
     num_plans: int,
     turns: int = 3,
     seed: int = 0,
+    traces: Path | None = None,
 ) -> list[PlanRun]:
     """Run random plans on all ranks, in turns with profiling; return the same result on every rank.
 
-    It trains the step's model.
+    It trains the step's model. The folder `traces` gets two Chrome traces of the first plan's step.
     """
     graph = job.form_graph(step)
     runner = _Runner(step, rank, options)
@@ -117,6 +126,11 @@ def run_plans(
     runs = []
     for plan, seconds in zip(plans, measured_s, strict=True):
         timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=options.asked.bucket_cap_bytes)
+        if traces is not None and not runs:
+            measured = runner.traced(plan[own])
+            if dist.get_rank() == 0:
+                write_trace(timeline, folder_of(traces) / "predicted.json")
+                measured.export_chrome_trace(str(traces / "measured.json"))
         texts = {name: {op: str(p) for op, p in of.items()} for name, of in plan.items()}
         runs.append(PlanRun(texts, timeline.step_s, timeline.interval_s, seconds))
     return runs
@@ -228,6 +242,16 @@ class _Runner:
             for _, turns in sorted(periods_s.items())
         ]
         return cluster, profiles, measured_s
+
+    def traced(self, assignment: Assignment) -> torch.profiler.profile:
+        """Record one step of an assignment; all ranks call it."""
+        self._program.choose(choosers.following(assignment))
+        self._steps(_WARM_UP_STEPS)
+        with torch.profiler.profile() as found:
+            self._steps(1)
+            if self._rank.device.type == "cuda":
+                torch.cuda.synchronize(self._rank.device)
+        return found
 
     def _run(self, k: int, assignment: Assignment) -> None:
         self._program.choose(choosers.following(assignment))

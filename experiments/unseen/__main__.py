@@ -28,7 +28,9 @@ from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, LARGE,
 _PAGE = Page(Path("docs/results/unseen.md"), note="One thread.")
 _PARTS, _SEED = ("speed", "prediction", "memory"), 0
 _RANKS = "ranks"  # two ranks at once, on request only, because they need two cores
-_PARTS_HELP = f"{', '.join(_PARTS)} (all if left out), or {_RANKS}."
+_COMPILED = "compiled"  # steps under torch.compile, for GPUs
+_EVERY = (*_PARTS, _RANKS, _COMPILED)
+_PARTS_HELP = f"{', '.join(_PARTS)} (all if left out), {_RANKS}, or {_COMPILED}."
 _ROUNDS, _PLANS = 9, 8  # rounds of timed steps, and random plans to predict; one each with --tiny
 
 
@@ -55,8 +57,8 @@ def main(
         if family_named(name).held_out and not held_out:
             raise QSyncError(f"{name} is held out; add --held-out, and do not tune on its results")
     for name in part or ():
-        if name not in (*_PARTS, _RANKS):
-            raise QSyncError(f"unknown part {name!r}; choose from {', '.join((*_PARTS, _RANKS))}")
+        if name not in _EVERY:
+            raise QSyncError(f"unknown part {name!r}; choose from {', '.join(_EVERY)}")
     experiment = Experiment(
         "unseen", out, settings={"tiny": tiny, "device": device}, fresh=fresh and not kept, seed=_SEED
     )
@@ -71,7 +73,7 @@ def main(
         )
     experiment.check_measured()
     figures: dict[str, Any] = {"families": seen, "held_out": apart, "held_out_by_seed": HELD_OUT_SEED}
-    bars, tables = report.all_bars(seen, apart), [report.table(seen, apart)]
+    bars, tables = report.all_bars(seen, apart), report.tables(seen, apart)
     page = _PAGE.beside() if beside else _PAGE
     experiment.finish(figures, bars=bars, tables=tables, page=page if publish else None)
 
@@ -82,9 +84,12 @@ def _measured(experiment: Experiment, name: str, parts: Sequence[str], kept: boo
     rounds, plans = (1, 1) if tiny else (_ROUNDS, _PLANS)
     runs = {
         "speed": partial(family_runs.speeds, name, rounds, tiny, device),
-        "prediction": partial(family_runs.predicted, name, 1, plans, _SEED, tiny),
+        "prediction": partial(
+            family_runs.predicted, name, 1, plans, _SEED, tiny, str(experiment.out / "traces" / name)
+        ),
         _RANKS: partial(family_runs.predicted, name, 2, plans, _SEED, tiny),
         "memory": partial(family_runs.memory, name, tiny, device),
+        _COMPILED: partial(family_runs.compiled_steps, name, rounds, tiny, device),
     }
     for part in parts:
         run = runs[part]

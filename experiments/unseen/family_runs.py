@@ -11,6 +11,7 @@ import gc
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from qsync.errors import shortened
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.experiments.harness.pairing import Samples, measure
-from qsync.experiments.harness.peers import under_autocast
+from qsync.experiments.harness.peers import compiled, under_autocast
 from qsync.experiments.harness.ranks import process_group_of_one
 from qsync.experiments.kernels.cases import Case, Run
 from qsync.experiments.memory.memory_runs import Choice, Trained
@@ -37,8 +38,13 @@ MODES = {
     "cpu": ("fp32", "bf16", "int8", "int8_all"),
     "cuda": ("bf16", "int8", "fp8", "int8_all", "tf32"),
 }
+_REDUCE_OVERHEAD = "reduce-overhead"  # torch.compile's mode
 BASE = "base bf16"  # for users who keep the loop's autocast
 ALL_MODES = (BASE, *dict.fromkeys(mode for of in MODES.values() for mode in of))
+# Peers under torch.compile, and qsync's modes in it. CUDA graphs are replayed where there is a GPU.
+INDUCTOR, GRAPHS = "Inductor", "CUDA graphs"
+PLANNED = ("bf16", *(f"{mode} in {GRAPHS}" for mode in ("bf16", "int8", "fp8")))
+COMPILED = (INDUCTOR, GRAPHS, *PLANNED)
 
 
 def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -89,6 +95,44 @@ def speeds(name: str, rounds: int, tiny: bool = False, device: str = "cpu") -> d
     case.add(BASE, partial(autocast, "bf16"), theirs=True)
     for mode in MODES[device]:
         case.add(mode, partial(in_mode, mode), theirs=True)
+    return _variants(case, rounds, where)
+
+
+@_or_failure
+def compiled_steps(name: str, rounds: int, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
+    """Time torch.autocast under Inductor and CUDA graphs, and wrapped models in CUDA graphs, in turns.
+
+    The result has the form of `speeds`.
+    """
+    (model, batches), where = _begin(name, tiny, device), torch.device(device)
+    model(**batches[0])  # transformers' models note their kind of labels, which no trace may change
+    case = Case("", name, EAGER)
+
+    def peer(mode: str | None) -> Run:
+        mine = copy.deepcopy(model)
+        return training_step(mine, batches, under_autocast(compiled(mine, mode), where))
+
+    def in_mode(mode: str, in_graphs: bool) -> Run:
+        mine = qsync.wrap(copy.deepcopy(model), mode)
+        whole = torch.compile(mine, fullgraph=True, dynamic=False, mode=_REDUCE_OVERHEAD)
+        return training_step(mine, batches, whole if in_graphs else None)
+
+    def autocast() -> Run:
+        mine = copy.deepcopy(model)
+        return training_step(mine, batches, under_autocast(mine, where))
+
+    case.add(EAGER, lambda: training_step(copy.deepcopy(model), batches))
+    case.add(AUTOCAST, autocast, theirs=True)
+    case.add(INDUCTOR, partial(peer, None), theirs=True)
+    case.add(GRAPHS, partial(peer, _REDUCE_OVERHEAD), theirs=True)
+    for of in PLANNED:
+        mode, in_graphs, _ = of.partition(f" in {GRAPHS}")
+        case.add(of, partial(in_mode, mode, bool(in_graphs)), theirs=True)
+    return _variants(case, rounds, where)
+
+
+def _variants(case: Case, rounds: int, where: torch.device) -> dict[str, Any]:
+    """Return each variant's seconds by round, and on GPUs a step's peak bytes."""
     samples = _measured_together(case, rounds, where)
     on_gpu = where.type == "cuda"
     peaks_of = {of: step_peak_bytes(case.runs[of], where) if on_gpu else None for of in samples}
@@ -134,9 +178,14 @@ def _measured_together(case: Case, rounds: int, where: torch.device) -> dict[str
 
 
 @_or_failure
-def predicted(name: str, num_ranks: int, num_plans: int, seed: int, tiny: bool = False) -> dict[str, Any]:
-    """Run random plans on ranks; return replay's errors, and the share within their intervals."""
-    runs = run_family(name, num_ranks, num_plans, seed, tiny)
+def predicted(
+    name: str, num_ranks: int, num_plans: int, seed: int, tiny: bool = False, traces: str | None = None
+) -> dict[str, Any]:
+    """Run random plans on ranks; return replay's errors, and the share within their intervals.
+
+    `traces` is a folder for the first plan's step, predicted and measured.
+    """
+    runs = run_family(name, num_ranks, num_plans, seed, tiny, Path(traces) if traces else None)
     return {"errors": [run.error for run in runs], "inside": [run.is_inside for run in runs]}
 
 

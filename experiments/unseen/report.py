@@ -10,7 +10,7 @@ from rich.table import Table
 
 from qsync.experiments.harness import Bar, bar, milliseconds, table_of
 from qsync.experiments.harness.pairing import quartiles
-from qsync.experiments.unseen.family_runs import ALL_MODES, AUTOCAST, BASE, EAGER
+from qsync.experiments.unseen.family_runs import ALL_MODES, AUTOCAST, BASE, COMPILED, EAGER, GRAPHS
 from qsync.experiments.workloads.families import LARGE, TRANSFORMER, family_named
 from qsync.replayer.step_noise import percentile
 
@@ -21,6 +21,8 @@ CONVOLUTION_BARS = {name: {"int8_all": 1.2} for name in ("resnet50", "convnext")
 # Limits of |error| of a predicted step.
 PREDICTION_BARS = {"median": 0.02, "95th percentile": 0.05, "worst": 0.08}
 MEMORY_BAR = 0.05  # limit of |error| of a predicted peak
+# A planned step in CUDA graphs beside the same step without them, where steps wait for launches.
+GRAPHS_BARS = {"bert_base_8": 1.3}
 # Family -> part ("speed", "prediction", "ranks", "memory") -> measurements.
 Found = Mapping[str, Mapping[str, Any]]
 
@@ -46,6 +48,12 @@ def bars(found: Found) -> list[Bar]:
                 low, speed, high = times_as_fast(variants, mode)
                 spread = {"quartiles": [low, high]}
                 made.append(bar(f"{name}: {mode}, x autocast", speed, limit, at_least=True, **spread))
+        if "compiled" in parts and name in GRAPHS_BARS:
+            low, speed, high = times_as_fast(
+                parts["compiled"].get("variants", {}), f"bf16 in {GRAPHS}", "bf16"
+            )
+            what = f"{name}: bf16 in {GRAPHS}, x without"
+            made.append(bar(what, speed, GRAPHS_BARS[name], at_least=True, quartiles=[low, high]))
     for part, where in (("prediction", ""), ("ranks", " on two ranks")):
         errors = [error for parts in found.values() for error in parts.get(part, {}).get("errors", ())]
         for which, limit in PREDICTION_BARS.items() if errors else ():
@@ -78,17 +86,23 @@ def _sizes(errors: Sequence[float]) -> dict[str, float]:
     return dict(zip(PREDICTION_BARS, found, strict=True))
 
 
-def table(seen: Found, held_out: Found) -> Table:
-    """Return a table of every family's speed: eager FP32's step, and each mode beside autocast's."""
+def tables(seen: Found, held_out: Found) -> list[Table]:
+    """Return a table of every family's speed, and one of its compiled steps, as far as they were measured.
+
+    It has eager FP32's step, and each variant beside autocast's.
+    """
     names = {name: name for name in seen} | {name: f"{name} (held out)" for name in held_out}
-    found = {**seen, **held_out}
-    timed = {
-        shown: found[name]["speed"]["variants"] for name, shown in names.items() if "speed" in found[name]
-    }
-    modes = [mode for mode in ALL_MODES if any(mode in variants for variants in timed.values())]
-    title = "Whole steps: times as fast as torch.autocast, autocast as FP32 eager (quartiles); measured"
-    rows = [[name, *_speed_cells(variants, modes)] for name, variants in timed.items()]
-    return table_of(title, ("", EAGER, AUTOCAST, *modes), rows)
+    found, made = {**seen, **held_out}, []
+    kinds = {"speed": ("Whole steps", ALL_MODES), "compiled": ("Whole steps under torch.compile", COMPILED)}
+    for part, (what, variants) in kinds.items():
+        timed = {shown: found[name][part]["variants"] for name, shown in names.items()
+                 if "variants" in found[name].get(part, {})}  # fmt: skip
+        shown = [one for one in variants if any(one in of for of in timed.values())]
+        title = f"{what}: times as fast as torch.autocast, autocast as FP32 eager (quartiles); measured"
+        rows = [[name, *_speed_cells(of, shown)] for name, of in timed.items()]
+        if rows:
+            made.append(table_of(title, ("", EAGER, AUTOCAST, *shown), rows))
+    return made
 
 
 def _speed_cells(variants: Mapping[str, Any], modes: Sequence[str]) -> list[str]:

@@ -117,8 +117,13 @@ class Family:
             kind = getattr(transformers, self.model)
             config = kind.config_class(**sizes)
             config.use_cache = False
-            made: nn.Module = kind(config)
-        return made
+            made: Any = kind(config)
+        if (
+            getattr(made, "loss_type", "") is None
+        ):  # transformers would warn, which torch.compile cannot trace
+            made.loss_type = "ForCausalLM"
+        model: nn.Module = made
+        return model
 
 
 def family_named(name: str) -> Family:
@@ -308,6 +313,23 @@ LARGE: dict[str, Family] = {
             "bert_base", TRANSFORMER, "BertForSequenceClassification",
             {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
              "intermediate_size": 3072, "vocab_size": 30522}, Inputs(32, (128,)),
+        ),
+        Family(  # whose steps wait for launches
+            "bert_base_8", TRANSFORMER, "BertForSequenceClassification",
+            {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "intermediate_size": 3072, "vocab_size": 30522}, Inputs(8, (128,)),
+        ),
+        Family(
+            "gpt2_medium", TRANSFORMER, "GPT2LMHeadModel",
+            {"n_layer": 24, "n_embd": 1024, "n_head": 16, "vocab_size": 50257},
+            Inputs(8, (512,), labels="text"),
+        ),
+        Family(
+            "llama_1b", TRANSFORMER, "LlamaForCausalLM",
+            {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256,
+             "tie_word_embeddings": True},
+            Inputs(4, (1024,), labels="text"),
         ),
         Family(
             "resnet50_224", CONVOLUTION, "ResNetForImageClassification",

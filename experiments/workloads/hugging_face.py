@@ -14,7 +14,9 @@ from qsync.experiments.workloads.bert import masked
 from qsync.experiments.workloads.workload import Workload, digits_workload, text_workload
 from qsync.integrations.hugging_face import IMAGE, MASKED, read_config
 
-_BYTES, _CONTEXT, _SEQUENCES, _IMAGES = 256, 128, 4, 16
+_BYTES, _CONTEXT = 256, 128
+# What one rank takes; a GPU more, or it would wait for its launches.
+_SEQUENCES, _IMAGES = (32, 128) if torch.cuda.is_available() else (4, 16)
 
 
 class Logits(nn.Module):

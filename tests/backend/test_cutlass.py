@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import stat
+import struct
 import subprocess
 from contextlib import nullcontext
 from itertools import pairwise
@@ -90,11 +91,42 @@ def test_the_sources_compile_for(architecture, compiled, tmp_path):
             pytest.skip(str(refusal))
     ptx = next(path.parent.glob("*.ptx")).read_text()
     assert f".target sm_{architecture}" in ptx
+    assert {(MACHINE_CODE, int(architecture)), (PTX, int(architecture))} <= embedded(path)
     assert all(instruction in ptx for instruction in INSTRUCTIONS[architecture])
     loaded = compiled_products.Library(path)
     assert loaded.architecture == architecture
     found = {name for name in compiled_products.PRODUCTS if loaded.tiles(name)}
     assert found == {name for name, (_, family) in compiled_products.PRODUCTS.items() if family in families}
+
+
+PTX, MACHINE_CODE = 1, 2  # kinds of entries of a fat binary
+
+
+def embedded(library: Path) -> set[tuple[int, int]]:
+    """Return kind and architecture of what nvcc embedded in a library."""
+    content, found, at = library.read_bytes(), set(), 0
+    while (at := content.find(b"\x50\xed\x55\xba", at)) >= 0:
+        _, header, size = struct.unpack_from("<HHQ", content, at + 4)
+        entry, at = at + header, at + header + size
+        while entry < at:
+            kind, _, own, length = struct.unpack_from("<HHIQ", content, entry)
+            found.add((kind, struct.unpack_from("<I", content, entry + 28)[0]))
+            entry += own + length
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("", "90"), ("75", "75"), ("70", "70"), ("90", "90"), *((bad, None) for bad in ("100", "5", "sm_75"))],
+)
+def test_kernels_of_an_older_card_run_on_a_newer_one(asked, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("QSYNC_CUDA_ARCHITECTURE", asked)
+    if found is not None:
+        assert cuda_build.architecture(torch.device("cuda")) == found
+        return
+    with pytest.raises(BuildError, match="must lie between 70 and this GPU's 90, found .*; unset it"):
+        cuda_build.architecture(torch.device("cuda"))
 
 
 def test_volta_has_no_int8():

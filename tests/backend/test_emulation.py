@@ -160,6 +160,7 @@ with Throttle(0.5):  # as the demo's weak rank
     print(helpers())
 slowed_otherwise(0.5)
 slow_down(cpu, 0.5)
+slow_down(torch.device("cuda"), 0.5)  # a part of a GPU
 print(helpers())
 _slowed.by = None
 slow_down(cpu, 0.5)

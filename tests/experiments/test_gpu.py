@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsync.errors import QSyncError
+from qsync.errors import QSyncError, UnsupportedError
 from qsync.experiments.gpu import __main__ as gpu
 from qsync.experiments.gpu import pieces as gpu_pieces
 from qsync.experiments.gpu import report
 from qsync.experiments.gpu.commands import run_within
 from qsync.experiments.gpu.pieces import Piece, pieces
-from qsync.experiments.harness import Experiment
+from qsync.experiments.harness import Experiment, one_gpu
 
 DRY = ("--device", "cpu", "--tiny", "--minutes", "30")
 GROUPS = list(dict.fromkeys(piece.group for piece in pieces(Path("out"), "cpu", True)))
@@ -50,6 +50,50 @@ def test_a_dry_run_goes_through_every_piece(group, tmp_path):
         assert "result" in found, (found, logs)
     assert run(tmp_path, *DRY, "--only", group).returncode == 0  # from what is kept
     assert json.loads((tmp_path / "figures.json").read_text())["pieces"] == content["pieces"]
+
+
+def test_whole_steps_come_first_and_tests_last():
+    groups = ["environment", "suite", "demo", "kernels", "tests", "older architectures"]
+    assert groups == GROUPS
+    first, *_, last = pieces(Path("out"), "cuda", False)[1:]
+    assert first.key == "suite speed bert_base" and last.key == "older architectures sm_89"
+    assert "QSYNC_CUDA_ARCHITECTURE=89" in last.command and "-m" in last.command
+
+
+MPS = """#!/bin/sh
+echo "$* $(cat) $CUDA_MPS_PIPE_DIRECTORY" >> "$MPS_LOG"
+[ "$1" = -d ] && exit $MPS_CODE
+exit 0
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_one_gpu_is_divided_by_a_service_that_ends_with_the_ranks(code, tmp_path, monkeypatch):
+    control, log = tmp_path / "nvidia-cuda-mps-control", tmp_path / "log"
+    control.write_text(MPS)
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("MPS_LOG", str(log))
+    monkeypatch.setenv("MPS_CODE", str(code))
+    if code:
+        with pytest.raises(UnsupportedError, match="did not start .*give each rank a GPU"):
+            one_gpu.served("here").__enter__()
+        return
+    with one_gpu.served("here") as variables:
+        assert variables["CUDA_MPS_PIPE_DIRECTORY"] == "here"
+        assert log.read_text().split() == ["-d", "here"]
+    assert log.read_text().split() == ["-d", "here", "quit", "here"]
+
+
+def test_a_gpu_without_that_service_is_not_divided(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UnsupportedError, match="is not on the PATH; install it, or give each rank a GPU"):
+        one_gpu.served("here").__enter__()
+
+
+def test_the_parts_of_a_gpu_add_up_and_have_the_ratio_asked_for():
+    assert one_gpu.percentages(0.5, 2, weak_rank=1) == [66.7, 33.3]
+    assert one_gpu.percentages(1.0, 4, weak_rank=1) == [25.0] * 4
 
 
 def test_the_tests_that_need_a_gpu_are_found():
@@ -237,5 +281,5 @@ def test_make_gpu_runs_the_package_as_it_lies_here(tmp_path):
     done = subprocess.run(
         ["make", "gpu", *options], cwd=root, env=clean, capture_output=True, text=True, check=False
     )
-    assert "unknown group 'nothing'; choose from environment, tests" in done.stderr, done.stderr
+    assert "unknown group 'nothing'; choose from environment, suite" in done.stderr, done.stderr
     assert "error 2" in done.stderr.lower() and "Traceback" not in done.stderr

@@ -58,11 +58,37 @@ def test_what_is_held_out_is_marked_and_judged_apart():
     names = holds(report.all_bars(seen, apart))
     assert {"vit: int8, x autocast", "opt: int8, x autocast (held out)"} <= names.keys()
     assert len(names) == 2 * len(report.bars(seen)) and report.all_bars({}, {}) == []
-    families, eager, autocast, *_, int8_all = report.table(seen, apart).columns
+    families, eager, autocast, *_, int8_all = report.tables(seen, apart)[0].columns
     assert list(families.cells) == ["vit", "opt (held out)"]
     assert (eager.header, list(eager.cells)) == ("eager", ["10000 ms"] * 2)
     assert (autocast.header, list(autocast.cells)) == ("autocast", ["2.00 (2.00-2.00)"] * 2)
     assert (int8_all.header, list(int8_all.cells)) == ("int8_all", ["1.30 (1.30-1.30)"] * 2)
+
+
+def test_cuda_graphs_are_judged_beside_the_same_steps_without_them():
+    variants = {
+        name: {"seconds": [seconds] * 3}
+        for name, seconds in {"eager": 2.0, "autocast": 1.0, "bf16": 0.9, "bf16 in CUDA graphs": 0.6}.items()
+    }
+    found = {"bert_base_8": {"compiled": {"variants": variants, "unavailable": {}}}}
+    (graphs, _) = report.bars(found)
+    assert graphs["name"] == "bert_base_8: bf16 in CUDA graphs, x without"
+    assert graphs["measured"] == pytest.approx(1.5) and graphs["holds"]
+    (table,) = report.tables(found, {})
+    assert [column.header for column in table.columns][1:] == ["eager", "autocast", *list(variants)[2:]]
+    found["bert_base_8"]["compiled"] = {"failed": "why"}
+    assert not report.bars(found)[0]["holds"] and report.tables(found, {}) == []
+
+
+@pytest.mark.deep  # the dry run of `make gpu`; what is quick is judged above
+@pytest.mark.filterwarnings("ignore:qsync:UserWarning")  # so small a model is faster in FP32
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
+def test_steps_under_torch_compile_are_timed(monkeypatch, fast_products):
+    monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(family_runs, "PLANNED", ("bf16", "bf16 in CUDA graphs"))
+    found = family_runs.compiled_steps("vit", 1, tiny=True)
+    assert found["unavailable"] == {}
+    assert set(found["variants"]) == {"eager", "autocast", "Inductor", "CUDA graphs", *family_runs.PLANNED}
 
 
 def test_one_rank_and_two_are_judged_apart():
@@ -143,6 +169,8 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {}
     assert len(content["bars"]) == 7 and report.failures(parts) == {}
+    traces = [read_json(tmp_path / "traces" / "lstm" / f"{of}.json") for of in ("predicted", "measured")]
+    assert all(trace["traceEvents"] for trace in traces)
     (tmp_path / "pieces" / "speed-lstm.json").unlink()
     command.main(**{**run, "only": None}, kept=True)
     families = read_json(tmp_path / "figures.json")["families"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import qsync
@@ -165,6 +166,19 @@ def test_torch_compile_that_may_break_its_graph_calls_the_model_as_it_is():
     assert_equal(step(torch.compile(model, backend=backend), model), expected)
     targets = {str(node.target) for module in seen for node in module.graph.nodes}
     assert not [target for target in targets if "bypassing" in target or "qsync" in target]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, of torch
+def test_torch_compile_around_a_model_traces_nothing_of_qsync_and_nothing_at_later_steps():
+    """It would trace qsync's own calls, and again at every step: their state changes."""
+    model = mixed("int8")
+    compiled = torch.compile(model)
+    for _ in range(2):
+        step(compiled, model)
+    before = dict(counters["frames"])
+    for _ in range(3):
+        step(compiled, model)
+    assert dict(counters["frames"]) == before
 
 
 def test_a_plan_names_the_operators_of_an_exported_program():
