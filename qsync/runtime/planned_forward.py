@@ -146,7 +146,7 @@ class PlannedForward(ReplacedForward):
                 raise cannot_trace(self.module, error) from None
 
     # An outer compile breaks its graph here instead of tracing into it.
-    @untraced(_WHY_UNTRACED, recursive=False)
+    @untraced(_WHY_UNTRACED)
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         program = self.program()
         assert self._compiled is not None

@@ -36,9 +36,9 @@ LAYER_FILES = {
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def untraced(reason: str, recursive: bool = True) -> Callable[[F], F]:
-    """Make torch.compile call a function untraced; unless `recursive`, still trace its inner calls."""
-    return torch._dynamo.disable(recursive=recursive, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
+def untraced(reason: str) -> Callable[[F], F]:
+    """Make an outer torch.compile call a function untraced, with all that it calls but what it compiles."""
+    return torch._dynamo.disable(reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ReplacedForward:
@@ -262,7 +262,7 @@ class _Compiled(ReplacedForward):
         super().__init__(module)
         self._compiled = compiled
 
-    @untraced("it is traced for another backend", recursive=False)
+    @untraced("it is traced for another backend")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward of the module."""
         return self._compiled(*args, **kwargs)
