@@ -123,7 +123,7 @@ def run_plans(
     for turn in range(turns):
         runner.take_turn([plan[own] for plan in plans], random.Random(f"{seed} {turn}"))
     cluster, profiles, measured_s = runner.results(graph, cluster)
-    runs = []
+    runs: list[PlanRun] = []
     for plan, seconds in zip(plans, measured_s, strict=True):
         timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=options.asked.bucket_cap_bytes)
         if traces is not None and not runs:
@@ -247,6 +247,7 @@ class _Runner:
         """Record one step of an assignment; all ranks call it."""
         self._program.choose(choosers.following(assignment))
         self._steps(_WARM_UP_STEPS)
+        found: torch.profiler.profile
         with torch.profiler.profile() as found:
             self._steps(1)
             if self._rank.device.type == "cuda":
