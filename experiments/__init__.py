@@ -18,7 +18,7 @@
 `integrations`  training loops of other libraries around planned models
 `elastic`      cards that come and go
 `links`        step time against the bandwidth between two hosts
-`clients`      five training scripts as people write them
+`clients`      ten training scripts as people write them
 `diagnosis`    faults planted in real jobs, and what qsync names
 `gpu`          every claim about GPUs, measured on one
 `expansion`    what growing a model saves

@@ -1,4 +1,4 @@
-"""Five common training scripts, and the few lines that convert each to qsync.
+"""Ten common training scripts, and the few lines that convert each to qsync.
 
 Each script is a complete program for torchrun. It prints its loss at every step and saves a checkpoint.
 

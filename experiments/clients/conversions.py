@@ -58,10 +58,42 @@ CLIENTS = {
             (
                 _IMPORT,
                 ("    model = DistributedDataParallel(make_model())\n    criterion = nn.CrossEntropyLoss()\n",
-                 "    criterion = nn.CrossEntropyLoss()\n    batch = "
-                 "torch.utils.data.default_collate([train_set[i] for i in range(args.batch_size)])\n    "
-                 "model = qsync.hybrid(\n        make_model(), batch, lambda m, xy: criterion(m(xy[0]), "
-                 "xy[1]), **OPTIONS)\n"),
+                 "    criterion = nn.CrossEntropyLoss()\n"
+                 "    batch = torch.utils.data.default_collate("
+                 "[train_set[i] for i in range(args.batch_size)])\n"
+                 "    model = qsync.hybrid(\n"
+                 "        make_model(), batch, lambda m, xy: criterion(m(xy[0]), xy[1]), **OPTIONS)\n"),
+            ),
+        ),
+        Client(
+            "dcgan", "net.pth",
+            (
+                _IMPORT,
+                ("    netG, netD = DDP(netG), DDP(netD)\n",
+                 "    pair = (images[: args.batch_size], real_labels)\n"
+                 "    netD = qsync.hybrid(netD, pair, lambda m, xy: criterion(m(xy[0]), xy[1]), **OPTIONS)\n"
+                 "    netG = qsync.hybrid(\n"
+                 "        netG, fixed_noise, lambda m, z: criterion(netD(m(z)), real_labels), **OPTIONS)\n"),
+            ),
+        ),
+        Client(
+            "diffusion", "0000020.pt",
+            (
+                _IMPORT,
+                ("DDP(make_model())",
+                 "qsync.hybrid(\n"
+                 "        make_model(), (images[: args.batch_size], torch.arange(args.batch_size)),\n"
+                 "        lambda m, xt: F.mse_loss(m(*xt), xt[0]), **OPTIONS)"),
+            ),
+        ),
+        Client(
+            "siamese", "siamese_network.pt",
+            (
+                _IMPORT,
+                ("DDP(make_model())",
+                 "qsync.hybrid(\n"
+                 "        make_model(), pairs(*torch.arange(2 * args.batch_size).view(2, -1)), pair_loss,\n"
+                 "        **OPTIONS)"),
             ),
         ),
         Client(
@@ -69,8 +101,9 @@ CLIENTS = {
             (
                 _IMPORT,
                 ("DDP(model)",
-                 "qsync.hybrid(\n        model, (*get_batch(0), hidden), lambda m, b: criterion(m(b[0], "
-                 "b[2])[0], b[1]),\n        **OPTIONS)"),
+                 "qsync.hybrid(\n"
+                 "        model, (*get_batch(0), hidden), lambda m, b: criterion(m(b[0], b[2])[0], b[1]),\n"
+                 "        **OPTIONS)"),
             ),
         ),
         Client(
@@ -82,11 +115,32 @@ CLIENTS = {
             ),
         ),
         Client(
+            "accelerate_loop", "model.bin",
+            (
+                _IMPORT,
+                ("    model = make_model()\n",
+                 "    batch = tuple(part[: args.batch_size] for part in dataset.tensors)\n"
+                 "    model = qsync.hybrid(\n"
+                 "        make_model(), batch, lambda m, b: F.cross_entropy(m(b[0]), b[1]), **OPTIONS)\n"),
+            ),
+        ),
+        Client(
             "lightning_fit", "last.ckpt",
             (
                 ("from torch import nn\n",
                  "from torch import nn\nfrom qsync.integrations.lightning import QSyncStrategy\n"),
                 ('strategy="ddp"', "strategy=QSyncStrategy(hybrid_options=OPTIONS)"),
+            ),
+        ),
+        Client(
+            "fsdp2_loop", "model_state_dict.pt",
+            (
+                _IMPORT,
+                ("    model = make_model()\n",
+                 "    model = qsync.hybrid(\n"
+                 "        make_model(), torch.zeros(args.batch_size, 64, dtype=torch.long),\n"
+                 "        lambda m, t: F.cross_entropy(m(t[:, :-1]).flatten(0, 1), t[:, 1:].flatten()),\n"
+                 "        ddp=False, **OPTIONS)\n"),
             ),
         ),
     )

@@ -18,7 +18,7 @@ from qsync.experiments.clients.start import NUM_RANKS, run_client
 ALL_FP32 = {"precisions": ["fp32"]}  # and so the base, which frameworks state themselves
 # Where a saved file holds the state of the model.
 STATE = {
-    "nanogpt": "model", "imagenet": "state_dict", "lightning_fit": "state_dict",
+    "nanogpt": "model", "imagenet": "state_dict", "diffusion": "model", "lightning_fit": "state_dict",
 }  # fmt: skip
 
 
