@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # real imports for type checkers only
     from qsync.records.profiles import Sensitivity as Sensitivity
     from qsync.runtime.model_coverage import coverage as coverage
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "capture": "qsync.api",

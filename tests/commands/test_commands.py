@@ -381,7 +381,7 @@ def test_help_and_version_name_every_command(qsync):
     code, out, _ = qsync()
     assert code == 0
     assert all(name in out for name in ("doctor", "demo", "plan", "explain", "replay", "diff", "--version"))
-    assert qsync("--version")[:2] == (0, "qsync 0.1.0\n")
+    assert qsync("--version")[:2] == (0, "qsync 0.2.0\n")
 
 
 def test_usage_errors_are_one_sentence(refused, folder):
