@@ -25,14 +25,13 @@ from qsync.backend.devices.device_detection import detect_class, device_of
 from qsync.distributed import job
 from qsync.distributed.agreement import agree, agree_locally, check_same
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
-from qsync.records.state_division import BUCKET_BYTES, owners
+from qsync.records.state_division import BUCKET_BYTES, PART, owners
 from qsync.runtime.coverage import say_once, warn_once
 from qsync.runtime.wrapping import wrapped_module, wrapping_of
 
 AnyOptimizer = TypeVar("AnyOptimizer")
 
 _TIMEOUT_S = 60.0  # longest wait for the other ranks' calls of state_dict
-_PART = "part"  # key of the numbers of those parameters whose state a rank's own part holds
 _PER_PARAMETER = ("torch.optim.", "torchao.")  # modules of optimizers that couple no parameters, LBFGS apart
 _c10d: Any = dist  # its store classes have no type stubs
 
@@ -205,7 +204,7 @@ class Division:
                 dist.recv_object_list(received, src=owner)
                 found |= {number: received[0]} if received[0] is not None else {}
         if self._rank:
-            return {**state, _PART: [number for p, number in numbers.items() if self.holds(p)]}
+            return {**state, PART: [number for p, number in numbers.items() if self.holds(p)]}
         return {**state, "state": found}
 
     def _meet(self, what: str) -> None:
@@ -230,7 +229,7 @@ class Division:
         saved = chain.from_iterable(group["params"] for group in state["param_groups"])
         numbers = dict(zip(saved, _parameters_of(optimizer), strict=False))  # torch refuses other lengths
         held = {number for number, parameter in numbers.items() if self.holds(parameter)}
-        if not held <= set(state.get(_PART, held)):
+        if not held <= set(state.get(PART, held)):
             raise MismatchError(
                 f"this is one rank's part of a divided {type(optimizer).__name__}'s state, under another "
                 "division; load what state_dict returned on rank 0"

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 BUCKET_BYTES = 25 * 2**20  # of one broadcast of updated weights; two are in flight, with copies of weights
+PART = "part"  # key of a state dict: the numbers of those parameters whose state a rank's own part holds
 
 
 def owners(sizes: Mapping[str, int], parts: Sequence[float]) -> dict[str, int]:

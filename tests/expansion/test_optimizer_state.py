@@ -12,6 +12,7 @@ from qsync.expansion.apply.optimizer_state import grown_gradient, is_exact
 from qsync.expansion.apply.verification import in_float64
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.resnet import ResNet
+from qsync.records.state_division import PART
 
 TOKENS = torch.arange(24).view(2, 12) % 11
 
@@ -287,6 +288,8 @@ def test_what_cannot_come_along():
     big = plan.expand(model)
     with pytest.raises(MismatchError, match="that the model lacks"):
         qsync.expand_optimizer(plan, optimizer, gpt(), big)
+    with pytest.raises(MismatchError, match="one rank's part .*, and give what rank 0 got"):
+        qsync.expand_optimizer(plan, {**optimizer.state_dict(), PART: [0]}, model, big)
     with pytest.raises(MismatchError, match="not an optimizer's state dict"):
         qsync.expand_optimizer(plan, {"model": 1}, model, big)
     for wrong in (None, torch.optim.lr_scheduler.ConstantLR(optimizer)):

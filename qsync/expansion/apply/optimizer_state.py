@@ -12,6 +12,7 @@ from qsync.errors import MismatchError, UnsupportedError, shortened
 from qsync.expansion.maps.model_map import ModelMap
 from qsync.expansion.maps.tensor_maps import TensorMap, along
 from qsync.records.json_files import check_kind
+from qsync.records.state_division import PART
 
 # Per-element states of torch's optimizers: averages of gradients, and of squared gradients.
 _LINEAR = ("exp_avg", "momentum_buffer", "grad_avg")
@@ -102,6 +103,15 @@ def expand_optimizer(
     return GrownState({"state": state, "param_groups": grown}, *(tuple(found[k]) for k in found))
 
 
+def _check_whole(state: Mapping[str, Any]) -> None:
+    """Raise MismatchError for one rank's part of a divided optimizer's state."""
+    if PART in state:
+        raise MismatchError(
+            "this is one rank's part of a divided optimizer's state; call optimizer.state_dict() on every "
+            "rank, and give what rank 0 got"
+        )
+
+
 def _by_name(
     optimizer: torch.optim.Optimizer | Mapping[str, Any], model: torch.nn.Module
 ) -> tuple[list[tuple[dict[str, Any], list[str]]], dict[str, dict[str, Any]]]:
@@ -115,7 +125,10 @@ def _by_name(
                 "give the model that it was created for"
             )
         listed = [(group, [ids[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
-        state = {ids[id(p)]: dict(values) for p, values in optimizer.state.items()}
+        saved = optimizer.state_dict()  # a divided optimizer gathers all parts, on rank 0
+        _check_whole(saved)
+        order = [name for _, names in listed for name in names]
+        state = {order[k]: dict(values) for k, values in saved["state"].items()}
     else:
         check_kind(optimizer, Mapping, "optimizer", "torch.optim.AdamW or its state_dict()")
         kinds = isinstance(optimizer.get("state"), Mapping), isinstance(optimizer.get("param_groups"), list)
@@ -124,6 +137,7 @@ def _by_name(
                 "this is not an optimizer's state dict: it lacks state or param_groups; give "
                 "optimizer.state_dict()"
             )
+        _check_whole(optimizer)
         groups = optimizer["param_groups"]
         keys = [key for group in groups for key in group["params"]]
         order = [name for group in groups for name in group.get("param_names", ())]
