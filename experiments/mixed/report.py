@@ -103,14 +103,12 @@ def bars(runs: Mapping[str, Mapping[str, Any]], leave_out: Sequence[str]) -> lis
     """
     plan = runs[shown(runs)]
     others = {name: run for name, run in runs.items() if run is not plan}
-    of_all = runs.get(QSYNC_ALL, plan)
-    faster = [
-        run["title"] for name, run in others.items()
-        if _gains(of_all if name in LOWERS_ALL else plan, run)[0] < 1.0 - _EQUAL
-    ]  # fmt: skip
+    like = {name: runs.get(QSYNC_ALL, plan) if name in LOWERS_ALL else plan for name in others}
+    faster = [run["title"] for name, run in others.items() if _gains(like[name], run)[0] < 1.0 - _EQUAL]
     noisier = [
         run["title"] for name, run in others.items()
-        if name in UNIFORM and run["added_variance"] < plan["added_variance"] and _gains(plan, run)[1] < 1.0
+        if name in UNIFORM and run["added_variance"] < like[name]["added_variance"]
+        and _gains(like[name], run)[1] < 1.0
     ]  # fmt: skip
     gain = _gains(plan, runs[ALONE])[0]
     error = abs(plan["predicted_step_s"] / plan["measured_step_s"] - 1) if plan["measured_step_s"] else None

@@ -421,7 +421,8 @@ def test_bars_hold_where_nothing_is_faster_nor_as_fast_with_less_variance():
     # What lowers the strong cards is compared with the plan that may.
     assert broken(all_16=measured(1.0, 3e-3)) == [SLOWER]
     assert broken(all_16=measured(1.0, 3e-3), qsync_all=measured(0.9, 4e-3)) == []
-    assert broken(all_16=measured(0.8, 3e-3), qsync_all=measured(0.9, 4e-3)) == [SLOWER]
+    assert broken(all_16=measured(0.8, 3e-3), qsync_all=measured(0.9, 4e-3)) == [SLOWER, NOISIER]
+    assert broken(all_16=measured(1.1, 1e-3), qsync_all=measured(0.9, 4e-3)) == []
     slow = measured(2.2, 2e-3)
     assert UNSAID in broken(qsync_share=slow, ddp=measured(3.0))
     assert UNSAID not in broken(WEAK, qsync_share=slow, ddp=measured(3.0))
