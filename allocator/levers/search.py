@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any
 
 from qsync.allocator.block_levers import block_levers
+from qsync.allocator.levers.bucket_cap import bucket_caps
 from qsync.allocator.levers.shares import PASSES, BatchShares
 from qsync.allocator.planner import Options, allocate
 from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError, shortened, unknown_name
@@ -38,7 +39,6 @@ from qsync.records.levers import (
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
-from qsync.replayer.communication import gradient_bytes
 from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Recapture, check_other, reach
 
@@ -148,7 +148,7 @@ class Search:
             for passes in self._passes(c.name):
                 other = {**setting.levers.classes, c.name: ClassLevers(passes=passes)}
                 yield replace(setting, levers=Levers(other))
-        for cap in self._caps() if BUCKETS in self.levers else ():
+        for cap in bucket_caps(self.basis.graph) if BUCKETS in self.levers else ():
             yield replace(setting, bucket_cap_bytes=cap)
 
     def _passes(self, name: str) -> list[int]:
@@ -156,14 +156,6 @@ class Search:
         samples = samples_of(self.basis.graph)
         least, most = reach(self.basis.profiles[name], self.basis.graph, self.other)
         return [k for k in PASSES if samples % k == 0 and least <= samples // k <= most]
-
-    def _caps(self) -> list[int | None]:
-        """Return candidate bucket caps: DDP's own, then 1, 2, 4, ... MiB up to one bucket for all."""
-        whole, caps, cap = sum(gradient_bytes(self.basis.graph).values()), list[int | None]([None]), 2**20
-        while cap < whole:
-            caps.append(cap)
-            cap *= 2
-        return [*caps, cap]
 
 
 def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:

@@ -79,7 +79,8 @@ def hybrid(
             memory are part of a step.
         cache_dir: the folder of cached plans on rank 0, instead of `~/.cache/qsync`. A plan that finds no
             room there is one warning.
-        bucket_cap_mb: the size of DDP's buckets in MiB, instead of the plan's or DDP's own.
+        bucket_cap_mb: the size of DDP's buckets in MiB. Without it the plan takes DDP's own, or one that
+            makes the step at least 2 % shorter.
         timeout_s: seconds of silence after which a rank counts as dead; at least 1.
         join_timeout_s: seconds to wait for a rank that has not come yet. From the tenth on a line names it.
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
@@ -100,7 +101,7 @@ def hybrid(
             low rank, 4 by default). "+feedback" behind the first two adds what rounding lost to the next
             step's gradients; powersgd does so in any case. "auto" chooses for each bucket: least error at a
             step within 2 % of the least. Without it a plan that chose so is followed; "fp32" is plain.
-            Weights, optimizer and operators stay as planned. Not under FSDP2.
+            Weights, optimizer and operators stay as planned. FSDP2 takes "int8" alone.
         log_steps: a folder in which every rank logs the phases of its steps, a line of JSON each, for
             `qsync explain --measured`. The same on every rank, or None.
         report: rank 0 writes the page of `qsync report` about the plan here (.html), or warns that it cannot.

@@ -129,10 +129,9 @@ def _made(
     if takes_others:
         options["other"] = other
     profiling.progress("allocation")
-    cap = profiling.asked.bucket_cap_bytes
-    return Plan.from_json(
-        from_rank_zero("planning", lambda: plan_and_save(basis, folder, cap, options).to_json())
-    )
+    asked = profiling.asked
+    make = partial(plan_and_save, basis, folder, asked.bucket_cap_bytes, options, asked.chooses_buckets)
+    return Plan.from_json(from_rank_zero("planning", lambda: make().to_json()))
 
 
 def _check_base(plan: Plan, base: str | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from qsync.allocator import find_verdict, find_warnings
 from qsync.allocator.compression_choice import compression_lines, with_compression
+from qsync.allocator.levers.bucket_cap import fastest_bucket_cap
 from qsync.distributed import job
 from qsync.errors import DoesNotFitError, QSyncError, shortened
 from qsync.planning import plan as choose_plan
@@ -23,18 +24,24 @@ logger = logging.getLogger("qsync")
 
 
 def plan_and_save(
-    basis: Basis, folder: Path, bucket_cap_bytes: int | None, options: Mapping[str, Any]
+    basis: Basis,
+    folder: Path,
+    bucket_cap_bytes: int | None,
+    options: Mapping[str, Any],
+    chooses_buckets: bool = False,
 ) -> Plan:
     """Return the plan of a basis, with its verdict and warnings; save both in the folder.
 
-    `options` are those of `qsync.plan`. Raises DoesNotFitError where no plan fits; the basis is saved then.
+    `options` are those of `qsync.plan`. With `chooses_buckets` the plan has the size of DDP's buckets that
+    makes its step shortest, if that wins enough. Raises DoesNotFitError where no plan fits; the basis is
+    saved then.
     """
-    other = options.get("other")
+    other, parts = options.get("other"), (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
     try:
-        plan = choose_plan(
-            basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
-            bucket_cap_bytes=bucket_cap_bytes, **options,
-        )  # fmt: skip
+        plan = choose_plan(*parts, bucket_cap_bytes=bucket_cap_bytes, **options)
+        cap = fastest_bucket_cap(under_levers(basis, plan.levers, other), plan) if chooses_buckets else None
+        if cap is not None:
+            plan = choose_plan(*parts, bucket_cap_bytes=cap, **options)
     except DoesNotFitError as error:
         with suppress(OSError):  # a full disk costs nothing more
             basis.save(folder)
