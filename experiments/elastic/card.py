@@ -121,6 +121,7 @@ def main(config: dict[str, Any]) -> None:
         card=config["card"], device_class=config["class"], emulated_share=share if share < 1 else None,
         start_with=config["start_with"], timeout_s=config["timeout_s"], cache_dir=config["cache"],
         plan=None if config["lower"] else False, seed=config["seed"], share=config["by_speed"],
+        compression=config["compression"],
     )  # fmt: skip
     log.write(event="ready")
     slowed = Slowed(share, Path(config["log"]).with_suffix(".slower"))

@@ -18,7 +18,8 @@ FAST, WEAK = "train", "infer"
 DEFAULTS: dict[str, Any] = {
     "batch_size": BATCH_SIZE, "start_with": 4, "timeout_s": 1.5, "dtype": "float32", "width": 256, "seed": 0,
     "steps": 10**9,
-    "lower": True, "keep_gradients": 0, "keep_plan": False, "by_speed": False, "weak_share": 0.5,
+    "lower": True, "compression": None, "keep_gradients": 0, "keep_plan": False, "by_speed": False,
+    "weak_share": 0.5,
 }  # fmt: skip
 _START_S = 120.0
 

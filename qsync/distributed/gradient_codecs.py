@@ -58,6 +58,17 @@ def decode_int8(message: Tensor) -> Tensor:
     return torch.mul(codes, scales).view(-1, elements)
 
 
+def scattered_sum(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Return the codes of what this rank sends to each, and its own part's sum over the ranks, in FP32.
+
+    `values` has a row of whole blocks for each rank.
+    """
+    message = encode_int8(values)
+    received = torch.empty_like(message)
+    dist.all_to_all_single(received, message, group=group)
+    return message, decode_int8(received).sum(0)
+
+
 class HostGroups(NamedTuple):
     """Groups of ranks, for exchanges in layers: those of this host, and a leader of each host.
 
@@ -108,7 +119,8 @@ class CompressedSum:
         self._among = hosts.leaders if hosts is not None else group  # who exchanges
         self._exchanges = hosts is None or hosts.leaders is not None
         self._num_exchanging = hosts.num_hosts if hosts is not None else self.num_ranks
-        self._position = dist.get_rank(self._among) if self._exchanges else 0
+        among = self._among
+        self._position = (dist.get_rank() if among is None else among.rank()) if self._exchanges else 0
         self.residuals: dict[str, Tensor] = {}
         self.queries: dict[str, Tensor] = {}
         self._flat: dict[tuple[str, ...], Tensor] = {}  # residuals of a bucket, which `residuals` view
@@ -174,12 +186,9 @@ class CompressedSum:
         if size != ranks * part:
             padded = torch.zeros(ranks * part, device=buffer.device)
             padded[:size] = buffer
-        message = encode_int8(padded.view(ranks, part))
+        message, own = scattered_sum(padded.view(ranks, part), self._among)
         if residual is not None:
             torch.sub(buffer, decode_int8(message).view(-1)[:size], out=residual)
-        received = torch.empty_like(message)
-        dist.all_to_all_single(received, message, group=self._among)
-        own = decode_int8(received).sum(0)
         answer = encode_int8(own.view(1, part))
         if residual is not None:
             begin, end = self._position * part, min((self._position + 1) * part, size)
@@ -247,10 +256,16 @@ class CompressedExchange:
     group of its own. `kinds` maps parameters to kinds (`qsync.records.compression.kind_of`).
     """
 
+    is_saved = True  # whether checkpoints hold its residuals
+
     def __init__(
-        self, model: torch.nn.Module, kinds: Mapping[str, str], group: dist.ProcessGroup | None
+        self,
+        model: torch.nn.Module,
+        kinds: Mapping[str, str],
+        group: dist.ProcessGroup | None,
+        hosts: HostGroups | None = None,
     ) -> None:
-        self.sums = CompressedSum(group, HostGroups.make(group))
+        self.sums = CompressedSum(group, hosts)
         self._kinds = dict(kinds)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -34,9 +34,9 @@ from qsync.backend.devices.processor import processor
 from qsync.distributed import accelerate_state
 from qsync.distributed.agreement import agree, check_same
 from qsync.distributed.data_parallel import HybridDDP, comm_hook_of, ddp_of, one_hook
-from qsync.distributed.gradient_codecs import CompressedExchange, CompressedSum
+from qsync.distributed.gradient_codecs import CompressedExchange, CompressedSum, HostGroups, scattered_sum
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
-from qsync.records.compression import Compression
+from qsync.records.compression import BLOCK, Compression, part_elements
 from qsync.runtime.wrapping import wrapped_module
 from qsync.tracing.replaced_forward import untraced
 
@@ -83,7 +83,7 @@ class GradientHook:
         if group is None:
             ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
             group = dist.new_group(ranks, backend=dist.get_backend(self.group))
-        self.kinds, self.compressed = kinds, CompressedExchange(model, kinds, group)
+        self.kinds, self.compressed = kinds, CompressedExchange(model, kinds, group, HostGroups.make(group))
 
     def count(self, num_tokens: torch.Tensor) -> None:
         """Count the tokens of one pass, during its backward."""
@@ -152,11 +152,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class WeighedReduceScatter:
     """FSDP2's reduce-scatter (`set_custom_reduce_scatter`), of gradients multiplied by this rank's factor.
 
-    FSDP2 averages over ranks; the factors make that the mean over samples.
+    FSDP2 averages over ranks; the factors make that the mean over samples. In INT8 each rank sends codes to
+    the owner of a part, which adds them up in FP32; parts below a block travel as they are.
     """
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    def __init__(self) -> None:
+        self.factor, self.is_int8 = 1.0, False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer, as FSDP2's own."""
@@ -172,6 +173,18 @@ class WeighedReduceScatter:
     ) -> dist.Work | None:
         """Reduce the weighed gradients; FSDP2 names the arguments."""
         input_tensor.mul_(self.factor)
+        size, ranks = output_tensor.numel(), group.size()
+        if self.is_int8 and input_tensor.dtype is torch.float32 and size >= BLOCK:
+            if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                raise UnsupportedError(
+                    "compressed gradients of FSDP2 are averaged; leave set_gradient_divide_factor out, or "
+                    "compression"
+                )
+            rows = input_tensor.new_zeros(ranks, part_elements(size, 1))
+            rows[:, :size] = input_tensor.view(ranks, size)
+            total = scattered_sum(rows, group)[1][:size]
+            output_tensor.copy_(total if op == dist.ReduceOp.SUM else total.div_(ranks))
+            return None
         work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
         return work
 
@@ -191,12 +204,25 @@ def _shards_of(model: torch.nn.Module) -> list[FSDPModule]:
     return shards
 
 
+def _reduce_scatter_of(model: torch.nn.Module, shards: Iterable[FSDPModule]) -> WeighedReduceScatter:
+    """Return the reduce-scatter of a sharded model; installed on first use."""
+    found = _reduce_scatters.get(model)
+    if found is None:
+        found = _reduce_scatters[model] = WeighedReduceScatter()
+        for module in shards:
+            module.set_custom_reduce_scatter(found)  # type: ignore[arg-type]
+    return found
+
+
 def _num_shards(parameter: DTensor) -> int:
     """Return the number of ranks that a parameter is sharded over."""
     placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     return math.prod(size for size, place in placed if isinstance(place, Shard))
 
 
+_reduce_scatters: weakref.WeakKeyDictionary[torch.nn.Module, WeighedReduceScatter] = (
+    weakref.WeakKeyDictionary()
+)
 _MIXED = "token_mean was called on some ranks only; call it on every rank, before backward of every loss"
 
 
@@ -281,9 +307,8 @@ def set_share(model: torch.nn.Module, samples: int, passes: int, expected: int) 
     rescaled; those of a sharded model are weighed by the expected sum.
     """
     if shards := _shards_of(model):
-        weighed = WeighedReduceScatter(dist.get_world_size() * samples / (passes * expected))
-        for module in shards:
-            module.set_custom_reduce_scatter(weighed)  # type: ignore[arg-type]
+        factor = dist.get_world_size() * samples / (passes * expected)
+        _reduce_scatter_of(model, shards).factor = factor
     else:
         weights = _weights_of(_in_ddp(model))
         weights.samples, weights.passes, weights.expected = samples, passes, float(expected)
@@ -293,27 +318,31 @@ def set_share(model: torch.nn.Module, samples: int, passes: int, expected: int) 
 def compress_gradients(
     model: torch.nn.Module, kinds: Mapping[str, str] | None, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Send the FP32 gradients of a model in DDP compressed; None: as they are. Call it on every rank.
+    """Send a model's FP32 gradients compressed; None: as they are. Call it on every rank.
 
     Gradients are weighed, then encoded. Sparse gradients and those of other types travel as they are. On
     several hosts with several ranks they are added up on each host first, and encoded between the hosts.
 
     Args:
-        model: in DistributedDataParallel.
+        model: in DistributedDataParallel, or sharded (fully_shard), whose gradients go one way, in "int8".
         kinds: by parameter, "*" for all others (`qsync.records.compression.kind_of`).
         group: a group of DDP's ranks that nothing else uses; by default a new one.
 
     Raises:
-        UnsupportedError: the model is sharded, or its DDP has another communication hook.
+        UnsupportedError: another kind than "int8" of a sharded model, or DDP's other communication hook.
         MismatchError: ranks compute factors of low rank on unlike hardware, whose bits would differ.
     """
     if kinds is None:
         return
-    if _shards_of(model):
-        raise UnsupportedError(
-            f"FSDP2 reduces the gradients of the sharded {type(model).__name__}; leave compression out, and "
-            "give fully_shard mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
-        )
+    if shards := _shards_of(model):
+        if kinds != {"*": "int8"}:
+            raise UnsupportedError(
+                f"FSDP2 reduces the gradients of the sharded {type(model).__name__}: give "
+                'compression="int8", or leave it out and give fully_shard '
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
+            )
+        _reduce_scatter_of(model, shards).is_int8 = True
+        return
     parallel = _in_ddp(model)
     weights = _weights_of(parallel)
     if any(Compression.parse(kind).kind == "powersgd" for kind in kinds.values()):
@@ -329,11 +358,12 @@ def compress_gradients(
 
 
 def compressed_sum_of(model: torch.nn.Module) -> CompressedSum | None:
-    """Return the compressed sums of a model's DDP, with their residuals; None where it has none."""
+    """Return the compressed sums of a model's DDP, with residuals to save; None where it has none."""
     parallel = ddp_of(model)
     states = [state for _, state in parallel._comm_hooks] if parallel is not None else []
     hook = next((state for state in states if isinstance(state, GradientHook)), None)
-    return hook.compressed.sums if hook is not None and hook.compressed is not None else None
+    compressed = hook.compressed if hook is not None else None
+    return compressed.sums if compressed is not None and compressed.is_saved else None
 
 
 def check_passes(model: torch.nn.Module, passes: Iterable[int]) -> None:

@@ -25,7 +25,7 @@ from qsync.records.base import parse_base
 from qsync.records.compression import asked_kinds, check_compression
 from qsync.records.graph import digest
 from qsync.records.json_files import check_kind
-from qsync.records.levers import ACCUMULATE, SAVE_LESS, SHARE
+from qsync.records.levers import ACCUMULATE, BUCKETS, SAVE_LESS, SHARE
 from qsync.records.plans import Plan
 
 LEAST_WITH_BATCH_NORM = 16  # samples of a pass
@@ -46,6 +46,7 @@ class JobOptions:
     join_timeout_s: float = 600.0
     base: str | None = None
     bitwise: bool = False
+    compression: str | None = None
     plan_options: Mapping[str, Any] = field(default_factory=dict)
 
     def check_shared(self, *also: str) -> None:
@@ -63,6 +64,12 @@ class JobOptions:
         name = self.device_class
         if name is not None and not (isinstance(name, str) and name.strip()):
             raise FormatError(f"device_class must be a name, found {shortened(name)}; leave it out")
+        check_compression(self.compression)
+
+    @property
+    def kinds(self) -> dict[str, str] | None:
+        """Return the kinds in which gradients travel, by parameter; None for those of the plan."""
+        return asked_kinds(self.compression)
 
     @property
     def for_plan(self) -> dict[str, Any]:
@@ -79,7 +86,6 @@ class HybridOptions(JobOptions):
     loader: Iterable[Any] | None = None
     ddp: bool = True
     ddp_options: Mapping[str, Any] | None = None
-    compression: str | None = None
     log_steps: str | Path | None = None
     report: str | Path | None = None
     check: bool = False
@@ -90,9 +96,13 @@ class HybridOptions(JobOptions):
         return int(self.bucket_cap_mb * 2**20) if self.bucket_cap_mb else None
 
     @property
-    def kinds(self) -> dict[str, str] | None:
-        """Return the kinds in which gradients travel, by parameter; None for those of the plan."""
-        return asked_kinds(self.compression)
+    def chooses_buckets(self) -> bool:
+        """Return whether the plan chooses the size of buckets: of qsync's DDP, without a size from the user.
+
+        With `bitwise` sums over three ranks and more stay DDP's own, to the bit.
+        """
+        is_given = self.bucket_cap_mb is not None or BUCKETS in self.levers or self.compression is not None
+        return self.ddp and not self.bitwise and not is_given
 
     @property
     def sampler(self) -> ShareSampler | None:
@@ -155,7 +165,6 @@ class HybridOptions(JobOptions):
             raise FormatError(
                 "the model is compiled; give the plain one, and compile what qsync.hybrid returns"
             )
-        check_compression(self.compression)
         self._check_first_steps()
         self._check_report()
         if self.plan is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from qsync.distributed.data_parallel import HybridDDP
+from qsync.distributed.gradient_codecs import CompressedExchange, Piece
 from qsync.distributed.gradient_weighting import GradientHook
 
 logger = logging.getLogger("qsync")
@@ -74,6 +75,34 @@ class MembershipGroup:
             return [torch.zeros_like(sent)]
 
 
+class ElasticExchange(CompressedExchange):
+    """Sum compressed buckets over the current cards; after a failure they are zeros, as in `all_reduce`.
+
+    What error feedback carries begins anew with every group: a card that joins has none.
+    """
+
+    is_saved = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        kinds: Mapping[str, str],
+        group: dist.ProcessGroup,
+        exchange: MembershipGroup,
+    ) -> None:
+        super().__init__(model, kinds, group)
+        self._exchange = exchange
+
+    def _sum(self, gradients: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        if self._exchange.failure is None:
+            try:
+                super()._sum(gradients, pieces)
+                return
+            except RuntimeError as error:
+                self._exchange.fail(error)
+        gradients.zero_()
+
+
 class ElasticHook(GradientHook):
     """DDP's communication hook of an elastic job: weight gradients by samples, then exchange them.
 
@@ -106,7 +135,7 @@ class ElasticHook(GradientHook):
         if self.is_behind:
             buffer.zero_()  # gradients of an untrained state may be NaN
         if is_first:  # resets the tokens counted by token_mean
-            self._is_plain = bool(self.num_equal) and self.num_counted is None
+            self._is_plain = bool(self.num_equal) and self.num_counted is None and self.compressed is None
         if not self._is_plain:
             return super().reduce(buffer, is_first, parameters)
         buffer.mul_(1.0 / self.num_equal)
@@ -118,16 +147,25 @@ def average_elastic_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP
     """Average a bucket over the current cards: DDP's communication hook."""
     hook.is_complete = bucket.is_last()
     hook.num_reduced += hook.is_complete
-    return hook.reduce(bucket.buffer(), bucket.index() == 0)
+    return hook.reduce(bucket.buffer(), bucket.index() == 0, bucket.parameters())
 
 
 class ElasticDDP(HybridDDP):
-    """DDP whose process group is replaced when cards join or leave (`reform`)."""
+    """DDP whose process group is replaced when cards join or leave (`reform`).
 
-    def __init__(self, module: torch.nn.Module, exchange: MembershipGroup, **options: Any) -> None:
+    `kinds` says how gradients travel, by parameter (`qsync.records.compression.kind_of`).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        exchange: MembershipGroup,
+        kinds: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         # Gradients are bucket views: one pass that divides replaces two that copy.
         super().__init__(module, init_sync=False, gradient_as_bucket_view=True, **options)
-        self._exchange = exchange
+        self._exchange, self._kinds = exchange, kinds
         self.hook = ElasticHook(exchange)
         self.register_forward_pre_hook(self.hook.begin)
         self.reform(self.process_group)
@@ -142,7 +180,9 @@ class ElasticDDP(HybridDDP):
         self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
         self._has_rebuilt_buckets, self.require_forward_param_sync = False, True
         self.let_group_outlive_reducer()
-        self.hook.group = group
+        self.hook.group, self.hook.compressed = group, None
+        if self._kinds is not None and group.size() > 1:
+            self.hook.compressed = ElasticExchange(self.module, self._kinds, group, self._exchange)
         self.register_comm_hook(self.hook, average_elastic_bucket)
 
     def broadcast_state(self) -> None:

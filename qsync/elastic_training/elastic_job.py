@@ -76,8 +76,9 @@ class ElasticJob:
         self._own = with_fields(card, store=f"{host}:{self._store.port}", server=server.address)
         self._exchange = MembershipGroup(options.timeout_s, backend_for(self._device))
         self.model = ElasticDDP(
-            model, self._exchange, process_group=self._exchange.form(f"{self._own.store}/alone", 0, 1)
-        )
+            model, self._exchange, options.kinds,
+            process_group=self._exchange.form(f"{self._own.store}/alone", 0, 1),
+        )  # fmt: skip
         self._plan = CardPlan(card, self.model, book, options)
         self._pending: Future[bytes] | None = None  # the state of another card
         self._next: Future[Meeting | None] | None = None  # the meeting of the next step

@@ -20,6 +20,7 @@ from qsync.records.json_files import check_whole
 from qsync.records.plans import Plan
 
 _RESERVED = ("model", "optimizer", "job", "random", "random_cuda")
+_COMPRESSIONS = ("fp32", "bf16", "int8")  # that need nothing of the cards that come and go
 _LEAST = {"seed": 0, "num_workers": 0, "max_samples": 1, "batch_size": 1, "start_with": 1}
 
 
@@ -79,6 +80,11 @@ class ElasticOptions(JobOptions):
                 "share=True needs predicted seconds, which this plan lacks; leave out plan, pass a result of "
                 "qsync.plan, or leave out share"
             )
+        if self.compression is not None and not self.compression.startswith(_COMPRESSIONS):
+            raise FormatError(
+                f'an elastic job cannot use compression={shortened(self.compression)}: "auto" measures links '
+                'and "powersgd" needs equal hardware, but its cards change; give "int8" or "bf16"'
+            )
         if self.plan_options.get("levers"):
             raise FormatError(
                 "an elastic job takes no levers, as it divides samples itself; give share=True instead"
@@ -136,7 +142,8 @@ class ElasticOptions(JobOptions):
         given = self.plan.to_json() if isinstance(self.plan, Plan) else self.plan
         asked = {"base": self.base or "fp32", "bitwise": self.bitwise, "plan": given}
         texts = sorted({**self.plan_options, **asked}.items())
-        alike = {name: str(getattr(self, name)) for name in ("batch_size", "max_samples", "share", "seed")}
+        names = ("batch_size", "max_samples", "share", "seed", "compression")
+        alike = {name: str(getattr(self, name)) for name in names}
         return {**alike, "the options of the plan": digest([str(value) for value in texts])}
 
 

@@ -51,6 +51,7 @@ def elastic(
     precisions: Sequence[Precision | str] | None = None,
     base: str | None = None,
     bitwise: bool = False,
+    compression: str | None = None,
     share: bool = False,
     max_samples: int | None = None,
     timeout_s: float = 10.0,
@@ -87,6 +88,8 @@ def elastic(
         precisions: the precisions to choose from, instead of all that this card has in hardware.
         base: as in `qsync.hybrid`; default "fp32".
         bitwise: as in `qsync.hybrid`.
+        compression: how gradients travel between cards, for slow links: "bf16" or "int8", each also with
+            "+feedback", which begins anew where cards join or leave. Plans predict FP32's exchange.
         share: give cards samples in proportion to their predicted speed, instead of equally many.
         max_samples: the largest number of samples of a card per pass; default: by the memory model.
         timeout_s: seconds after which a silent card is left out; must exceed the difference between the
@@ -118,9 +121,9 @@ def elastic(
     asked = ElasticOptions(
         batch_size=batch_size, loss_fn=loss_fn, lighthouse=lighthouse, start_with=start_with, seed=seed,
         states=states, plan=plan, card=card, device_class=device_class, emulated_share=emulated_share,
-        precisions=precisions, base=base, bitwise=bitwise, share=share, max_samples=max_samples,
-        timeout_s=timeout_s, join_timeout_s=join_timeout_s, num_workers=num_workers, collate_fn=collate_fn,
-        cache_dir=cache_dir, plan_options=options,
+        precisions=precisions, base=base, bitwise=bitwise, compression=compression, share=share,
+        max_samples=max_samples, timeout_s=timeout_s, join_timeout_s=join_timeout_s, num_workers=num_workers,
+        collate_fn=collate_fn, cache_dir=cache_dir, plan_options=options,
     ).settled(model, optimizer, dataset)  # fmt: skip
     token = token_of_environment()
     rendezvous = _rendezvous(asked, token)

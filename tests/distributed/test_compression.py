@@ -115,6 +115,20 @@ try:
     say("sharded: went through")
 except QSyncError as error:
     say(f"sharded: {error}")
+codes, exchange = [], dist.all_to_all_single
+
+def all_to_all(received, message, **options):
+    codes.append(message.numel())
+    return exchange(received, message, **options)
+
+dist.all_to_all_single = all_to_all
+sharded = qsync.hybrid(make(), plan=uneven, device_class=own, ddp=False, compression="int8")
+fully_shard(sharded)
+x, y = batch(seed=rank)
+loss_fn(sharded, (x[:(24, 8)[rank]], y[:(24, 8)[rank]])).backward()
+found = torch.cat([p.grad.full_tensor().flatten() for p in sharded.parameters()])
+off = float((found - exact((24, 8)) / 2).norm() / found.norm())  # of 64 samples, which the plan expects
+say(f"sharded int8: {1e-3 < off < 2e-2} {codes} {off}")
 dist.destroy_process_group()
 """
 
@@ -133,4 +147,6 @@ def test_gradients_travel_in_half_the_bytes(tmp_path):
     assert said(output, "sparse") == ["[] [1.0, 1.0, 1.0, 1.0]"] * 2
     assert all("compression 'int4' does not exist; choose" in text for text in said(output, "unknown"))
     assert all("MismatchError" in text and "compression" in text for text in said(output, "on one rank"))
-    assert all("MixedPrecisionPolicy(reduce_dtype" in text for text in said(output, "sharded"))
+    assert all('give compression="int8", or' in text for text in said(output, "sharded"))
+    # 32 x 64 + 32 elements of two layers and 2 x 64 + 2 of the head: 17 blocks for each of two ranks
+    assert all(text.startswith(f"True [{2 * 17 * 260}] ") for text in said(output, "sharded int8")), output

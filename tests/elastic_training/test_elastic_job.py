@@ -72,7 +72,7 @@ class Card:
 @pytest.mark.slow
 def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(command, tmp_path, monkeypatch):
     monkeypatch.setenv("QSYNC_PROFILE_S", "0.3")
-    with WarmCards(tmp_path / "job", start_with=2, width=32, timeout_s=3.0) as cards:
+    with WarmCards(tmp_path / "job", start_with=2, width=32, timeout_s=3.0, compression="int8") as cards:
         for name in ("train-0", "infer-1"):
             cards.start(name)
         cards.wait_for_step(["train-0", "infer-1"], time.time())
