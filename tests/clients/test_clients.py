@@ -15,7 +15,8 @@ from qsync.errors import QSyncError
 from qsync.experiments.clients.conversions import CLIENTS, MOST_LINES, Client
 from qsync.experiments.clients.start import NUM_RANKS, run_client
 
-ALL_FP32 = {"precisions": ["fp32"]}  # and so the base, which frameworks state themselves
+# All in FP32, and so the base, which frameworks state themselves; by torch's own kernels.
+ALL_FP32 = {"precisions": ["fp32"], "bitwise": True}
 # Where a saved file holds the state of the model.
 STATE = {
     "nanogpt": "model", "imagenet": "state_dict", "diffusion": "model", "lightning_fit": "state_dict",
