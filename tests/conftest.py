@@ -30,6 +30,15 @@ def _said_anew() -> None:
         coverage.warn_once.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def _without_accelerator() -> None:
+    """Let no test find the Accelerator that another's Trainer has left to the process."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 @pytest.fixture
 def fast_products() -> None:
     """Skip a test of what AVX-512 or AMX compute on a processor that emulates all lower precisions (AVX2)."""

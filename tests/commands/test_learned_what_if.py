@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 
+import qsync
 from qsync.allocator import allocate, find_warnings
 from qsync.commands.loading import load_basis
 from qsync.distributed.plan_cache import cache_key
@@ -26,7 +27,13 @@ PROFILE = replace(
     profile_of(GRAPH),
     model=GRAPH.model,
     batch=GRAPH.batch_shapes,
-    machine={"hardware": "Xeon", "processor": "Xeon", "gpus": [], "torch": "2.13.0+cpu", "qsync": "0.1.0"},
+    machine={
+        "hardware": "Xeon",
+        "processor": "Xeon",
+        "gpus": [],
+        "torch": "2.13.0+cpu",
+        "qsync": qsync.__version__,
+    },
 )
 CLASS = cluster_of()["infer"]
 

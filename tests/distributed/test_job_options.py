@@ -31,6 +31,14 @@ def test_what_follows_from_ddp_and_the_loader():
     asked = HybridOptions(ddp_options={"bucket_cap_mb": 5}, base="bf16").settled(model)
     assert asked.bucket_cap_bytes == 5 * 2**20 and asked.ddp_options["gradient_as_bucket_view"]
     assert asked.for_plan == {"base": "bf16"} and not asked.takes_samples
+    stated = (
+        {"bitwise": True},
+        {"ddp": False},
+        {"compression": "fp32"},
+        {"plan_options": {"levers": ["buckets"]}},
+    )
+    assert not asked.chooses_buckets and HybridOptions().settled(model).chooses_buckets
+    assert not any(HybridOptions(**given).settled(model).chooses_buckets for given in stated)
     sampler = qsync.ShareSampler(8, batch_size=4)
     loader = torch.utils.data.DataLoader(range(8), batch_sampler=sampler)
     shared = HybridOptions(loader=loader).settled(model)

@@ -41,6 +41,9 @@ for meeting in ("first", "second"):
     carried = float(sums.residuals["head.weight"].abs().max()) > 0.0
     say(f"{meeting}: {begins} {same} {1e-4 < lost < 2e-2} {carried}")
 say(f"saved: {compressed_sum_of(model)}")
+model.reform(cards.form(f"127.0.0.1:{port}/again-{rank}", 0, 1))
+say(f"alone again: {torch.equal(gradient(), plain(rank))}")
+model.reform(cards.form(f"127.0.0.1:{port}/third", rank, 2))
 if rank == 1:
     gradient_codecs._all_gather = lambda *_, **__: os._exit(7)  # in the thread that exchanges
 found = gradient()
@@ -58,4 +61,5 @@ def test_cards_get_equal_bits_begin_anew_with_each_other_and_survive_a_death(tmp
     for meeting in ("first", "second"):
         assert said(output + other, meeting) == ["0 True True True"] * 2
     assert said(output + other, "saved") == ["None"] * 2
+    assert said(output + other, "alone again") == ["True"] * 2
     assert "[0] dead: True False" in output

@@ -8,7 +8,6 @@ import inspect
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 import qsync
@@ -20,16 +19,9 @@ from qsync.tracing.replaced_forward import is_replaced
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
 
-def reset():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 @pytest.fixture
 def accelerator():
-    reset()  # a Trainer of another test leaves its state to the process
-    yield Accelerator(cpu=True, mixed_precision="bf16")
-    reset()
+    return Accelerator(cpu=True, mixed_precision="bf16")
 
 
 def network():
