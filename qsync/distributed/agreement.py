@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from qsync.errors import MismatchError, QSyncError
+from qsync.errors import MismatchError, QSyncError, shortened
 
 T = TypeVar("T")
 
@@ -72,7 +72,12 @@ def _exchange(
         kind = type(error) if isinstance(error, QSyncError) else QSyncError
         outcome = (kind, str(error) if isinstance(error, QSyncError) else f"{type(error).__name__}: {error}")
     outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, outcome, group=group)
+    try:
+        dist.all_gather_object(outcomes, outcome, group=group)
+    except RuntimeError as error:  # a connection broke; liveness names the rank when this process ends
+        raise QSyncError(
+            f"{step_name}: another rank ended meanwhile ({shortened(error)}); look at its output"
+        ) from error
     failed = [(rank, *each) for rank, each in enumerate(outcomes) if each[0] is not None]
     for rank, kind, message in sorted(failed, key=lambda one: one[1] is QSyncError):
         if isinstance(cause, QSyncError):

@@ -211,15 +211,16 @@ class Wrapping:
         if not is_good or is_first:
             coverage.say_once(found.line, is_good)
         if self.path is None and program.lowered and torch.is_grad_enabled() and not program.met_other_shapes:
-            self._report_shapes(program)
+            self._report_shapes(program, is_first)
 
-    def _report_shapes(self, program: Program) -> None:
+    def _report_shapes(self, program: Program, is_first: bool) -> None:
         planned, found = (
             [shape for shape in of if shape] for of in (self._batch, program.graph.batch_shapes)
         )
         if program.skipped:  # the data decides which further layers run
             planned, found = planned[:1], found[:1]
-        if planned and not _fit(found, planned):
+        initializes = is_first and len(found) != len(planned)  # a plan is for the second call and later ones
+        if planned and not initializes and not _fit(found, planned):
             program.met_other_shapes = True
             coverage.say_once(
                 f"{program.name}: a batch of {shown_shapes(found)} was never profiled: it runs as planned "

@@ -124,6 +124,10 @@ JOBS = {
         [f"liveness.start({TIMEOUT_S}, join_timeout_s=3); time.sleep(600)", "os.kill(os.getpid(), 9)"],
         awaited=(0,), header=JOIN + "dist.init_process_group('gloo')\n",
     ),
+    "agrees": Job(
+        ["from qsync.distributed.agreement import agree; agree('planning', int)", dies(signal.SIGKILL)],
+        awaited=(0,),
+    ),
     "waits": Job([STANDS.replace("PHASE", "AFTER_BACKWARD if rank == 0 else 0")] * 2),
     "evaluates": Job([STANDS.replace("PHASE", "0")] * 2),
 }  # fmt: skip
@@ -243,6 +247,13 @@ def test_a_rank_that_dies_between_its_group_and_its_watch_is_named(outcome):
     ((code, output),) = outcome("dies unwatched")
     assert code == liveness.EXIT_CODE, output
     assert "s for rank 1 to join" in output and "rank 1 did not join within 3 s" in output
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_before_it_agrees_is_an_error_of_qsync_and_is_named(outcome):
+    ((code, output),) = outcome("agrees")
+    assert code not in (0, None)
+    assert "QSyncError: planning: another rank ended meanwhile" in output and "rank 1 (" in output
 
 
 @pytest.mark.dist

@@ -178,7 +178,8 @@ class Watch:
 
     def _named_dead(self, error: BaseException) -> str | None:
         """Return the sentence that names a dead rank, if it may have caused `error` in a collective."""
-        if self._store is None or self._ended.is_set() or not isinstance(error, RuntimeError):
+        in_collective = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
+        if self._store is None or self._ended.is_set() or not in_collective:
             return None
         # A living rank beats once per interval. At an error of a peer the watch stops this process now.
         time.sleep(4 * self._interval_s)
