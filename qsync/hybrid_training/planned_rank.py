@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from qsync import api
+from qsync.backend.devices.device_detection import device_of
 from qsync.distributed import job
 from qsync.distributed.agreement import agree_locally, from_rank_zero
 from qsync.distributed.data_parallel import in_ddp
@@ -35,6 +36,7 @@ from qsync.distributed.monitoring.drift_monitor import (
 from qsync.distributed.monitoring.first_steps import Measured, check_first_steps, corrected
 from qsync.distributed.monitoring.reached_rate import ReachedRate
 from qsync.distributed.monitoring.step_log import StepLog
+from qsync.distributed.monitoring.step_peak import StepPeak
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.distributed.shares import Share
 from qsync.hybrid_training.framework_ddp import FirstCall
@@ -157,6 +159,7 @@ class PlannedRank:
         if check and prediction is not None:
             plan_again = partial(self._plan_again, prediction.phases)
             adopt = partial(self._adopt, weakref.ref(called), weakref.ref(model))
+            timer.peak = StepPeak(device_of(model), prediction.memory[self.device_class].held)
             check_first_steps(timer, prediction, self.device_class, plan_again, adopt)
         if log is not None:
             StepLog(log, timer, called, self.device_class)
@@ -178,14 +181,14 @@ class PlannedRank:
         planned = plan.compression if plan is not None else None
         compress_gradients(called, self.options.kinds or planned or None)
 
-    def _plan_again(self, predicted: Measured, measured: Measured) -> Plan:
+    def _plan_again(self, predicted: Measured, measured: Measured, beyond: Mapping[str, int]) -> Plan:
         """Return the plan of profiles corrected by the first steps; it replaces the cached one."""
         assert self.plan is not None and self.folder is not None, "there is something to check"
         basis, other = Basis.load(self.folder), Recapture.load(self.folder)
         if other is not None:
-            of_other = corrected(replace(basis, profiles=other.profiles), predicted, measured)
+            of_other = corrected(replace(basis, profiles=other.profiles), predicted, measured, beyond)
             other = replace(other, profiles=of_other.profiles)
-        basis = corrected(basis, predicted, measured)
+        basis = corrected(basis, predicted, measured, beyond)
         asked = {**self.options.plan_options, "base": str(self.plan.base)}
         options = that_can_be(asked, basis.cluster.classes)
         options |= {"other": other} if self.options.takes_samples else {}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 
 import pytest
+import torch
 from graphs import cluster_of, mlp, profile_of
 from two_ranks import launch, said
 
 from qsync.distributed.monitoring.first_steps import corrected
+from qsync.distributed.monitoring.step_peak import PredictedMemory, StepPeak, largest
 from qsync.records.plan_folder import Basis
 from qsync.replayer.explanation.phases import Phases
 
@@ -97,11 +99,68 @@ def test_shares_follow_what_the_first_steps_show_while_the_loop_goes_on(tmp_path
     output = launch(tmp_path, SHARES)
     assert output.count("planning again") == 1
     strong, weak = said(output, "sizes")
-    assert strong.endswith("changes 1 True") and weak.endswith("changes 1 True"), (strong, weak)
+    assert strong.endswith("changes 1 True") and weak.endswith("changes 1 True"), output
     before, after = ast.literal_eval(weak.partition(" changes")[0])
     assert after < before  # four times as long for a sample
     assert said(output, "once") == ["True", "True"] and said(output, "samples_of") == ["True", "True"]
     assert all(one.startswith("True") for one in said(output, "exact")), said(output, "exact")
+
+
+MEMORY = """
+import logging
+logging.getLogger("qsync").addHandler(logging.StreamHandler(sys.stdout))
+from qsync.runtime.wrapping import plan_of
+def run(name, held, **options):
+    model = qsync.hybrid(
+        make(width=256, depth=6), batch(size=1024, width=256), loss_fn, cache_dir=cache, base="fp32",
+        precisions=["fp32", "int8"], target_s=100.0, device_class=("strong", "weak")[rank], **options,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = plan_of(model.module)["weak"]
+    for number in range(24 if options.get("check") else 0):
+        loss = loss_fn(model, batch(seed=number, size=1024, width=256))
+        kept = torch.ones(held if rank else 0, dtype=torch.uint8)  # the profile did not see that
+        loss.backward()
+        optimizer.step()
+        del kept
+    after = plan_of(model.module)["weak"]
+    say(f"{name}: {len(before.lowered)} then {len(after.lowered)}")
+    return before.predicted.memory_bytes
+peak = run("roomy", 0)
+run("held", peak // 8, check=True, budgets={"weak": int(1.05 * peak)})
+run("too much", 2 * peak, check=True, budgets={"weak": int(1.06 * peak)})
+"""
+
+
+@pytest.mark.dist
+def test_a_class_that_uses_more_memory_than_predicted_is_planned_again_before_it_runs_out(tmp_path):
+    """Half of the model's products in INT8 would save an eighth of the peak."""
+    output = launch(tmp_path, MEMORY)
+    assert said(output, "roomy") == ["0 then 0", "0 then 0"]
+    first, second = said(output, "held")
+    assert first == second and first.startswith("0 then ") and int(first.split()[-1]) > 0
+    assert output.count("; a step of weak takes ") == 2 and "a step of strong takes" not in output
+    assert said(output, "too much") == ["0 then 0", "0 then 0"]
+    assert output.count("the plan stays, and a step may run out of memory") == 1
+
+
+@pytest.mark.parametrize(
+    ("measured", "beyond"), [(1000, 0), (1051, 0), (1100, 0), (1330, 0), (1340, 340), (2000, 1000)]
+)
+def test_a_peak_is_told_where_it_exceeds_the_prediction_and_comes_near_the_budget(measured, beyond):
+    assert PredictedMemory(peak=1000, held=300, budget=1400).beyond(measured) == beyond
+    assert PredictedMemory(peak=2000, held=300, budget=1400).beyond(measured) == 0
+
+
+def test_a_step_s_peak_is_measured_between_the_ends_of_two_steps():
+    peak = StepPeak(torch.device("cpu"), held=10**6)
+    for number in range(4):
+        kept = torch.zeros(4 * 10**6 * (number == 2) + 1, dtype=torch.uint8)
+        assert kept.numel() > 0 and peak.num_bytes is (None if number < 3 else peak.num_bytes)
+        del kept
+        peak.step_ended()
+    assert peak.num_bytes == pytest.approx(5 * 10**6, rel=0.01)
+    assert largest([("a", 1), ("b", None), ("a", 3), ("a", 2)]) == {"a": 3}
 
 
 def test_what_the_first_steps_took_is_what_their_class_takes():
@@ -110,7 +169,9 @@ def test_what_the_first_steps_took_is_what_their_class_takes():
     )
     predicted = {"train": Phases(0.01, 0.20, 0.10, 0.02), "infer": Phases(0.01, 0.40, 0.0, 0.02)}
     measured = {"train": Phases(0.03, 0.20, 0.10, 0.05, 0.04), "infer": Phases(0.01, 0.60, 0.0, 0.02)}
-    found = corrected(basis, predicted, measured).profiles
+    found = corrected(basis, predicted, measured, {"infer": 1000}).profiles
+    assert found["infer"].optimizer_bytes == basis.profiles["infer"].optimizer_bytes + 1000
+    assert found["train"].optimizer_bytes == basis.profiles["train"].optimizer_bytes
     before, after = basis.profiles["infer"], found["infer"]
     op = next(iter(before.ops))
     for mode, cost in before.ops[op].items():

@@ -25,7 +25,7 @@ import statistics
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from qsync.backend.devices.device_detection import device_of
 from qsync.distributed.agreement import from_rank_zero
+from qsync.distributed.monitoring.step_peak import PredictedMemory, StepPeak
 from qsync.distributed.monitoring.step_phases import PhaseTimer
 from qsync.errors import QSyncError
+from qsync.predictor.memory.peak import bytes_throughout
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import Recapture, replay, under_levers
@@ -61,14 +64,15 @@ LASTING_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predictions of replay for a job: phases of a step by class, and a rank's model calls per step.
+    """Predictions of replay for a job, by class: phases of a step, a rank's model calls per step, memory.
 
-    `sequence_costs` are by class; None if the batch is not of sequences.
+    `sequence_costs` is None if the batch is not of sequences.
     """
 
     phases: Mapping[str, Phases]
     num_calls: Mapping[str, int]
     sequence_costs: Mapping[str, SequenceCost] | None = None
+    memory: Mapping[str, PredictedMemory] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, folder: Path) -> Prediction | None:
@@ -85,7 +89,16 @@ class Prediction:
                 return None
             costs = sequence_costs(basis.graph, timeline, basis.profiles)
             calls = basis.graph.num_calls
+            held = bytes_throughout(basis.graph)
             return {
+                "memory": {
+                    c.name: [
+                        timeline[c.name].memory_bytes,
+                        held + basis.profiles[c.name].optimizer_bytes,
+                        plan.budgets.get(c.name, c.memory_bytes),
+                    ]
+                    for c in basis.cluster.classes
+                },
                 "phases": {name: phases.to_json() for name, phases in expected(timeline).items()},
                 "num_calls": {name: calls * plan.levers_of(name).passes for name in plan.classes},
                 "sequence_costs": costs and {name: cost.to_json() for name, cost in costs.items()},
@@ -99,6 +112,7 @@ class Prediction:
             {name: Phases(**seconds) for name, seconds in found["phases"].items()},
             found["num_calls"],
             costs and {name: SequenceCost(**fields) for name, fields in costs.items()},
+            {name: PredictedMemory(*each) for name, each in found["memory"].items()},
         )
 
     def repeated(self, times: int) -> dict[str, Phases]:
@@ -201,6 +215,8 @@ class Monitor:
         self._stretches = (SlowStretch(median, 1), SlowStretch(mean, 2))
         self._prediction, self._class, self._tolerance = prediction, device_class, tolerance
         self.timer = PhaseTimer(model, trained, num_steps)
+        if device_of(trained).type == "cuda":  # on a CPU it would trace a step
+            self.timer.peak = StepPeak(device_of(trained), 0)
         self.timer.when_full = self._publish
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_published = 0
@@ -224,6 +240,7 @@ class Monitor:
         self._forget("")
 
     def _publish(self) -> None:
+        self._warn_of_peak()
         own = [of(self.timer.steps).to_json() for of in (median, mean)]
         times, self.incomparable = times_profiled(self.timer, self._prediction, self._class)
         seconds = sum(phases.period_s for phases in self.timer.steps)
@@ -231,6 +248,19 @@ class Monitor:
         self._store.set(str(self._rank), json.dumps([self._num_published, times, self._class, seconds, *own]))
         if self._rank == 0:
             self.timer.when_resumed = self._compare
+
+    def _warn_of_peak(self) -> None:
+        """Log once on this rank if its peak was predicted too small and may not fit."""
+        memory = self._prediction.memory.get(self._class)
+        peak, self.timer.peak = self.timer.peak, None
+        num_bytes = peak.num_bytes if peak is not None else None
+        if memory is None or num_bytes is None:
+            return
+        if memory.beyond(num_bytes):
+            logger.warning(
+                "qsync: %s; hybrid(check=True) plans again by that, or give budgets={%r: %d}",
+                memory.told(self._class, num_bytes), self._class, memory.budget - memory.beyond(num_bytes),
+            )  # fmt: skip
 
     def _compare(self) -> None:
         self.timer.when_resumed = None

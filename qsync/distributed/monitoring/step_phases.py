@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from qsync.distributed.monitoring.gradient_hooks import GradientHooks
 from qsync.distributed.monitoring.loader_batches import ignore, listen
 from qsync.distributed.monitoring.positions import AFTER_BACKWARD, BACKWARD, Position
+from qsync.distributed.monitoring.step_peak import StepPeak
 from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
 from qsync.replayer.explanation.phases import Phases
 from qsync.tracing.replaced_forward import NoHook, untraced
@@ -40,7 +41,7 @@ class PhaseTimer:
     gradients. Evaluation between two steps counts as host time. The first step is not counted. Waiting for a
     batch counts as host time, unless it comes from a DataLoader or inside `with timer.fetching()`. `log` and
     then `when_full`, if set, are called after every `num_kept` steps, which are then dropped. `when_resumed`,
-    if set, is called at the end of every step that is not counted.
+    if set, is called at the end of every step that is not counted. `peak`, if set, measures their memory.
 
     Per step, `num_calls` holds the model's calls with gradients, and `numbers` the optimizer step's number.
     `others` names other training in these steps: another timed model, or an optimizer of other parameters.
@@ -63,6 +64,7 @@ class PhaseTimer:
         self.log: Callable[[], None] | None = None
         self.when_full: Callable[[], None] | None = None
         self.when_resumed: Callable[[], None] | None = None
+        self.peak: StepPeak | None = None
         parameters = [p for p in trained.parameters() if p.requires_grad]
         cuda = bool(parameters) and parameters[0].device.type == "cuda"
         self._name = type(trained).__name__
@@ -252,6 +254,8 @@ class PhaseTimer:
             return
         now, cpu_s = self._clock.now(), self._cpu_s() - self._stepping_cpu_s
         is_first = bool(self._passes)  # of this step's optimizers
+        if is_first and self.peak is not None:
+            self.peak.step_ended()
         if is_first and self.when_resumed is not None:
             self.when_resumed()
             now = self._clock.now()  # the time of that call belongs to no step
