@@ -4,8 +4,9 @@ Two captures of one model at different numbers of samples s0 and s1 give every d
 
     size(s) = size(s0) + (size(s1) - size(s0)) (s - s0) / (s1 - s0)
 
-Two profiles give the seconds of every operator by the same formula. With only one profile, the cost of an
-operator on batch data is assumed proportional to the samples; in fact small batches cost more per sample.
+Two profiles give the seconds of every operator by the same formula. With only one profile, or if noise makes
+more samples take no longer, the cost of an operator on batch data is assumed proportional to the samples; in
+fact small batches cost more per sample.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ def at_samples(
         if a.shape != b.shape
     }
     _check_reach(profile, graph, other, samples)
-    if second is None:
+    law = INTERPOLATED if second is not None and _grows(profile, first, *second) else PROPORTIONAL
+    if second is None or law is PROPORTIONAL:
         found = _in_proportion(profile, graph, has_samples, samples / first, loaded / first)
     else:
         theirs, apart = second[0], second[1] - first
@@ -213,7 +215,6 @@ def at_samples(
         names = {value.name: mine.name for value, mine in pairs}
         casts = {(names.get(value, value), a, b): cost for (value, a, b), cost in theirs.casts.items()}
         found = _between(profile, replace(theirs, casts=casts), part, part_loaded)
-    law = PROPORTIONAL if second is None else INTERPOLATED
     return replace(
         found, shapes_hash=at.shapes_hash, batch=at.batch_shapes, step_s={},
         memory_residuals=profile.memory_residuals.scaled(samples / first),
@@ -229,6 +230,21 @@ def _check_reach(profile: Profile, graph: OpGraph, other: Recapture, samples: in
             f"{samples} samples in one pass are too far from the {known} that {profile.device_class} was "
             f"profiled with; choose {least} to {most}, or profile it with more or fewer"
         )
+
+
+def _grows(one: Profile, first: int, other: Profile, second: int) -> bool:
+    """Return whether the operators of two profiles take longer in all with more samples."""
+    mine_s, theirs_s = (
+        of.outside.total_s
+        + sum(
+            of.ops[op][mode].total_s
+            for op in one.ops
+            if op in other.ops
+            for mode in one.ops[op].keys() & other.ops[op].keys()
+        )
+        for of in (one, other)
+    )
+    return (theirs_s - mine_s) * (second - first) > 0.0
 
 
 def _in_proportion(

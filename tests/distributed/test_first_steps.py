@@ -58,7 +58,8 @@ SHARES = """
 import logging
 from torch.utils.data import DataLoader, TensorDataset
 logging.getLogger("qsync").addHandler(logging.StreamHandler(sys.stdout))
-x, y = batch(size=800, width=512)  # steps are long enough that profiles at two sizes differ beyond the noise
+ddp_profiling.PROFILE_S = 3.0  # two sizes must differ beyond the noise
+x, y = batch(size=800, width=512)
 data = TensorDataset(x, y, torch.arange(800))
 sampler = qsync.ShareSampler(data, batch_size=200)
 loader = DataLoader(data, batch_sampler=sampler, num_workers=1, multiprocessing_context="fork")

@@ -144,6 +144,35 @@ def test_with_one_profile_what_has_samples_costs_in_proportion_and_it_says_so():
     assert (found.host_s, found.optimizer_s, found.loading_s) == (measured.host_s, measured.optimizer_s, 1.0)
 
 
+@pytest.mark.parametrize("rows", [8, 24])
+def test_profiles_in_which_more_samples_take_no_longer_say_nothing_and_costs_are_in_proportion(rows):
+    graph = mlp(3, rows=rows)
+    profile, factor = PROFILES["infer"], 16 / rows
+    theirs = profiles_of(graph)["infer"]
+    at = resized(GRAPH, graph, 12)
+
+    def law(times):
+        ops = {op: {mode: Cost(times * c.forward_s) for mode, c in modes.items()}
+               for op, modes in profile.ops.items()}  # fmt: skip
+        other = Recapture(
+            graph, {"infer": replace(theirs, ops=ops, outside=times_of(profile.outside, times))}
+        )
+        found = at_samples(replace(profile, ops={op: {m: Cost(c.forward_s) for m, c in modes.items()}
+                           for op, modes in profile.ops.items()}), GRAPH, other, 12, at)  # fmt: skip
+        return found
+
+    assert law(1 / factor).origin == law(1.01 if rows > 16 else 0.99).origin == "interpolated"
+    for times in (1.0, factor):
+        found = law(times)
+        assert found.origin == "proportional"
+        one, whole = (of.ops["fc1"]["bf16"].forward_s for of in (found, profile))
+        assert one == pytest.approx(whole * 12 / 16)
+
+
+def times_of(cost, times):
+    return Cost(cost.forward_s * times, cost.backward_s * times)
+
+
 def test_costs_too_far_from_what_was_profiled_are_refused():
     with pytest.raises(
         FormatError, match="30 samples in one pass are too far from the 16 and 8 .* choose 6 to 24"
