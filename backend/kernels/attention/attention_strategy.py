@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 
+# Numbers of dimensions that torch's fused CPU attention accepts
+_FUSED = (3, 4) if [int(part) for part in version("torch").split(".")[:2]] >= [2, 14] else (4,)
 _MOST_SAVED_KEYS = 64  # keys; about a head's width, where a query's weights are as large as the query
 
 
@@ -22,5 +25,6 @@ def torch_fuses(
 
     A mask is given by its number of dimensions, and whether it has a gradient.
     """
-    fits = len(query_shape) == 4 and query_shape[-1] == value_width and not dropout_p
-    return fits and not any(dims == 3 or trains for dims, trains in masks)
+    num = len(query_shape)
+    fits = num in _FUSED and query_shape[-1] == value_width and not dropout_p
+    return fits and not any(trains or (dims, num) == (3, 4) for dims, trains in masks)
