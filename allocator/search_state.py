@@ -25,7 +25,7 @@ class Move:
 
     device_class: str
     assignment: Mapping[str, Precision]
-    changes: tuple[Change, ...]
+    change: Change | None
     work: Work | None
 
 
@@ -173,22 +173,21 @@ class State:
 
     def move(self, device_class: str, assignment: Mapping[str, Precision]) -> Move:
         """Assign other precisions to operators of one class; `back` undoes the move exactly."""
-        state, changes = self.classes[device_class], []
-        for op, precision in state.part.with_partners(assignment).items():
-            if state.precision(op) is not precision:
-                change = state.lowering.assign(op, precision)
-                state.changed(change.touched)
-                changes.append(change)
-        work = state.work_was(None) if changes else None
-        return Move(device_class, assignment, tuple(changes), work)
+        state = self.classes[device_class]
+        whole = state.part.with_partners(assignment).items()
+        others = {op: precision for op, precision in whole if state.precision(op) is not precision}
+        if not others:
+            return Move(device_class, assignment, None, None)
+        change = state.lowering.assign_all(others)
+        state.changed(change.touched)
+        return Move(device_class, assignment, change, state.work_was(None))
 
     def back(self, move: Move) -> None:
         """Undo a move; moves must be undone in reverse order."""
         state = self.classes[move.device_class]
-        for change in reversed(move.changes):
-            state.lowering.undo(change)
-            state.changed(change.touched)
-        if move.changes:
+        if move.change is not None:
+            state.lowering.undo(move.change)
+            state.changed(move.change.touched)
             state.work_was(move.work)
 
     @contextmanager

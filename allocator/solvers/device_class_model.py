@@ -8,7 +8,6 @@ The sums are exact: at every integer solution they equal replay's result for tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from qsync.allocator.block_levers import RECOMPUTED
@@ -39,6 +38,7 @@ class ClassModel(LinearLowering):
         self._profile_again = part.profile
         if recomputed:
             self._profile_again = recomputing(captured, part.profile, recomputed, part.device_class.device)
+        self._has_orders = len(self.orders) > 1 or any(order.constant for order in self._channels_last)
         self.forward_s = [Sum() for _ in part.graph.ops]
         self.backward_s = [Sum() for _ in part.graph.ops]
         for i in range(len(part.graph.ops)):
@@ -48,21 +48,17 @@ class ClassModel(LinearLowering):
             self._price_casts(value)
 
     def _price_run(self, i: int) -> None:
-        op, wiring = self._graph.ops[i], self.wiring
-        channels_last = self.program.any_of(
-            {
-                id(self._channels_last[value]): self._channels_last[value] for value in wiring.operands[i]
-            }.values()
-        )
+        op, operands = self._graph.ops[i], self.wiring.operands[i]
+        ordered = {id(order): order for order in (self._channels_last[value] for value in operands)}
+        channels_last = self.program.any_of(ordered.values()) if self._has_orders else ZERO
+        as_traced = self._as_traced if op.kind in REPLACED else ZERO
         runs: list[tuple[Sum, Run]] = []
-        for alternative in self.alternatives[i]:
-            for order, binary_there in self._split(alternative.binary, channels_last):
-                run = Run(op.name, alternative.mode, (), alternative.output, alternative.form, order)
-                as_traced = self._as_traced if op.kind in REPLACED else ZERO
+        for one in self.alternatives[i]:
+            for order, binary_there in self._split(one.binary, channels_last):
                 for so, binary_so in self._split(binary_there, as_traced):
-                    run_so = replace(run, as_traced=so)
-                    self._add(i, binary_so, partial(run_cost, self._part.profile, run_so, op))
-                    runs.append((binary_so, run_so))
+                    run = Run(op.name, one.mode, (), one.output, one.form, order, as_traced=so)
+                    self._add(i, binary_so, partial(run_cost, self._part.profile, run, op))
+                    runs.append((binary_so, run))
         again = self.again[i]
         if len(runs) > len(again):
             again = self.program.parted([binary for binary, _ in runs], self.is_again[i])

@@ -61,17 +61,26 @@ def fastest_starts(state: State, names: Sequence[str], limit_s: float = _LEVER_L
         least_s = step_time(list(faster.values()), state.problem.exchange)
         name = left.pop(0)
         if least_s < state.late_step_s() * (1 - _MEANINGFUL) or not state.classes[name].fits():
-            fastest_start(state, name, limit_s)
+            _from_uniform(state, name, limit_s)
 
 
 def fastest_start(state: State, device_class: str, limit_s: float = _LEVER_LIMIT_S) -> None:
     """Move one class to the assignment of least compute time within its memory budget.
 
-    Times of operators and casts add up, so an integer program finds the least. If the profile has kernel
-    launches, whose waits do not add up, coordinate descent from the best uniform start replaces it. Raises
-    DoesNotFitError if nothing fits, naming the class, the missing bytes and the operator that saves most.
+    Raises DoesNotFitError if nothing fits, naming the class, the missing bytes and the operator that saves
+    most.
     """
     state.move(device_class, _fastest_uniform(state, device_class))
+    _from_uniform(state, device_class, limit_s)
+
+
+def _from_uniform(state: State, device_class: str, limit_s: float) -> None:
+    """Move one class from its best uniform assignment to its fastest start.
+
+    Times of operators and casts add up, so an integer program finds the least. If the profile has kernel
+    launches, whose waits do not add up, coordinate descent replaces it. Raises DoesNotFitError as
+    `fastest_start`.
+    """
     if not _solve(state, device_class):
         _descend(state, device_class)
     if state.classes[device_class].fits():

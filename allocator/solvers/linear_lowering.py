@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from qsync.allocator.block_levers import LESS, RECOMPUTED, Treatment
 from qsync.allocator.problem import ClassProblem
@@ -29,6 +30,7 @@ from qsync.operators.declaration import Role
 from qsync.operators.precision import Precision
 from qsync.operators.registry import FORMS
 
+_Row = tuple[Run, list[str | None]]  # of any operator of a structure, and the types that its inputs take
 Binaries = dict[str, Sum]  # type -> binary variable: 1 if a value or mode has this type; the sum is 1
 
 
@@ -78,6 +80,7 @@ class LinearLowering:
         )
         self._wanted = self._wanted_in_16_bit()
         self._in_16_bit: dict[tuple[int, Precision], Sum] = {}
+        self._rows: dict[Any, _Row] = {}
         self._result: dict[tuple[int, str], str] = {}  # type of an operator's result in a mode
         self._modes: list[Binaries] = []
         self.carried: list[Binaries] = [{traced: ONE} for traced in self.wiring.traced[: self.wiring.offset]]
@@ -208,7 +211,7 @@ class LinearLowering:
         """Return the binary variables of a following operator's modes, the widest type of its inputs."""
 
         def mode(types: list[str]) -> str:
-            run, _ = self.table.run_of(i, Precision.FP32, types)
+            run, _ = self._run_of(i, Precision.FP32, types)
             self._result[i, run.mode] = run.output
             return run.mode
 
@@ -258,12 +261,18 @@ class LinearLowering:
         run, taken = self._row(i, mode, output, flags)
         return Alternative(run.mode, run.output, run.form, tuple(taken), binary)
 
-    def _row(self, i: int, mode: str, output: str = "", flags: int = 0) -> tuple[Run, list[str | None]]:
+    def _row(self, i: int, mode: str, output: str = "", flags: int = 0) -> _Row:
         is_adjustable = self._graph.ops[i].role is Role.ADJUSTABLE
         floats = [mode] if self.wiring.floats[i] else []
-        return self.table.run_of(
-            i, Precision(mode) if is_adjustable else Precision.FP32, floats, output, flags
-        )
+        return self._run_of(i, Precision(mode) if is_adjustable else Precision.FP32, floats, output, flags)
+
+    def _run_of(self, i: int, precision: Precision, floats: list[str], *rest: Any) -> _Row:
+        """Return `Table.run_of`, asked once for operators of equal structure."""
+        key = self.table.first_cell[i], precision, *floats, *rest
+        found = self._rows.get(key)
+        if found is None:
+            found = self._rows[key] = self.table.run_of(i, precision, floats, *rest)
+        return found
 
     def _is_saved(self, value: int) -> Sum:
         """Return a variable: 1 if some operator saves the value, or a view of it, without a cast."""

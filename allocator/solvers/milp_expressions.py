@@ -37,8 +37,9 @@ class Sum:
     def add(self, other: Sum, times: float = 1.0) -> None:
         """Add a multiple of another sum to this one."""
         self.constant += times * other.constant
+        own = self.terms
         for column, coefficient in other.terms.items():
-            self.terms[column] = self.terms.get(column, 0.0) + times * coefficient
+            own[column] = own.get(column, 0.0) + times * coefficient
 
     def at(self, point: FloatArray) -> float:
         """Return the value of the expression at `point`, the values of all columns."""
@@ -66,7 +67,7 @@ def total(parts: Iterable[Sum]) -> Sum:
 
 def difference(one: Sum, other: Sum) -> Sum:
     """Return `one` minus `other`."""
-    found = total([one])
+    found = Sum(dict(one.terms), one.constant)
     found.add(other, -1.0)
     return found
 

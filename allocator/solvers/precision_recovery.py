@@ -81,10 +81,10 @@ def _raised(state: State, name: str, raised: Raise, target_s: float) -> bool:
     """Raise those of the operators that are lower, within the limits; return whether any changed."""
     still = {op: precision for op, precision in raised.items() if is_raise(state, name, op, precision)}
     move = state.move(name, still)
-    if move.changes and not holds(state, target_s):
+    if move.change and not holds(state, target_s):
         state.back(move)
         return False
-    return bool(move.changes)
+    return move.change is not None
 
 
 def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]:

@@ -171,7 +171,7 @@ class VectorizedPeak:
         in_use = self.in_use(lowered, residuals)
         in_use[self.layout.last] += optimizer_workspace
         most = np.maximum(in_use, 0)
-        corrected = residuals is not None and bool(self._rows_of(residuals, lowered).any())
+        corrected = bool(residuals and self._rows_of(residuals, lowered).any())
         share, constant = margin_parts(self.device, self.layout.recomputed is not None, corrected)
         found: Ints = optimizer_bytes + self.throughout + most + np.ceil(share * most).astype(np.int64)
         return found + constant

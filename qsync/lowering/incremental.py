@@ -58,7 +58,7 @@ def lower(
 
 
 class Lowering:
-    """The lowered graph of an assignment, updated one operator at a time.
+    """The lowered graph of an assignment, updated where operators change.
 
     `row[i]` is the number of operator `i`'s row in `Table.rows`, and `cast_set[value]` that of a value's
     casts in `Table.cast_sets`.
@@ -195,25 +195,35 @@ class Lowering:
 
     def assign(self, name: str, precision: Precision) -> Change:
         """Give one operator another precision and look up only its neighbourhood again."""
-        self.wiring.check(name, precision)
-        i, journal = self.position[name], list[_Write]()
-        had_lowered, operands = self._num_lowered[0], self.wiring.operands
-        has_lowered = had_lowered + (not self.facts.precision[i]) - (not NUMBER[precision])
+        return self.assign_all({name: precision})
+
+    def assign_all(self, assignment: Mapping[str, Precision]) -> Change:
+        """Give some operators other precisions and look up only their neighbourhoods again."""
+        journal, operands = list[_Write](), self.wiring.operands
+        had_lowered = has_lowered = self._num_lowered[0]
+        own: list[int] = []
+        for name, precision in assignment.items():
+            self.wiring.check(name, precision)
+            own.append(i := self.position[name])
+            has_lowered += (not self.facts.precision[i]) - (not NUMBER[precision])
+            _write(self.facts.precision, i, NUMBER[precision], journal)
         _write(self._num_lowered, 0, has_lowered, journal)
-        _write(self.facts.precision, i, NUMBER[precision], journal)
-        values = self._pass_types_on([i, *self._pass_wants_on(operands[i], journal)], journal)
-        ops = {i, *self.wiring.replaced} if not (had_lowered and has_lowered) else {i}
+        values = self._pass_types_on(
+            [*own, *self._pass_wants_on((v for i in own for v in operands[i]), journal)], journal
+        )
+        ops = {*own, *(self.wiring.replaced if not (had_lowered and has_lowered) else ())}
         for value in values:
             ops |= {value - self._offset, *self.wiring.consumers[value]}
         ops |= {f for j in ops if (f := self.wiring.epilogue[j]) is not None}
         if 1 in self.facts.less:  # sooner than any()
             ops |= {maker for j in ops for v in operands[j] if (maker := self.wiring.producer(v)) >= 0}
         changed = self._replace(self.row, sorted(ops), self._rows_of, journal)
-        touched = {i, *changed, *(j for j in (self.wiring.before[i], self.wiring.after[i]) if j is not None)}
+        before, after = self.wiring.before, self.wiring.after
+        beside = {j for i in own for j in (before[i], after[i]) if j is not None}
         stale = values.union(*(operands[j] for j in changed))
         recast = self._replace(self.cast_set, sorted(stale), self._casts_of, journal)
-        touched |= {owner for value in recast if (owner := self.wiring.owner(value)) is not None}
-        return Change(tuple(sorted(touched)), tuple(journal))
+        casts = {owner for value in recast if (owner := self.wiring.owner(value)) is not None}
+        return Change(tuple(sorted({*own, *changed, *beside, *casts})), tuple(journal))
 
     def undo(self, change: Change) -> None:
         """Restore the state before `change`, which must be the latest change not undone."""

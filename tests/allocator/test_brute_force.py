@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from graphs import cluster_of, encoder, images, mlp, profile_of, sensitivity_of
 
+from qsync.allocator import solvers
 from qsync.allocator.constraints import Constraints
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
@@ -88,11 +89,11 @@ def test_only_classes_that_lengthen_the_step_are_brought_to_their_fastest(monkey
     expected, found, brought = started(), started(), []
     for name in ("first", "second", "faster"):
         fastest_start(expected, name)
-    bring = fastest_start
+    bring = solvers.fastest_start._from_uniform
     monkeypatch.setattr(
-        "qsync.allocator.solvers.fastest_start.fastest_start",
-        lambda state, name, *limit: brought.append(name) or bring(state, name, *limit),
-    )
+        solvers.fastest_start, "_from_uniform",
+        lambda state, name, limit_s: brought.append(name) or bring(state, name, limit_s),
+    )  # fmt: skip
     fastest_starts(found, ["faster", "first", "second"])
     assert found.step_s() == pytest.approx(expected.step_s())
     assert sorted(brought) == ["first", "second"]

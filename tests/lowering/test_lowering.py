@@ -68,6 +68,23 @@ def test_changing_one_operator_at_a_time_equals_lowering_from_scratch(graph, nar
 
 
 @given(graphs(), NARROW, st.data())
+def test_changing_operators_together_equals_lowering_from_scratch_and_is_undone_whole(graph, narrow, data):
+    first, less = drawn_assignment(data, graph), drawn_saving(data, graph)
+    lowering, then = Lowering(graph, first, narrow, less), drawn_assignment(data, graph)
+    before, numbers = state(lowering), range(len(graph.ops))
+
+    def around(i):
+        return lowering.run(i), lowering.anchored_casts(i), lowering.output_casts(i)
+
+    were = [around(i) for i in numbers]
+    change = lowering.assign_all(then)
+    assert state(lowering) == state(Lowering(graph, first | then, narrow, less))
+    assert {i for i in numbers if around(i) != were[i]} <= set(change.touched)
+    lowering.undo(change)
+    assert state(lowering) == before
+
+
+@given(graphs(), NARROW, st.data())
 def test_undo_restores_everything(graph, narrow, data):
     lowering = Lowering(graph, drawn_assignment(data, graph), narrow, drawn_saving(data, graph))
     states, changes = [], []

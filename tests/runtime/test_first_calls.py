@@ -85,9 +85,7 @@ MAKES = {
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_a_model_that_the_first_batch_sets_up_trains_as_without_a_plan(
-    make, monkeypatch, tmp_path, capsys
-):
+def test_a_model_that_the_first_batch_sets_up_trains_as_without_a_plan(make, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("QSYNC_PROFILE_S", "0.1")
     monkeypatch.setattr(job_plan, "cache_folder", lambda chosen: tmp_path)
     torch.manual_seed(0)
