@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,8 +63,8 @@ def note(architecture: str | None = None) -> str | None:
 @cache
 def _loaded(architecture: str | None) -> tuple[Library | None, str | None]:
     try:
-        import tvm_ffi
-
+        with _without_ml_dtypes():
+            import tvm_ffi
         facts = _facts()
     except ImportError as error:
         return None, f"casts run in plain torch: TVM is not installed ({error}); pip install apache-tvm"
@@ -80,6 +83,19 @@ def _loaded(architecture: str | None) -> tuple[Library | None, str | None]:
         return Library(build_cpu.executable().mod), f"every process compiles its casts anew: {reason}"
     except BuildError as error:
         return None, f"casts run in plain torch: {error}"
+
+
+@contextmanager
+def _without_ml_dtypes() -> Iterator[None]:
+    """Hide ml_dtypes, whose import takes a second; tvm_ffi reads it only for numpy arrays of its types."""
+    if "ml_dtypes" in sys.modules:
+        yield
+        return
+    sys.modules["ml_dtypes"] = None  # type: ignore[assignment]  # so import raises ImportError
+    try:
+        yield
+    finally:
+        del sys.modules["ml_dtypes"]
 
 
 def _loaded_for_gpu(architecture: str, facts: dict[str, str]) -> tuple[Library | None, str | None]:
