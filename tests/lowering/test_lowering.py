@@ -70,7 +70,8 @@ def test_changing_one_operator_at_a_time_equals_lowering_from_scratch(graph, nar
 @given(graphs(), NARROW, st.data())
 def test_changing_operators_together_equals_lowering_from_scratch_and_is_undone_whole(graph, narrow, data):
     first, less = drawn_assignment(data, graph), drawn_saving(data, graph)
-    lowering, then = Lowering(graph, first, narrow, less), drawn_assignment(data, graph)
+    lowering = Lowering(graph, first, narrow, less)
+    then = dict(data.draw(st.lists(precisions_for(graph), max_size=6)))
     before, numbers = state(lowering), range(len(graph.ops))
 
     def around(i):

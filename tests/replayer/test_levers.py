@@ -22,7 +22,7 @@ from qsync.records.profiles import Cost
 from qsync.replayer import GradientExchange, Recapture, profiles_under_levers, replay
 from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.levers.accumulation import with_other_passes
-from qsync.replayer.levers.batch_size import at_samples, resized
+from qsync.replayer.levers.batch_size import at_samples, resized, times
 
 BF16, INT8 = Precision.BF16, Precision.INT8
 SLOW = {"train": 1.0, "infer": 3.0}
@@ -146,31 +146,22 @@ def test_with_one_profile_what_has_samples_costs_in_proportion_and_it_says_so():
 
 @pytest.mark.parametrize("rows", [8, 24])
 def test_profiles_in_which_more_samples_take_no_longer_say_nothing_and_costs_are_in_proportion(rows):
-    graph = mlp(3, rows=rows)
-    profile, factor = PROFILES["infer"], 16 / rows
-    theirs = profiles_of(graph)["infer"]
-    at = resized(GRAPH, graph, 12)
+    graph, more = mlp(3, rows=rows), rows > 16
+    profile = replace(PROFILES["infer"], outside=Cost(PROFILES["infer"].ops["fc1"]["bf16"].forward_s))
+    theirs, at = profiles_of(graph)["infer"], resized(GRAPH, graph, 12)
 
-    def law(times):
-        ops = {op: {mode: Cost(times * c.forward_s) for mode, c in modes.items()}
-               for op, modes in profile.ops.items()}  # fmt: skip
-        other = Recapture(
-            graph, {"infer": replace(theirs, ops=ops, outside=times_of(profile.outside, times))}
-        )
-        found = at_samples(replace(profile, ops={op: {m: Cost(c.forward_s) for m, c in modes.items()}
-                           for op, modes in profile.ops.items()}), GRAPH, other, 12, at)  # fmt: skip
-        return found
+    def found(of_ops, of_outside=1.0):
+        ops = {op: {mode: times(c, of_ops) for mode, c in modes.items()} for op, modes in profile.ops.items()}
+        other = replace(theirs, ops=ops, outside=times(profile.outside, of_outside))
+        return at_samples(profile, GRAPH, Recapture(graph, {"infer": other}), 12, at)
 
-    assert law(1 / factor).origin == law(1.01 if rows > 16 else 0.99).origin == "interpolated"
-    for times in (1.0, factor):
-        found = law(times)
-        assert found.origin == "proportional"
-        one, whole = (of.ops["fc1"]["bf16"].forward_s for of in (found, profile))
-        assert one == pytest.approx(whole * 12 / 16)
-
-
-def times_of(cost, times):
-    return Cost(cost.forward_s * times, cost.backward_s * times)
+    longer = 1.01 if more else 0.99
+    for one in (found(longer), found(1.0, longer), found(longer, longer)):
+        assert one.origin == "interpolated"
+    for one in (found(1.0), found(1 / longer), found(1.0, 1 / longer)):
+        assert one.origin == "proportional"
+        expected = profile.ops["fc1"]["bf16"].total_s * 12 / 16
+        assert one.ops["fc1"]["bf16"].total_s == pytest.approx(expected)
 
 
 def test_costs_too_far_from_what_was_profiled_are_refused():
