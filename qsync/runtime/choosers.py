@@ -8,7 +8,7 @@ from qsync import backend
 from qsync.operators.precision import Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.base import base_of, base_on, bases_of, why_kept
-from qsync.records.graph import OpGraph
+from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import precisions_up, supported_up, unsupported_by_shape
 from qsync.records.levers import is_in_module
 from qsync.records.save_less import ops_that_save_less
@@ -61,15 +61,22 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
 def candidates(
     graph: OpGraph, wanted: Mapping[str, Precision], kernels: backend.Kernels
 ) -> dict[str, list[Precision]]:
-    """Return each operator's precisions with a kernel on this device, from the wanted one up."""
+    """Return each operator's precisions with a kernel on this device, from the wanted one up.
+
+    An operator of a model loaded in BF16 goes no higher than that if it has a kernel.
+    """
     half = kernels.sixteen_bit
     up = dict.fromkeys(p for own in set(wanted.values()) for p in precisions_up(own, half))
     missing = {precision: unsupported(graph, precision, kernels) | kept(graph, precision) for precision in up}
-    return {
-        op.name: supported_up(op.kind, wanted[op.name], [p for p in up if op.name in missing[p]], half)
-        for op in graph.adjustable
-        if op.name in wanted
-    }
+
+    def supported(op: Op) -> list[Precision]:
+        excluded = [p for p in up if op.name in missing[p]]
+        found = supported_up(op.kind, wanted[op.name], excluded, half)
+        if op.dtype != "bf16" or found == [Precision.FP32]:
+            return found
+        return [p for p in found if p != Precision.FP32]
+
+    return {op.name: supported(op) for op in graph.adjustable if op.name in wanted}
 
 
 def kept(graph: OpGraph, precision: Precision) -> dict[str, str]:

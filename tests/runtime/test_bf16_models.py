@@ -13,6 +13,7 @@ from torch import nn
 
 import qsync
 from qsync.allocator import check_plan
+from qsync.backend import select
 from qsync.errors import CalibrationError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast
@@ -20,6 +21,7 @@ from qsync.operators.precision import Precision
 from qsync.operators.registry import PRECISIONS_BY_KIND
 from qsync.records.base import base_of_graph
 from qsync.records.cluster import Link
+from qsync.runtime.choosers import candidates
 from qsync.runtime.planned_forward import program_of
 
 BF16, INT8 = Precision.BF16, Precision.INT8
@@ -64,6 +66,16 @@ def test_in_bf16_it_is_the_model_as_loaded(loaded, asked):
     expected = gradients(copy.deepcopy(model), ids)
     found = gradients(qsync.wrap(model, **asked), ids)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("precision", [BF16, INT8])
+def test_no_operator_leaves_the_type_in_which_it_was_loaded(loaded, precision):
+    """Whatever a timing says: in FP32 the model would not be the one that was loaded."""
+    model, ids = loaded
+    graph = qsync.capture(model, (ids,))
+    wanted = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
+    found = candidates(graph, wanted, select("cpu"))
+    assert wanted and all(up[0] is wanted[op] and up[-1] is BF16 for op, up in found.items())
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8_all"])
