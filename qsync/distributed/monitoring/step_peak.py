@@ -6,6 +6,7 @@ GPU's allocator loses bytes to fragments.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -76,9 +77,11 @@ class StepPeak:
             torch.cuda.reset_peak_memory_stats(self._device)
         elif not torch._C._autograd._profiler_enabled():
             self._events = self._tracing.enter_context(allocator_events())
+            atexit.register(self._tracing.close)  # stderr is held meanwhile: an error in this step is shown
 
     def _end(self) -> None:
         self._tracing.close()
+        atexit.unregister(self._tracing.close)
         if self._events:
             self._most = self._held + max(accumulate((n for _, n in self._events), initial=0))
 
